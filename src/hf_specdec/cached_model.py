@@ -1,0 +1,172 @@
+"""A model with its cache: scores a block of tokens per row in one forward, and rolls back. Target and draft are both this.
+
+The only file that knows masks, positions and cache slots. A block is a tree over the nodes 0..N whose root (node 0) is the
+last committed token; its node i goes to slot `cached + i` of the row and has position `cached + depth(i)`.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from . import compat
+from .kv_cache import SlotCache
+from .tree import Tree
+
+
+class CachedModel:
+    """limit: most slots a row can need. role: how errors name the model.
+
+    lengths: committed tokens per row whose keys and values are in the cache.
+    calls, seconds: forwards run (the prompt pass excluded) and the time they took on the host.
+    """
+
+    def __init__(self, model: PreTrainedModel, limit: int, role: str = "target", traits: compat.ModelTraits | None = None):
+        self.model, self.role = model, role
+        self.traits = traits or compat.traits_of(compat.unwrap(model), role)
+        self.cache = SlotCache(limit)
+        self.device, self.dtype = model.device, model.dtype
+        self.lengths: list[int] = []
+        self.calls, self.seconds, self.prompt_seconds = 0, 0.0, 0.0
+
+    # --- forward passes -----------------------------------------------------------------------------------------------
+
+    def prefill(self, rows: list[list[int]]) -> torch.Tensor:
+        """The prompt pass: feed what is not cached yet, return the logits [B, V] after each row's last token."""
+        self.lengths = self.lengths or [0] * len(rows)
+        new = [row[length:] for row, length in zip(rows, self.lengths)]
+        sizes = [len(tokens) for tokens in new]
+        width = max(sizes)
+        tokens = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in new], device=self.device)
+        last = [size - 1 for size in sizes]
+        begin = perf_counter()
+        if self.traits.logits_to_keep:
+            wanted = sorted(set(last))
+            keep = 1 if wanted == [width - 1] else torch.tensor(wanted, device=self.device)
+            logits = self._forward(tokens, None, sizes, keep=keep)
+            last = [wanted.index(i) for i in last]
+        else:
+            logits = self._forward(tokens, None, sizes)
+        self.lengths = [length + size for length, size in zip(self.lengths, sizes)]
+        logits = logits[torch.arange(len(rows)), last]
+        self.prompt_seconds += perf_counter() - begin
+        return logits
+
+    def score(self, tokens: torch.Tensor, tree: Tree | None = None, sizes: list[int] | None = None) -> torch.Tensor:
+        """Logits [B, Q, V] at every node of a block: tokens int64 [B, Q], node 0 first; `tree` over Q - 1 drafted tokens (None
+        or a chain: the block is a plain continuation); sizes[b]: nodes of row b that are meant, the root included."""
+        begin = perf_counter()
+        logits = self._forward(tokens.to(self.device), tree, sizes or [tokens.shape[1]] * tokens.shape[0])
+        self.calls += 1
+        self.seconds += perf_counter() - begin
+        return logits
+
+    def _forward(self, tokens: torch.Tensor, tree: Tree | None, sizes: list[int], keep=None) -> torch.Tensor:
+        width = tokens.shape[1]
+        self.cache.plan.lay(self.lengths, width, self.device)
+        if self.traits.own_positions:
+            inputs = {"attention_mask": torch.ones((1, self.cache.plan.visible), dtype=torch.long, device=self.device)}
+        else:
+            inputs = self._positions_and_masks(width, tree, sizes)
+        if keep is not None:
+            inputs["logits_to_keep"] = keep
+        return self.model(input_ids=tokens, past_key_values=self.cache, use_cache=True, return_dict=True, **inputs).logits
+
+    # --- positions and masks ------------------------------------------------------------------------------------------
+
+    def _positions_and_masks(self, width: int, tree: Tree | None, sizes: list[int]) -> dict:
+        plan, device = self.cache.plan, self.device
+        chain = tree is None or tree.is_chain
+        depths = torch.arange(width, device=device) if chain else torch.tensor(tree.depths, device=device)
+        if plan.start is not None and min(sizes) == width:
+            positions = (depths + plan.start)[None]
+        else:
+            starts, last = torch.tensor([self.lengths, sizes], device=device)
+            positions = starts[:, None] + torch.minimum(depths, last[:, None] - 1)
+        if plan.start == 0 and chain and min(sizes) == width:  # a prompt without padding: the model's own causal mask
+            return {"position_ids": positions.expand(len(sizes), -1), "attention_mask": None}
+        slots = torch.arange(plan.visible, device=device)
+        if chain:
+            slot_positions, seen = slots[None, None], slots <= positions[..., None]
+        else:
+            slot_positions, seen = self._tree_mask(slots, depths, tree)
+        masks = {key: self._mask(kind, size, seen, positions[..., None], slot_positions, len(sizes))
+                 for key, kind, size in self.traits.masks}
+        return {"position_ids": positions.expand(len(sizes), -1), "attention_mask": masks.get(None, masks)}
+
+    def _tree_mask(self, slots: torch.Tensor, depths: torch.Tensor, tree: Tree) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions of the slots [B, 1, S] and who sees whom [B, N+1, S]: all of the past, and one's own ancestors."""
+        starts = torch.tensor(self.lengths, device=slots.device)[:, None]
+        node = slots - starts
+        inside = node.clamp(0, len(tree))
+        seen = tree.ancestors.to(slots.device)[:, inside].transpose(0, 1) & (node <= len(tree))[:, None] | (node < 0)[:, None]
+        return torch.where(node < 0, slots, starts + depths[inside])[:, None], seen
+
+    def _mask(self, kind: str, size: int, seen: torch.Tensor, query: torch.Tensor, slot: torch.Tensor, batch: int) -> torch.Tensor:
+        """Additive float mask [B, 1, Q, S]: right under eager and sdpa attention alike, which boolean masks are not."""
+        if kind == "sliding":
+            seen = seen & (slot > query - size)
+        elif kind == "chunked":
+            seen = seen & (slot // size == query // size)
+        mask = torch.zeros(seen.shape, dtype=self.dtype, device=seen.device).masked_fill_(~seen, torch.finfo(self.dtype).min)
+        return mask[:, None].expand(batch, -1, -1, -1)
+
+    # --- rollback -----------------------------------------------------------------------------------------------------
+
+    def commit(self, advance: list[int], tree: Tree | None = None, on_path: torch.Tensor | None = None) -> None:
+        """Keep the first advance[b] nodes of the accepted path of row b (the root counts). What lies beyond is overwritten by
+        the next block. A tree's path [B, N+1] is moved into place."""
+        if tree is not None and not tree.is_chain:
+            steps = max(advance)
+            order = torch.where(on_path, torch.arange(on_path.shape[1], device=on_path.device), on_path.shape[1])
+            nodes = order.sort(-1).values[:, :steps].clamp(max=len(tree))
+            starts = torch.tensor(self.lengths, device=nodes.device)[:, None]
+            target = starts + torch.arange(steps, device=nodes.device)
+            for layer in self.cache.layers:
+                if layer.is_initialized:
+                    layer.gather(starts + nodes, target)
+        self.lengths = [length + step for length, step in zip(self.lengths, advance)]
+
+    def crop(self, lengths: list[int]) -> None:
+        """Forget everything from position lengths[b] on in row b."""
+        self.lengths = [min(own, new) for own, new in zip(self.lengths, lengths)]
+
+    def keep(self, rows: list[int]) -> None:
+        """Only these rows go on."""
+        self.lengths = [self.lengths[row] for row in rows]
+        for layer in self.cache.layers:
+            layer.keep(torch.tensor(rows))
+
+    # --- a caller's own cache -----------------------------------------------------------------------------------------
+
+    def load(self, cache: DynamicCache, padding: list[int], cached: int) -> None:
+        """Copy the first `cached` columns of a caller's cache, whose row b begins with padding[b] columns of padding."""
+        self.lengths = [cached - pad for pad in padding]
+        for index, (keys, values, first) in enumerate(compat.read_cache(cache)):
+            rows = [[part[b : b + 1, :, max(pad - first, 0):cached - first] for part in (keys, values)] for b, pad in enumerate(padding)]
+            self._load_layer(index, rows, [max(first - pad, 0) for pad in padding])
+        self.cache.plan.lay(self.lengths, 0, self.device)
+
+    def _load_layer(self, index: int, rows: list[list[torch.Tensor]], starts: list[int]) -> None:
+        width = max(keys.shape[2] for keys, _ in rows)
+        padded = [torch.cat([torch.nn.functional.pad(part, (0, 0, 0, width - part.shape[2])) for part in parts]) for parts in zip(*rows)]
+        self.cache.plan.lay(starts, width, self.device)
+        self.cache.update(*padded, index)
+
+    def row(self, b: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Copies of what is cached of row b: keys and values [H, n, D] per layer."""
+        n = self.lengths[b]
+        return [(layer.keys[b, :, :n].clone(), layer.values[b, :, :n].clone()) for layer in self.cache.layers]
+
+
+def assemble_cache(config, rows: list[list], padding: list[int], columns: int, into: DynamicCache | None) -> DynamicCache:
+    """A plain `DynamicCache` in the coordinates of the returned sequences: row b (as `CachedModel.row` gives it) begins after
+    padding[b] columns, `columns` in all. `into` is refilled in place if given."""
+    layers = []
+    for parts in zip(*rows):
+        padded = [[torch.nn.functional.pad(part, (0, 0, pad, columns - pad - part.shape[1])) for part in pair]
+                  for pair, pad in zip(parts, padding)]
+        layers.append(tuple(torch.stack(buffers) for buffers in zip(*padded)))
+    return compat.write_cache(config, layers, into)

@@ -1,0 +1,201 @@
+"""Everything that depends on the insides of transformers (5.10 up to 6): which processors look at the prefix, which masks a
+model wants, which models can be rolled back, and how its own caches are read and written."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import DynamicCache, LogitsProcessor, PreTrainedModel
+from transformers.generation import logits_process as lp
+
+# --- logits processors ------------------------------------------------------------------------------------------------
+
+_PREFIX_FREE = (
+    lp.TemperatureLogitsWarper, lp.TopKLogitsWarper, lp.TopPLogitsWarper, lp.MinPLogitsWarper, lp.TypicalLogitsWarper,
+    lp.EpsilonLogitsWarper, lp.EtaLogitsWarper, lp.InfNanRemoveLogitsProcessor, lp.LogitNormalization,
+    lp.SuppressTokensLogitsProcessor, *filter(None, [getattr(lp, "TopHLogitsWarper", None)]),
+)
+_TENTATIVE_CALLS_BREAK = (
+    lp.UnbatchedClassifierFreeGuidanceLogitsProcessor, lp.ClassifierFreeGuidanceLogitsProcessor,
+    lp.SynthIDTextWatermarkLogitsProcessor, lp.WhisperNoSpeechDetection, lp.AlternatingCodebooksLogitsProcessor,
+)
+_COUNTED_FROM_THE_PADDED_START = {
+    lp.MinLengthLogitsProcessor: "min_length",
+    lp.MinNewTokensLengthLogitsProcessor: "prompt_length_to_skip",
+    lp.ForcedEOSTokenLogitsProcessor: "max_length",
+    lp.ExponentialDecayLengthPenalty: "regulation_start",
+    lp.SuppressTokensAtBeginLogitsProcessor: "begin_index",
+    lp.RepetitionPenaltyLogitsProcessor: "prompt_ignore_length",
+}
+
+
+def is_prefix_free(processor: LogitsProcessor) -> bool:
+    """Whether the processor looks at the scores alone, so that all nodes can go through it at once."""
+    return type(processor) in _PREFIX_FREE
+
+
+def check_processors(processors: Sequence[LogitsProcessor]) -> None:
+    """Refuse, by name, processors with a state of their own, which tentative calls on drafted tokens would corrupt."""
+    for processor in processors:
+        if isinstance(processor, _TENTATIVE_CALLS_BREAK):
+            raise ValueError(
+                f"logits_processor: {type(processor).__name__} keeps a state from call to call, and drafted tokens that are "
+                f"rejected would corrupt it. Drop it, or generate with speculative=False."
+            )
+
+
+def processors_per_row(processors: Sequence[LogitsProcessor], padding: list[int]) -> list[list[LogitsProcessor]]:
+    """One list per row, for prefixes without padding: lengths that transformers counted from the padded start are shifted by
+    the row's padding, and per-row functions are bound to their row."""
+    if not processors:
+        return []
+    return [[_for_row(processor, row, pad, len(padding)) for processor in processors] for row, pad in enumerate(padding)]
+
+
+def _for_row(processor: LogitsProcessor, row: int, pad: int, batch: int) -> LogitsProcessor:
+    if isinstance(processor, lp.PrefixConstrainedLogitsProcessor) and batch > 1:
+        allowed = processor._prefix_allowed_tokens_fn
+        return lp.PrefixConstrainedLogitsProcessor(lambda _, tokens: allowed(row, tokens), 1)
+    attribute = _COUNTED_FROM_THE_PADDED_START.get(type(processor))
+    value = getattr(processor, attribute, None) if attribute else None
+    if value is None or (pad == 0 and not torch.is_tensor(value)):
+        return processor
+    own = copy.copy(processor)
+    if torch.is_tensor(value) and value.ndim == 1 and len(value) == batch:
+        value = value[row : row + 1]
+    setattr(own, attribute, (value - pad).clamp(min=0) if torch.is_tensor(value) else max(value - pad, 0))
+    return own
+
+
+# --- what a model accepts ---------------------------------------------------------------------------------------------
+
+_KNOWN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+_ALIBI = {"bloom", "mpt"}
+_LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+
+
+@dataclass(frozen=True)
+class ModelTraits:
+    """What the cached model has to know of a model, asked once.
+
+    masks:          (key, kind, size) per mask: kind "full", "sliding" or "chunked"; key None where the model takes a single
+                    mask, else the layer type under which it looks its mask up.
+    own_positions:  the model derives positions from a 2-D mask (ALiBi): batch 1 and chains only.
+    logits_to_keep: whether forward can be told which logits to compute.
+    vocab_size:     number of logits.
+    max_positions:  longest text, or None.
+    """
+
+    masks: tuple[tuple[str | None, str, int], ...]
+    own_positions: bool
+    logits_to_keep: bool
+    vocab_size: int
+    max_positions: int | None
+
+
+def unwrap(model: Any) -> PreTrainedModel:
+    """The transformers model inside a PEFT wrapper; any other model as it is."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def traits_of(model: PreTrainedModel, role: str) -> ModelTraits:
+    """Ask what `model` accepts. ValueError naming `role` ("target" or "assistant_model") and the remedy if it cannot be used."""
+    config = model.config.get_text_config()
+    name = f"{role}: {type(model).__name__}"
+    _refuse_what_cannot_roll_back(model, config, name)
+    forward = inspect.signature(model.forward).parameters
+    alibi = config.model_type in _ALIBI or getattr(config, "alibi", False)
+    head = model.get_output_embeddings()
+    return ModelTraits(
+        masks=_masks(config),
+        own_positions=alibi or "position_ids" not in forward,
+        logits_to_keep="logits_to_keep" in forward,
+        vocab_size=head.weight.shape[0] if getattr(head, "weight", None) is not None else config.vocab_size,
+        max_positions=getattr(config, "max_position_embeddings", None),
+    )
+
+
+def _refuse_what_cannot_roll_back(model: PreTrainedModel, config: Any, name: str) -> None:
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"{name} is an encoder-decoder model; speculative=True takes decoder-only models. Use speculative=False.")
+    strange = sorted(set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS)
+    if getattr(model, "_is_stateful", False) or strange:
+        what = f"layers of type {strange}" if strange else "a recurrent state"
+        raise ValueError(f"{name} has {what}, which cannot be rolled back after a rejected token. Use speculative=False.")
+    attention = getattr(config, "_attn_implementation", None) or "eager"
+    if "flash" in attention or "paged" in attention:
+        raise ValueError(
+            f"{name} runs attn_implementation={attention!r}, which takes no 4-D mask and so can score neither ragged rows nor "
+            f'trees. Call model.set_attn_implementation("sdpa") (or "eager", "flex_attention").'
+        )
+
+
+def batch_refusal(model: PreTrainedModel, role: str) -> str:
+    """Why a model that derives positions from a 2-D mask takes no batch."""
+    return (f"{role}: {type(unwrap(model)).__name__} derives its position bias from a 2-D mask (ALiBi), so rows that accept "
+            f"different numbers of tokens cannot share a pass. Generate the rows one by one (batch size 1), or use "
+            f"speculative=False.")
+
+
+def check_rope(model: PreTrainedModel, max_length: int, role: str) -> None:
+    """Refuse rotary scalings that depend on the longest position in a pass, where the text gets long enough to meet them."""
+    config = model.config.get_text_config()
+    scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    parts = [part for part in scaling.values() if isinstance(part, dict)] or [scaling]
+    for part in parts:
+        original = part.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None) \
+            or getattr(config, "max_position_embeddings", None)
+        if part.get("rope_type", part.get("type")) in _LENGTH_DEPENDENT_ROPE and original and max_length > original:
+            raise ValueError(
+                f"{role}: {type(model).__name__} changes its rotary scaling for the whole text beyond {original} tokens; a pass "
+                f"that crosses the line would differ from plain decoding. Keep max_length at {original} or below "
+                f"(here {max_length}), or use speculative=False."
+            )
+
+
+def _masks(config: Any) -> tuple[tuple[str | None, str, int], ...]:
+    window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
+    sizes = {"full_attention": ("full", 0), "sliding_attention": ("sliding", window or 0), "chunked_attention": ("chunked", chunk or 0)}
+    if getattr(config, "layer_types", None):
+        return tuple((key, *sizes[key]) for key in sorted(set(config.layer_types)))
+    if window is not None:
+        return ((None, "sliding", window),)
+    return ((None, "chunked", chunk),) if chunk is not None else ((None, "full", 0),)
+
+
+# --- transformers' own caches -----------------------------------------------------------------------------------------
+
+
+def check_cache(cache: Any) -> None:
+    """Refuse a caller's `past_key_values` that is not a plain `DynamicCache`."""
+    if not isinstance(cache, DynamicCache) or "Quantized" in type(cache).__name__ or any(
+        "Quantized" in type(layer).__name__ for layer in cache.layers
+    ):
+        raise ValueError(
+            f"past_key_values: {type(cache).__name__} cannot be read and rolled back. Pass a DynamicCache (or leave it out), and "
+            f"leave cache_implementation unset."
+        )
+
+
+def read_cache(cache: DynamicCache) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
+    """Per layer: keys and values [B, H, n, D], and the position of their first slot (sliding layers keep a tail only)."""
+    length = cache.get_seq_length()
+    return [(layer.keys, layer.values, length - layer.keys.shape[2]) for layer in cache.layers]
+
+
+def write_cache(config: Any, layers: list[tuple[torch.Tensor, torch.Tensor]], into: DynamicCache | None) -> DynamicCache:
+    """A `DynamicCache` that holds keys and values [B, H, n, D] per layer; `into` is refilled in place if given."""
+    fresh = DynamicCache(config=config)
+    if hasattr(fresh, "activate_past_recording"):
+        fresh.activate_past_recording()
+    for index, (keys, values) in enumerate(layers):
+        fresh.update(keys, values, index)
+    if into is None:
+        return fresh
+    into.layers = fresh.layers
+    return into

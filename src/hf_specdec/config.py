@@ -1,0 +1,107 @@
+"""`SpeculativeConfig`: every choice of a speculative call, in one frozen, JSON-able place."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from .registry import ACCEPTANCE, DRAFTS
+
+CONFIG_NAME = "speculative_config.json"
+MAX_ASSISTANT_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """How to speculate.
+
+    num_assistant_tokens: K, the tokens drafted per round, 1..64, or "auto" (default): chosen every round from the measured
+        acceptance and cost, 0 where speculation does not pay.
+    draft: the registered draft used when no `assistant_model` is passed (default "prompt_lookup").
+    acceptance: "auto" (default: "greedy" without `do_sample`, "speculative_sampling" with it) or a registered rule.
+    lenience: l of Leviathan et al. 2023, A.5, in (0, 1]; 1.0 (default) is exact. Below 1 no token is committed with a
+        probability above p(x) / l when sampling, and p(x) >= l * max p counts as the argmax when greedy.
+    seed: an int (row b uses seed + b) or one int per row; None (default) takes it from torch's global generator. A row's
+        text depends on its own seed only. With a seed, "auto" leaves measured times aside, so that a run repeats.
+    max_auto_tokens: the largest K that "auto" may choose, 1..64 (default 16).
+
+    Raises ValueError naming the argument and the remedy.
+    """
+
+    num_assistant_tokens: int | str = "auto"
+    draft: str = "prompt_lookup"
+    acceptance: str = "auto"
+    lenience: float = 1.0
+    seed: int | tuple[int, ...] | None = None
+    max_auto_tokens: int = 16
+
+    def __post_init__(self):
+        if self.num_assistant_tokens != "auto":
+            _check_count("num_assistant_tokens", self.num_assistant_tokens, ' or "auto"')
+        _check_count("max_auto_tokens", self.max_auto_tokens)
+        if self.draft not in DRAFTS:
+            raise ValueError(f"draft={self.draft!r} is not known; choose one of {sorted(DRAFTS)}.")
+        if self.acceptance not in ("auto", *ACCEPTANCE):
+            raise ValueError(f"acceptance={self.acceptance!r} is not known; choose one of {['auto', *sorted(ACCEPTANCE)]}.")
+        lenience = self.lenience
+        if isinstance(lenience, bool) or not isinstance(lenience, (int, float)) or not math.isfinite(lenience) or not 0 < lenience <= 1:
+            raise ValueError(f"lenience={lenience!r} must be a number in (0, 1]; 1.0 keeps the output exact.")
+        if isinstance(self.seed, list):
+            object.__setattr__(self, "seed", tuple(self.seed))
+        seeds = self.seed if isinstance(self.seed, tuple) else () if self.seed is None else (self.seed,)
+        if any(isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63 for seed in seeds):
+            raise ValueError(f"seed={self.seed!r} must be an int in 0..2**63-1, or one such int per row.")
+
+    @classmethod
+    def resolve(cls, value: "SpeculativeConfig | dict | bool | None", **overrides: Any) -> "SpeculativeConfig":
+        """The config meant by `speculative=value`, with every override that is not None applied."""
+        if value is None or value is True:
+            config = cls()
+        elif isinstance(value, cls):
+            config = value
+        elif isinstance(value, dict):
+            config = cls.from_dict(value)
+        else:
+            raise ValueError(f"speculative={value!r} must be True, False, a dict or a SpeculativeConfig.")
+        return replace(config, **{name: item for name, item in overrides.items() if item is not None})
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "SpeculativeConfig":
+        known = [field.name for field in fields(cls)]
+        unknown = sorted(set(values) - set(known))
+        if unknown:
+            raise ValueError(f"unknown speculative option {unknown[0]!r}; the options are {known}.")
+        return cls(**values)
+
+    def save_pretrained(self, folder: str | Path) -> Path:
+        """Write `speculative_config.json` into `folder` (created if missing) and return its path."""
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        path = path / CONFIG_NAME
+        path.write_text(json.dumps(self.to_dict(), indent=2) + "\n")
+        return path
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path) -> "SpeculativeConfig":
+        """Read `speculative_config.json` from `folder` (or the named file). Unknown keys and non-finite numbers raise."""
+        path = Path(folder)
+        path = path / CONFIG_NAME if path.is_dir() else path
+
+        def refuse(constant: str):
+            raise ValueError(f"{path}: {constant} is not a finite number.")
+
+        values = json.loads(path.read_text(), parse_constant=refuse)
+        if not isinstance(values, dict):
+            raise ValueError(f"{path}: expected a JSON object.")
+        return cls.from_dict(values)
+
+
+def _check_count(name: str, value: Any, also: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_ASSISTANT_TOKENS:
+        raise ValueError(f"{name}={value!r} must be an int in 1..{MAX_ASSISTANT_TOKENS}{also}.")

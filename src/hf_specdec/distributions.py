@@ -1,0 +1,132 @@
+"""From logits to laws: what the target samples from at every drafted position, and how a token is drawn from it.
+
+Glossary: p is the target's law, q the draft's, x a drafted token, V the size of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+import torch
+from transformers import LogitsProcessor
+
+from . import compat
+
+Prefix = Callable[[int, int], torch.Tensor]
+
+
+class Law:
+    """The target's laws at n nodes of B rows.
+
+    scores: float [B, n, V], processed logits; p = softmax(scores) when sampling, the one-hot of the argmax when greedy
+            (Leviathan et al. 2023, section 2.2: greedy decoding is sampling from a one-hot law).
+    """
+
+    def __init__(self, scores: torch.Tensor):
+        self.scores = scores
+
+    @cached_property
+    def argmax(self) -> torch.Tensor:
+        """int64 [B, n]: the most likely token at every node."""
+        return self.scores.argmax(-1)
+
+    @cached_property
+    def log_norm(self) -> torch.Tensor:
+        """float [B, n]: log of the sum of exp(scores)."""
+        return self.scores.logsumexp(-1)
+
+    def prob_of_next(self, tokens: torch.Tensor) -> torch.Tensor:
+        """float [B, m]: p(tokens[b, j]) at node j, for the first m nodes (a chain: token j follows node j)."""
+        m = tokens.shape[1]
+        return (self.scores[:, :m].gather(-1, tokens[..., None]).squeeze(-1) - self.log_norm[:, :m]).exp()
+
+    def probs_at(self, node: torch.Tensor) -> torch.Tensor:
+        """float [B, V]: the law at node[b] of row b (node int64 [B])."""
+        rows = torch.arange(len(node), device=node.device)
+        return self.scores[rows, node].softmax(-1)
+
+
+def draw(law: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Tokens int64 [B] from weights float [B, V] (need not sum to 1) by inverse CDF in float64; point masses int64 [B] stay.
+
+    uniform: float64 [B] in [0, 1). A token of zero weight is never drawn.
+    """
+    if not law.is_floating_point():
+        return law
+    cdf = law.cumsum(-1, dtype=torch.float64)
+    total = cdf[:, -1:]
+    target = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cdf, target, right=True).squeeze(-1)
+
+
+class Sampler:
+    """Turns the logits of several nodes into a `Law`, running transformers' logits processors on each node's own prefix.
+
+    Processors that look at scores only (temperature, top-k, ...) run once on all nodes; those that look at the prefix run
+    once per node, with the row's own tokens and no padding.
+
+    processors: one list of processors per row (the rows share one list where nothing depends on the row's padding).
+    do_sample:  False for greedy decoding.
+    """
+
+    def __init__(self, processors: Sequence[Sequence[LogitsProcessor]], do_sample: bool, keep_scores: bool = False):
+        self.rows = list(processors)
+        self.do_sample = do_sample
+        self.needs_prefix = any(not compat.is_prefix_free(p) for p in self.rows[0]) if self.rows else False
+        self.exact_scores = do_sample or keep_scores or bool(self.rows and self.rows[0])
+
+    @classmethod
+    def greedy(cls) -> "Sampler":
+        """Plain argmax, no processors."""
+        return cls([], do_sample=False)
+
+    def keep(self, rows: list[int]) -> None:
+        """Only these rows go on."""
+        if self.rows:
+            self.rows = [self.rows[row] for row in rows]
+
+    def __call__(self, logits: torch.Tensor, sizes: Sequence[int], prefix: Prefix) -> Law:
+        """logits [B, n, V] -> Law. sizes[b]: how many nodes of row b count; prefix(b, i): int64 [1, L], the tokens up to and
+        including node i of row b. Half precision goes to float32 as in transformers' own loops."""
+        if self.exact_scores and logits.dtype in (torch.float16, torch.bfloat16):
+            logits = logits.float()
+        if not self.rows or not self.rows[0]:
+            return Law(logits)
+        return Law(self._processed(logits, sizes, prefix))
+
+    def _processed(self, logits: torch.Tensor, sizes: Sequence[int], prefix: Prefix) -> torch.Tensor:
+        batch, n, vocab = logits.shape
+        for position, processor in enumerate(self.rows[0]):
+            if compat.is_prefix_free(processor):
+                logits = processor(None, logits.reshape(batch * n, vocab)).view(batch, n, vocab)
+            else:
+                logits = logits.clone()
+                for b in range(batch):
+                    own = self.rows[b][position]
+                    for i in range(sizes[b]):
+                        logits[b, i] = own(prefix(b, i), logits[b, i : i + 1])[0]
+        return logits
+
+
+class ArgmaxLogitsWarper(LogitsProcessor):
+    """The one-hot law of the argmax: 0 there, minus infinity elsewhere (Leviathan et al. 2023, section 2.2)."""
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        best = scores.argmax(-1, keepdim=True)
+        return torch.full_like(scores, -torch.inf).scatter_(-1, best, 0.0)
+
+
+class LenientGreedyLogitsProcessor(LogitsProcessor):
+    """The drafted token x counts as the argmax where p(x) >= lenience * max p (Leviathan et al. 2023, A.5, greedy case).
+
+    drafted: int64 [...], the shape of `scores` without its last dimension.
+    """
+
+    def __init__(self, drafted: torch.Tensor, lenience: float):
+        self.drafted, self.log_lenience = drafted[..., None], float(torch.tensor(lenience, dtype=torch.float64).log())
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        best = scores.max(-1, keepdim=True).values
+        x = scores.gather(-1, self.drafted)
+        return scores.scatter(-1, self.drafted, torch.where(x - best >= self.log_lenience, torch.inf, x))

@@ -1,0 +1,121 @@
+"""What every draft is: something that proposes tokens for the rows of a batch.
+
+A draft reads the `Context` (the committed tokens, live) and returns a `Proposal`. It may keep a cache or a table of its
+own. It does not know the target's cache, the acceptance rule or when to stop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from transformers.generation import CandidateGenerator
+
+from ..proposal import Proposal, Verdict
+
+if TYPE_CHECKING:
+    from ..distributions import Sampler
+
+
+@dataclass
+class Context:
+    """A draft's view of the call. `rows` changes as tokens are committed; everything else stays.
+
+    rows:       token ids of every active row, prompt included, padding excluded. The last one is the root: committed, but
+                not yet seen by the target's cache.
+    max_length: most tokens a row can ever hold (prompt + new).
+    vocab_size: V of the target; every proposed id is below it.
+    device:     where the proposal's tensors have to be.
+    sampler:    turns logits into the law that the target samples from (temperature, top-k, ...); a draft that samples uses
+                it for its own logits, so that q resembles p. `sampler.do_sample` is False for greedy decoding.
+    noise:      noise(stream, n) -> float64 [B, n] in [0, 1): fresh uniform numbers for this round, per row, a function of
+                (row seed, round, stream, index) alone. Drafts use streams named "draft...".
+    """
+
+    rows: list[list[int]]
+    max_length: int
+    vocab_size: int
+    device: torch.device
+    sampler: "Sampler"
+    noise: Callable[[str, int], torch.Tensor]
+
+
+class Draft(CandidateGenerator):
+    """Base class. A new draft overrides `propose`, and `start`, `evidence`, `commit`, `keep` where it has a state.
+
+    name:         the word shown in the trace.
+    cost_ratio:   c of Leviathan et al. 2023: cost of drafting one token / cost of one target step, None = not known.
+    trusted:      True spares the checks of every proposal (ids in range, laws that sum to 1); the package's own drafts say
+                  so, because the conformance tests check them.
+    calls, forward_seconds: forwards of a draft model in this call and the time in them, its prompt pass excluded.
+    """
+
+    name = "draft"
+    cost_ratio: float | None = None
+    trusted = False
+    calls = 0
+    forward_seconds = 0.0
+
+    def start(self, context: Context) -> None:
+        """Called once, after the prompt pass and the first token."""
+
+    def evidence(self, context: Context) -> list[int]:
+        """Per row, how strong the case for drafting is before anything is drafted: -1 nothing to propose, else a small
+        number; acceptance is measured per number (the length of the match, for lookups)."""
+        return [0] * len(context.rows)
+
+    def propose(self, context: Context, k: list[int]) -> Proposal:
+        """At most k[b] candidate tokens for row b."""
+        raise NotImplementedError
+
+    def prior(self, strength: int) -> float:
+        """Acceptance rate expected of that evidence before anything is measured."""
+        return 0.7
+
+    def relative_cost(self, target) -> float | None:
+        """c before anything is timed; `target` is the target model."""
+        return self.cost_ratio
+
+    def commit(self, verdict: Verdict) -> None:
+        """Called after every verification, before the rows grow. Drafts that can read all they need from `context.rows`
+        at the next `propose` leave it alone."""
+
+    def keep(self, rows: list[int]) -> None:
+        """Only these rows (indices into the present batch) go on."""
+
+    def finish(self) -> None:
+        """The call is over, also after an error or Ctrl-C: release everything that belongs to it."""
+
+    # --- the same object under stock assisted decoding --------------------------------------------------------------
+
+    num_assistant_tokens = 5
+    _stock: Context | None = None
+
+    def get_candidates(self, input_ids: torch.LongTensor, **kwargs) -> tuple[torch.LongTensor, torch.FloatTensor | None]:
+        """transformers' `CandidateGenerator` protocol, batch 1, greedy: input_ids [1, L] -> ([1, L + n], None)."""
+        from ..distributions import Sampler  # the trunk above is enough for a draft's own work
+
+        if input_ids.shape[0] != 1:
+            raise ValueError("get_candidates serves stock assisted decoding, which has batch size 1.")
+        row = input_ids[0].tolist()
+        stock = self._stock
+        if stock is None or row[: len(stock.rows[0])] != stock.rows[0]:
+            self._stock = stock = Context([row], 2**31, self._stock_vocab_size(), input_ids.device, Sampler.greedy(), _no_noise)
+            self.start(stock)
+        else:
+            stock.rows[0].extend(row[len(stock.rows[0]):])
+        k = [0 if evidence < 0 else self.num_assistant_tokens for evidence in self.evidence(stock)]
+        proposal = self.propose(stock, k)
+        return torch.cat([input_ids, proposal.tokens[:, : proposal.sizes[0]]], dim=1), None
+
+    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, num_matches: int) -> None:
+        """Nothing to do: the next `get_candidates` sees what was committed."""
+
+    def _stock_vocab_size(self) -> int:
+        return 2**31
+
+
+def _no_noise(stream: str, n: int) -> torch.Tensor:
+    raise ValueError("this draft draws tokens at random; stock assisted decoding has no place for its probabilities.")

@@ -1,0 +1,128 @@
+"""A smaller model as the draft (Leviathan et al. 2023, Algorithm 1)."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from .. import compat
+from ..cached_model import CachedModel
+from ..distributions import draw
+from ..proposal import Proposal
+from .base import Context, Draft
+
+
+class ModelDraft(Draft):
+    """Drafts K tokens one by one with `model`: its argmax where the target decodes greedily, else draws from its own law after
+    the same processors as the target's. The model may have another dtype, another device, and a vocabulary padded to another
+    size; only ids that both have are proposed.
+
+    Raises ValueError if the model cannot be rolled back (recurrent, encoder-decoder, flash attention).
+    """
+
+    name = "model"
+    trusted = True
+
+    def __init__(self, model: PreTrainedModel):
+        self.model = model
+        self.traits = compat.traits_of(compat.unwrap(model), "assistant_model")
+        self.cached: CachedModel | None = None
+
+    def start(self, context: Context) -> None:
+        self.context = context
+        self.cached = CachedModel(self.model, context.max_length, "assistant_model", self.traits)
+        self.drafted: torch.Tensor | list[list[int]] = [[] for _ in context.rows]
+        self.base = [len(row) for row in context.rows]
+        if self.traits.own_positions and len(context.rows) > 1:
+            raise ValueError(compat.batch_refusal(self.model, "assistant_model"))
+        if min(map(len, context.rows)) > 1:
+            self.cached.prefill([row[:-1] for row in context.rows])
+        else:
+            self.cached.lengths = [0] * len(context.rows)
+
+    def propose(self, context: Context, k: list[int]) -> Proposal:
+        self._forget_what_was_rejected(context)
+        steps = max(k)
+        tokens, laws = [], []
+        for step in range(steps):
+            scores = self._scores(context, tokens, k, step)
+            law = context.sampler(scores, [step < own for own in k], lambda b, _: self._prefix(context, tokens, b))
+            if context.sampler.do_sample:
+                laws.append(law.probs_at(torch.zeros(len(k), dtype=torch.long, device=scores.device)))
+                tokens.append(draw(laws[-1], context.noise(f"draft:{step}", 1)[:, 0]))
+            else:
+                tokens.append(law.argmax[:, 0])
+        if not steps:
+            return Proposal.from_lists([[] for _ in k], context.device, self.name)
+        self.drafted = torch.stack(tokens, dim=1)
+        return Proposal.chain(self.drafted, torch.stack(laws, dim=1) if laws else None, list(k), self.name)
+
+    def _forget_what_was_rejected(self, context: Context) -> None:
+        """The cache holds row b up to base[b] and drafted tokens after it: keep of these what has been committed since."""
+        drafted = self._drafted()
+        kept = []
+        for row, length, base, guess in zip(context.rows, self.cached.lengths, self.base, drafted):
+            same = 0
+            while same < len(guess) and base + same < len(row) - 1 and guess[same] == row[base + same]:
+                same += 1
+            kept.append(min(length, base + same))
+        self.cached.crop(kept)
+        self.base = [len(row) for row in context.rows]
+        self.drafted = [[] for _ in context.rows]
+
+    def _drafted(self) -> list[list[int]]:
+        return self.drafted.tolist() if torch.is_tensor(self.drafted) else self.drafted
+
+    def _scores(self, context: Context, tokens: list[torch.Tensor], k: list[int], step: int) -> torch.Tensor:
+        """Logits [B, 1, V] for the next drafted token: first from all that is not cached yet, then from one token a time."""
+        cached = self.cached
+        if step == 0:
+            new = [row[length:] for row, length in zip(context.rows, cached.lengths)]
+            sizes = [len(row) for row in new]
+            width = max(sizes)
+            block = torch.tensor([row + [0] * (width - len(row)) for row in new], device=cached.device)
+            logits = cached.score(block, sizes=sizes)
+            cached.commit(sizes)
+            if width > 1:
+                logits = logits[torch.arange(len(new)), torch.tensor(sizes) - 1][:, None]
+        else:
+            logits = cached.score(tokens[-1][:, None])
+            cached.commit([int(step < own) for own in k])
+        return self._common_vocabulary(logits.to(context.device), context)
+
+    def _common_vocabulary(self, logits: torch.Tensor, context: Context) -> torch.Tensor:
+        missing = context.vocab_size - logits.shape[-1]
+        if missing > 0 and (context.sampler.exact_scores or context.sampler.needs_prefix):
+            return torch.nn.functional.pad(logits.float(), (0, missing), value=-torch.inf)
+        return logits[..., : context.vocab_size]
+
+    def _prefix(self, context: Context, tokens: list[torch.Tensor], row: int) -> torch.Tensor:
+        drafted = [int(step[row]) for step in tokens]
+        return torch.tensor([context.rows[row] + drafted], device=context.device)
+
+    def relative_cost(self, target: PreTrainedModel) -> float:
+        """c by size: decoding reads every weight once a token."""
+        return sum(p.numel() for p in self.model.parameters()) / max(sum(p.numel() for p in target.parameters()), 1)
+
+    @property
+    def calls(self) -> int:
+        """Forwards of the draft model in this call, its prompt pass excluded."""
+        return self.cached.calls if self.cached else 0
+
+    @property
+    def forward_seconds(self) -> float:
+        return self.cached.seconds if self.cached else 0.0
+
+    def keep(self, rows: list[int]) -> None:
+        self.cached.keep(rows)
+        drafted = self._drafted()
+        self.drafted, self.base = [drafted[row] for row in rows], [self.base[row] for row in rows]
+
+    def finish(self) -> None:
+        if self.cached is not None:
+            self.cached.cache.layers.clear()
+        self.context = None
+        self.drafted = []
+
+    def _stock_vocab_size(self) -> int:
+        return self.traits.vocab_size

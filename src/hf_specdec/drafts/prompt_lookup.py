@@ -1,0 +1,89 @@
+"""Prompt lookup: the continuation of the last place where the row's own text went as it goes now.
+
+Saxena 2023 (prompt lookup decoding), Yang et al. 2023 (LLMA). The proposal is a point mass, so q is one-hot.
+"""
+
+from __future__ import annotations
+
+from ..proposal import Proposal
+from .base import Context, Draft
+
+
+class _Index:
+    """Where every n-gram of one row ends; grows with the row and is never rebuilt."""
+
+    def __init__(self, orders: tuple[int, ...]):
+        self.orders, self.length = orders, 0
+        self.ends: list[dict] = [{} for _ in orders]
+
+    def match(self, row: list[int], longest: int, candidates: int) -> tuple[int, int]:
+        """(n, end): the longest suffix of `row`, at most `longest` tokens, that also ends at position `end` < len(row); the most
+        recent of equally long ones. (0, 0) if there is none."""
+        for order, ends in zip(self.orders, self.ends):
+            for end in range(max(self.length, order), len(row)):
+                ends.setdefault(tuple(row[end - order : end]), []).append(end)
+        self.length = len(row)
+        best = (0, 0)
+        for order, ends in zip(self.orders, self.ends):
+            for end in reversed(ends.get(tuple(row[-order:]), [])[-candidates:]):
+                n = order
+                while n < longest and n < end and row[end - 1 - n] == row[-1 - n]:
+                    n += 1
+                best = max(best, (n, end))
+            if best[0]:
+                break
+        return best
+
+
+class PromptLookupDraft(Draft):
+    """Looks for the longest earlier match of the last tokens in prompt and output.
+
+    The draft grows with the match (`growth` tokens per matched token): a one-token match is worth a try, not a full block.
+    An empty proposal costs nothing, and a short one is not padded. `min_match`: shortest match that counts.
+    """
+
+    name = "prompt_lookup"
+    trusted = True
+    cost_ratio = 0.0
+    LONGEST, CANDIDATES = 32, 16
+
+    def __init__(self, min_match: int = 1, growth: int = 2):
+        if not (isinstance(min_match, int) and min_match >= 1 and isinstance(growth, int) and growth >= 1):
+            raise ValueError(f"min_match={min_match!r} and growth={growth!r} must be ints of at least 1.")
+        self.min_match, self.growth = min_match, growth
+        self.orders = tuple(sorted({max(3, min_match), max(2, min_match), min_match}, reverse=True))
+
+    def start(self, context: Context) -> None:
+        self.indices = [_Index(self.orders) for _ in context.rows]
+        self.matches: list[tuple[int, int]] = []
+
+    def evidence(self, context: Context) -> list[int]:
+        """Per row: -1 without a match, else its length, grouped (1, 2, 3, 4-5, 6-9, 10 and more)."""
+        self.matches = [index.match(row, self.LONGEST, self.CANDIDATES) for index, row in zip(self.indices, context.rows)]
+        return [_group(n) for n, _ in self.matches]
+
+    def propose(self, context: Context, k: list[int]) -> Proposal:
+        rows = [self._continuation(row, n, end, own) for row, (n, end), own in zip(context.rows, self.matches, k)]
+        return Proposal.from_lists(rows, context.device, self.name)
+
+    def _continuation(self, row: list[int], n: int, end: int, k: int) -> list[int]:
+        """What followed the match; where it runs into the present, the text is taken to go on repeating itself."""
+        k = min(k, self.growth * n)
+        if k <= 0:
+            return []
+        period = row[end:]
+        return (period * (k // len(period) + 1))[:k]
+
+    def prior(self, strength: int) -> float:
+        """Acceptance expected of a match of that group, before anything is measured."""
+        return {1: 0.2, 2: 0.4, 3: 0.55, 4: 0.65, 6: 0.8}.get(strength, 0.9)
+
+    def keep(self, rows: list[int]) -> None:
+        self.indices = [self.indices[row] for row in rows]
+
+    def finish(self) -> None:
+        self.indices, self.matches = [], []
+
+
+def _group(n: int) -> int:
+    return -1 if n == 0 else n if n < 4 else 4 if n < 6 else 6 if n < 10 else 10

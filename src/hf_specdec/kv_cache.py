@@ -1,0 +1,141 @@
+"""A key/value cache in which slot = position: the token at position t of row b lives in slot t of row b.
+
+Rollback is nothing (the next write overwrites), a ragged batch has no holes, and sliding windows need no special storage:
+what a query may see is said by the mask alone. Padding on the right of a block lands in slots that the row's next tokens
+overwrite before any mask shows them.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+SLACK = 64
+
+
+class SlotLayer(CacheLayerMixin):
+    """Keys and values [B, H, capacity, D] of one layer, written at the slots that the cache has laid out."""
+
+    is_sliding = False
+    is_compileable = False
+
+    def __init__(self, plan: "SlotPlan"):
+        super().__init__()
+        self.plan = plan
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.keys = self._allocate(key_states)
+        self.values = self._allocate(key_states if value_states is None else value_states)
+        self.is_initialized = True
+
+    def _allocate(self, like: torch.Tensor) -> torch.Tensor:
+        batch, heads, _, size = like.shape
+        return torch.zeros((batch, heads, self.plan.capacity, size), dtype=like.dtype, device=like.device)
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write [B, H, Q, D] at the planned slots; return everything up to the longest row, [B, H, visible, D]."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if self.keys.shape[2] < self.plan.capacity:
+            self.keys, self.values = self._grown(self.keys), self._grown(self.values)
+        visible = self.plan.visible
+        return self._write(self.keys, key_states)[:, :, :visible], self._write(self.values, value_states)[:, :, :visible]
+
+    def _grown(self, old: torch.Tensor) -> torch.Tensor:
+        new = self._allocate(old)
+        new[:, :, : old.shape[2]] = old
+        return new
+
+    def _write(self, buffer: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        plan = self.plan
+        if plan.start is not None:
+            buffer[:, :, plan.start : plan.start + plan.width] = states
+        else:
+            slots = plan.slots.to(states.device)[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
+            buffer.scatter_(2, slots, states.to(buffer.dtype))
+        return buffer
+
+    def gather(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Move slots source[b, i] to target[b, i] (int64 [B, n]) in every row: an accepted tree path goes into place."""
+        for buffer in (self.keys, self.values):
+            shape = (-1, buffer.shape[1], -1, buffer.shape[3])
+            moved = buffer.gather(2, source.to(buffer.device)[:, None, :, None].expand(shape))
+            buffer.scatter_(2, target.to(buffer.device)[:, None, :, None].expand(shape), moved)
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """Drop all other rows."""
+        if self.is_initialized:
+            rows = rows.to(self.keys.device)
+            self.keys, self.values = self.keys.index_select(0, rows), self.values.index_select(0, rows)
+
+    # what models and masks of transformers ask of a layer
+    def get_seq_length(self) -> int:
+        return self.plan.cached
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.plan.cached + int(query_length), 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        return -1
+
+
+class SlotPlan:
+    """Where the next block of tokens goes; shared by the layers of one cache.
+
+    start:    first slot of the block where all rows have the same one, else None (then `slots` int64 [B, Q] counts).
+    width:    Q, tokens per row in the block.
+    visible:  slots that attention reads: the longest row with its block.
+    cached:   slots before the block in the longest row.
+    capacity: slots per row that the buffers have, or will have at the next write.
+    """
+
+    def __init__(self, limit: int):
+        self.limit, self.capacity = limit, 0
+        self.start: int | None = 0
+        self.slots: torch.Tensor | None = None
+        self.width = self.visible = self.cached = 0
+
+    def lay(self, starts: list[int], width: int, device) -> None:
+        """Plan a block of `width` tokens that begins at slot starts[b] in row b. The capacity grows by an eighth at a time,
+        never beyond `limit` (longest row + drafted tokens)."""
+        self.width, self.cached = width, max(starts)
+        self.visible = self.cached + width
+        if min(starts) == self.cached:
+            self.start, self.slots = self.cached, None
+        else:
+            self.start = None
+            self.slots = torch.tensor(starts, device=device)[:, None] + torch.arange(width, device=device)
+        if self.visible > self.capacity:
+            roomy = min(self.visible + max(SLACK, self.visible // 8), self.limit)
+            self.capacity = max(self.visible, roomy)
+
+
+class SlotCache(Cache):
+    """A `transformers.Cache` of `SlotLayer`s. `limit`: most slots a row can ever need."""
+
+    def __init__(self, limit: int):
+        super().__init__(layers=[])
+        self.plan = SlotPlan(limit)
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
+        while len(self.layers) <= layer_idx:
+            self.layers.append(SlotLayer(self.plan))
+        return self.layers[layer_idx].update(key_states, value_states)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.plan.cached
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self.plan.cached
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self.plan.cached + int(query_length), 0
+
+    @property
+    def capacity(self) -> int:
+        """Slots per row that are allocated."""
+        return self.plan.capacity

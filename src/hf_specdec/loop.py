@@ -1,0 +1,125 @@
+"""The loop: draft, verify, commit. Leviathan et al. 2023, Algorithm 1, for ragged batches, chains and trees alike."""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+import torch
+
+from .acceptance.base import Acceptance
+from .cached_model import CachedModel
+from .distributions import Law, Sampler, draw
+from .drafts.base import Context, Draft
+from .noise import Noise
+from .proposal import Proposal
+from .sequences import Sequences
+from .trace import Round, SpeculationTrace
+
+
+class SpeculativeLoop:
+    """One call. The pieces are made by `integration`; this class only says in which order they act."""
+
+    def __init__(self, target: CachedModel, draft: Draft, acceptance: Acceptance, sampler: Sampler, schedule, sequences: Sequences,
+                 noise: Noise, context: Context, trace: SpeculationTrace, want_scores: bool = False, want_logits: bool = False,
+                 want_cache: bool = False):
+        self.target, self.draft, self.acceptance, self.sampler = target, draft, acceptance, sampler
+        self.schedule, self.sequences, self.noise, self.context, self.trace = schedule, sequences, noise, context, trace
+        self.want_scores, self.want_logits, self.want_cache = want_scores, want_logits, want_cache
+        self.cached_rows: dict[int, list] = {}
+
+    @torch.no_grad()
+    def run(self) -> None:
+        try:
+            self.first_token()
+            self.draft.start(self.context)
+            while self.sequences.active:
+                self.round()
+        finally:
+            self.draft.finish()
+
+    def first_token(self) -> None:
+        """The prompt pass and the token drawn from it."""
+        begin = perf_counter()
+        logits = self.target.prefill(self.sequences.tokens)[:, None].to(self.context.device)
+        empty = Proposal.from_lists([[] for _ in self.sequences.active], self.context.device)
+        law = self.sampler(logits, [1] * len(logits), self._prefix(empty))
+        verdict = self.acceptance.verdict(empty, law, self.noise.uniform("accept", 0))
+        token = draw(verdict.next_probs, self.noise.uniform("first", 1)[:, 0])
+        self._emit(empty, verdict.on_path, token, law, logits)
+        self.trace.seconds["prompt"] += perf_counter() - begin
+
+    def round(self) -> None:
+        """Draft, score all candidates in one target forward, commit a prefix and one token of the target's own."""
+        begin = perf_counter()
+        self.noise.round += 1
+        rows, room = self.sequences.tokens, self.sequences.room()
+
+        k = self.schedule.next_k(self.draft.evidence(self.context), room)
+        proposal = self.draft.propose(self.context, k)
+        if not self.draft.trusted:
+            proposal.check(len(rows), self.context.vocab_size, self.draft.name)
+        drafted = perf_counter()
+
+        root = torch.tensor([[row[-1]] for row in rows], device=self.context.device)
+        block = torch.cat([root, proposal.tokens], dim=1)
+        sizes = [size + 1 for size in proposal.sizes]
+        logits = self.target.score(block, proposal.tree, sizes).to(self.context.device)
+        verified = perf_counter()
+
+        law = self.sampler(logits, sizes, self._prefix(proposal))
+        verdict = self.acceptance.verdict(proposal, law, self.noise.uniform("accept", len(proposal.tree)))
+        token = draw(verdict.next_probs, self.noise.uniform("next", 1)[:, 0])
+        self.draft.commit(verdict)
+        accepted = self._emit(proposal, verdict.on_path, token, law, logits)
+
+        end = perf_counter()
+        self.schedule.observe(proposal.sizes, accepted, end - begin)
+        for name, seconds in (("draft", drafted - begin), ("verify", verified - drafted), ("rest", end - verified)):
+            self.trace.seconds[name] += seconds
+
+    def _prefix(self, proposal: Proposal):
+        """prefix(b, i): int64 [1, L], row b up to and including node i."""
+        rows = self.sequences.tokens
+
+        def prefix(row: int, node: int) -> torch.Tensor:
+            drafted = [int(proposal.tokens[row, step - 1]) for step in proposal.tree.path(node)]
+            return torch.tensor([rows[row] + drafted], device=self.context.device)
+
+        return prefix
+
+    def _emit(self, proposal: Proposal, on_path: torch.Tensor, token: torch.Tensor, law: Law, logits: torch.Tensor) -> list[int]:
+        """Commit path and token to the rows and to the target's cache, drop the rows that are done; accepted tokens per row.
+        The one place of a round where numbers travel to the host."""
+        packed = torch.cat([on_path.long(), proposal.tokens, token[:, None]], dim=1).tolist()
+        width = on_path.shape[1]
+        entries, accepted, advance, done = [], [], [], []
+        for b, (row, numbers) in enumerate(zip(self.sequences.active, packed)):
+            path = [node for node in range(1, width) if numbers[node]]
+            tokens = [numbers[width + node - 1] for node in path] + [numbers[-1]]
+            nodes = [0, *path]
+            scores = [law.scores[b, node].float() for node in nodes] if self.want_scores else ()
+            raw = [logits[b, node].float() for node in nodes] if self.want_logits else ()
+            count, ended = self.sequences.append(row, tokens, len(path), scores, raw)
+            source = proposal.source if isinstance(proposal.source, str) else proposal.source[b]
+            entries.append(Round(row.index, proposal.sizes[b], min(count, len(path)), count, source))
+            accepted.append(len(path))
+            advance.append(min(count, len(nodes)))
+            done.append(ended)
+        if self.noise.round:
+            self.trace.rounds.append(entries)
+            self.target.commit(advance, proposal.tree, on_path)
+        if any(done):
+            self._part_with(done)
+        return accepted
+
+    def _part_with(self, done: list[bool]) -> None:
+        """Drop the rows that are done; the others go on without them."""
+        if self.want_cache:
+            for b, row in enumerate(self.sequences.active):
+                if done[b]:
+                    self.cached_rows[row.index] = self.target.row(b)
+        rows = [b for b, ended in enumerate(done) if not ended]
+        parts = [self.sequences, self.target, self.sampler, self.noise, self.draft]
+        for part in parts[: 1 if not rows else 4 if not self.noise.round else 5]:
+            part.keep(rows)
+        self.context.rows[:] = self.sequences.tokens

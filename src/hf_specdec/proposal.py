@@ -1,0 +1,89 @@
+"""What a draft proposes and what the acceptance rule says of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .tree import Tree
+
+
+@dataclass
+class Proposal:
+    """Candidate tokens for every row of the batch.
+
+    tokens: int64 [B, N], entry i-1 is the token of node i of `tree`.
+    probs:  float [B, N, V] or None. `probs[:, i-1]` is the law node i was really drawn from, given its parent and its
+            earlier siblings; None says that every token is a point mass (it was not drawn at all).
+    sizes:  per row, how many of the N nodes (the first ones) are meant; the rest is padding.
+    source: a word for the trace, one for all rows or one per row.
+    """
+
+    tree: Tree
+    tokens: torch.Tensor
+    probs: torch.Tensor | None
+    sizes: list[int]
+    source: str | list[str] = ""
+
+    @classmethod
+    def chain(cls, tokens: torch.Tensor, probs: torch.Tensor | None = None, sizes: list[int] | None = None,
+              source: str | list[str] = "") -> "Proposal":
+        batch, n = tokens.shape
+        return cls(Tree.chain(n), tokens, probs, [n] * batch if sizes is None else sizes, source)
+
+    @classmethod
+    def from_lists(cls, rows: list[list[int]], device, source: str | list[str] = "") -> "Proposal":
+        """Point-mass chains of different lengths, one list of token ids per row."""
+        sizes = [len(row) for row in rows]
+        width = max(sizes, default=0)
+        padded = [row + [0] * (width - len(row)) for row in rows]
+        tokens = torch.tensor(padded, dtype=torch.long, device=device).reshape(len(rows), width)
+        return cls.chain(tokens, None, sizes, source)
+
+    @property
+    def valid(self) -> torch.Tensor:
+        """Bool [B, N]: which nodes are meant."""
+        sizes = torch.tensor(self.sizes, device=self.tokens.device)
+        return torch.arange(len(self.tree), device=self.tokens.device) < sizes[:, None]
+
+    def check(self, batch: int, vocab_size: int, draft: str) -> None:
+        """Raise ValueError, naming the draft, unless shapes, ids and laws are what they have to be."""
+        n = len(self.tree)
+
+        def wrong(what: str):
+            return ValueError(f"draft {draft!r} returned {what}; a draft must return tokens [{batch}, {n}] with ids in "
+                              f"0..{vocab_size - 1} and probs None or [{batch}, {n}, {vocab_size}] that sum to 1.")
+
+        if tuple(self.tokens.shape) != (batch, n) or len(self.sizes) != batch:
+            raise wrong(f"tokens of shape {tuple(self.tokens.shape)} with {len(self.sizes)} sizes")
+        if self.tokens.dtype != torch.long:
+            raise wrong(f"tokens of dtype {self.tokens.dtype}")
+        if not all(0 <= size <= n for size in self.sizes):
+            raise wrong(f"sizes {self.sizes}")
+        if n == 0:
+            return
+        if int(self.tokens.min()) < 0 or int(self.tokens.max()) >= vocab_size:
+            raise wrong(f"token ids from {int(self.tokens.min())} to {int(self.tokens.max())}")
+        if self.probs is None:
+            return
+        if tuple(self.probs.shape) != (batch, n, vocab_size):
+            raise wrong(f"probs of shape {tuple(self.probs.shape)}")
+        real = self.probs[self.valid]
+        if real.numel() and not bool(torch.isfinite(real).all() & (real >= 0).all()):
+            raise wrong("probs that are negative, infinite or nan")
+        if real.numel() and float((real.sum(-1) - 1).abs().max()) > 1e-3:
+            raise wrong(f"probs whose rows sum to between {float(real.sum(-1).min()):.4f} and {float(real.sum(-1).max()):.4f}")
+
+
+@dataclass
+class Verdict:
+    """The outcome of one verification.
+
+    on_path:    bool [B, N+1], the accepted path; the root (node 0) is always on it.
+    next_probs: float [B, V], the law of the token that follows the path (residual after a rejection, the target's own law
+                after full acceptance), or int64 [B], the token itself where that law is a point mass.
+    """
+
+    on_path: torch.Tensor
+    next_probs: torch.Tensor

@@ -1,0 +1,29 @@
+"""The names that a config or a command line may use. A new draft or rule is one line here.
+
+Each entry is "module:Class" under `hf_specdec`; nothing is imported before it is asked for, and nothing outside this
+table can be asked for by name.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+DRAFTS = {
+    "model": "drafts.model:ModelDraft",
+    "ngram": "drafts.ngram:NGramDraft",
+    "prompt_lookup": "drafts.prompt_lookup:PromptLookupDraft",
+    "uniform": "drafts.uniform:UniformDraft",
+}
+
+ACCEPTANCE = {
+    "greedy": "acceptance.greedy:GreedyMatching",
+    "speculative_sampling": "acceptance.sampling:SpeculativeSampling",
+}
+
+
+def load(table: dict[str, str], name: str, argument: str):
+    """The class registered under `name`; ValueError naming `argument` and the known names otherwise."""
+    if name not in table:
+        raise ValueError(f"{argument}={name!r} is not known; choose one of {sorted(table)}.")
+    module, _, attribute = table[name].partition(":")
+    return getattr(import_module(f"{__package__}.{module}"), attribute)

@@ -1,0 +1,154 @@
+"""How many tokens to draft next: a constant, or what measured acceptance and measured cost say is fastest."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from .theory import expected_tokens
+
+
+class FixedSchedule:
+    """K tokens a round, wherever the draft has anything to propose and the row has room."""
+
+    def __init__(self, k: int):
+        self.k = k
+
+    def next_k(self, evidence: list[int], room: list[int]) -> list[int]:
+        """Tokens to draft per row. evidence: what the draft says of each row (-1: nothing); room: tokens the row may still get,
+        one of which is always the target's own."""
+        return [min(self.k, left - 1) if strength >= 0 else 0 for strength, left in zip(evidence, room)]
+
+    def observe(self, proposed: list[int], accepted: list[int], seconds: float) -> None:
+        """What the round brought: tokens proposed and accepted per row, and its wall time."""
+
+
+class AcceptanceEstimate:
+    """Acceptance rate of one kind of proposal: a running mean with a prior, which forgets by 2 % a token judged."""
+
+    def __init__(self, prior: float, weight: float = 3.0):
+        self.accepted, self.judged = prior * weight, weight
+
+    @property
+    def alpha(self) -> float:
+        return min(self.accepted / self.judged, 0.995)
+
+    def update(self, proposed: int, accepted: int) -> None:
+        judged = accepted + (accepted < proposed)
+        forget = 0.98**judged
+        self.accepted, self.judged = self.accepted * forget + accepted, self.judged * forget + judged
+
+
+class RoundCost:
+    """Wall time of a round that drafts k tokens: T(0), a plain step, and a + s k for k >= 1, fitted with forgetting.
+
+    c = s / T(0) is the cost ratio of Leviathan et al. 2023, with the price of the wider target pass in it. Until a plain step
+    has been timed, T(0) = a; until two values of k have been timed, s comes from `prior_ratio`.
+    """
+
+    def __init__(self, prior_ratio: float, timed: bool = True):
+        self.prior_ratio, self.timed = prior_ratio, timed
+        self.plain = None
+        self.sums = [0.0] * 5  # n, k, k^2, t, k t
+
+    def update(self, k: int, seconds: float) -> None:
+        if not self.timed:
+            return
+        expected = self(k)
+        if expected is not None and (k == 0 and self.plain is not None or k and self.sums[0] > 2):
+            seconds = min(seconds, 2 * expected)  # a busy machine is not a cost
+        if k == 0:
+            self.plain = seconds if self.plain is None else 0.8 * self.plain + 0.2 * seconds
+        else:
+            new = (1.0, k, k * k, seconds, k * seconds)
+            self.sums = [0.95 * old + x for old, x in zip(self.sums, new)]
+
+    def _line(self) -> tuple[float, float] | None:
+        n, k, kk, t, kt = self.sums
+        if n == 0:
+            return None
+        base = t / (n + self.prior_ratio * k)  # the best a if s = prior_ratio * a
+        prior = self.prior_ratio * base
+        spread, strength = kk - k * k / n, 2.0
+        slope = ((kt - k * t / n) + strength * prior) / (spread + strength)
+        slope = min(max(slope, 0.0), t / k)
+        return (t - slope * k) / n, slope
+
+    def __call__(self, k: int) -> float | None:
+        """Seconds of a round that drafts k tokens (1.0 per plain step where nothing has been timed); None: not known."""
+        if not self.timed or (self.plain is None and self.sums[0] == 0):
+            return 1 + self.prior_ratio * k if not self.timed else None
+        line = self._line()
+        if line is None:
+            return self.plain * (1 + self.prior_ratio * k)
+        if k == 0:
+            return line[0] if self.plain is None else self.plain
+        return line[0] + line[1] * k
+
+    @property
+    def c(self) -> float:
+        """Cost of one more drafted token over the cost of a plain step."""
+        base, slope = self(0), self._line()
+        return self.prior_ratio if slope is None or not base else slope[1] / base
+
+
+class AutoSchedule:
+    """K that maximises tokens per second: expected tokens (Leviathan et al. 2023, Eq. 1) over the cost of the round, which is
+    Theorem 3.8 with a measured c. K = 0 is a choice; after plain rounds it tries again, less and less often while that fails.
+
+    k_max: largest K. cost_ratio: the draft's own c, or None. timed: False leaves the clock aside, so that runs repeat.
+    prior: acceptance expected per evidence before anything is measured.
+    """
+
+    MARGIN = 1.03
+    PLAIN_EVERY = 48
+
+    def __init__(self, k_max: int, cost_ratio: float | None, timed: bool = True, prior=None):
+        self.k_max = k_max
+        self.cost = RoundCost((cost_ratio or 0.0) + 0.03, timed)
+        prior = prior or (lambda strength: 0.7)
+        self.estimates: dict[int, AcceptanceEstimate] = defaultdict(lambda: None)
+        self.prior = prior
+        self.idle, self.patience, self.probing = 0, 4, False
+        self.since_plain = self.PLAIN_EVERY - 4
+
+    def estimate(self, strength: int) -> AcceptanceEstimate:
+        if strength not in self.estimates:
+            self.estimates[strength] = AcceptanceEstimate(self.prior(strength))
+        return self.estimates[strength]
+
+    def next_k(self, evidence: list[int], room: list[int]) -> list[int]:
+        self.evidence = evidence
+        caps = [max(min(self.k_max, left - 1), 0) if strength >= 0 else 0 for strength, left in zip(evidence, room)]
+        k = self._best(evidence, caps)
+        self.probing = False
+        if k == 0 and any(caps):
+            self.idle += 1
+            if self.idle >= self.patience:
+                k, self.probing, self.idle = min(2, max(caps)), True, 0
+        elif k and self.since_plain >= self.PLAIN_EVERY:
+            k = 0
+        return [min(k, cap) for cap in caps]
+
+    def _best(self, evidence: list[int], caps: list[int]) -> int:
+        plain = self.cost(0)
+        if plain is None or not any(caps):
+            return min(4, max(caps, default=0))
+        alphas = [self.estimate(strength).alpha if cap else 0.0 for strength, cap in zip(evidence, caps)]
+        best, best_rate = 0, self.MARGIN * len(caps) / plain
+        for k in range(1, max(caps) + 1):
+            rate = sum(expected_tokens(alpha, min(k, cap)) for alpha, cap in zip(alphas, caps)) / self.cost(k)
+            if rate > best_rate:
+                best, best_rate = k, rate
+        return best
+
+    def observe(self, proposed: list[int], accepted: list[int], seconds: float) -> None:
+        for strength, n, hits in zip(self.evidence, proposed, accepted):
+            if n:
+                self.estimate(strength).update(n, hits)
+        k = max(proposed, default=0)
+        self.cost.update(k, seconds)
+        self.since_plain = 0 if k == 0 else self.since_plain + 1
+        if k and not self.probing:
+            self.idle = 0
+        if self.probing:
+            self.patience = 4 if sum(accepted) else min(self.patience * 2, 64)

@@ -1,0 +1,102 @@
+"""The committed tokens of every row, and the one place that knows when a row ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from transformers import StoppingCriteria
+from transformers.generation import BaseStreamer, EosTokenCriteria, MaxLengthCriteria
+
+Callback = Callable[[int, list[int], list[bool]], None]
+
+
+@dataclass
+class Row:
+    """One sequence of the call. tokens: prompt and committed tokens, no padding; drafted: per new token, whether it was drafted."""
+
+    index: int
+    tokens: list[int]
+    prompt: int
+    drafted: list[bool] = field(default_factory=list)
+    scores: list[torch.Tensor] = field(default_factory=list)
+    logits: list[torch.Tensor] = field(default_factory=list)
+
+
+class Sequences:
+    """rows: all rows of the call; `active`: those that go on.
+
+    max_new:  tokens that every row may still get, counted from its prompt.
+    criteria: stopping criteria; evaluated per committed token, prefix by prefix and in order, on the row's own tokens.
+    streamer: a text streamer (batch 1; one `put` per token, `end` at the end) or a callable(row, tokens, drafted).
+    """
+
+    def __init__(self, prompts: list[list[int]], max_new: int, criteria: list[StoppingCriteria] = (), device="cpu",
+                 streamer: BaseStreamer | Callback | None = None):
+        self.rows = [Row(index, list(tokens), len(tokens)) for index, tokens in enumerate(prompts)]
+        self.active = list(self.rows)
+        self.max_new, self.device, self.streamer = max_new, device, streamer
+        self.eos: set[int] = set()
+        self.criteria = []
+        for criterion in criteria:
+            if type(criterion) is EosTokenCriteria:
+                self.eos.update(criterion.eos_token_id.flatten().tolist())
+            elif type(criterion) is not MaxLengthCriteria:
+                self.criteria.append(criterion)
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """The tokens of the active rows, live."""
+        return [row.tokens for row in self.active]
+
+    def room(self) -> list[int]:
+        """Tokens that each active row may still get."""
+        return [self.max_new - (len(row.tokens) - row.prompt) for row in self.active]
+
+    def append(self, row: Row, tokens: list[int], drafted: int, scores=(), logits=()) -> tuple[int, bool]:
+        """Commit `tokens` to `row`, the first `drafted` of which were drafted, up to and including the first that ends it.
+        Returns how many were committed, and whether the row is done. scores, logits: one float [V] per token, or nothing."""
+        before, done = len(row.tokens), False
+        for i, token in enumerate(tokens):
+            row.tokens.append(token)
+            row.drafted.append(i < drafted)
+            if scores:
+                row.scores.append(scores[i])
+            if logits:
+                row.logits.append(logits[i])
+            done = token in self.eos or len(row.tokens) - row.prompt >= self.max_new
+            done = self._criteria_met(row) or done
+            if done:
+                break
+        count = len(row.tokens) - before
+        self._stream(row, count)
+        return count, done
+
+    def _criteria_met(self, row: Row) -> bool:
+        if not self.criteria:
+            return False
+        ids = torch.tensor([row.tokens], device=self.device)
+        scores = tuple(score[None] for score in row.scores) or None
+        return any([bool(torch.as_tensor(criterion(ids, scores)).all()) for criterion in self.criteria])
+
+    def _stream(self, row: Row, count: int) -> None:
+        if self.streamer is None or not count:
+            return
+        tokens = row.tokens[-count:]
+        if hasattr(self.streamer, "put"):
+            for token in tokens:
+                self.streamer.put(torch.tensor([token]))
+        else:
+            self.streamer(row.index, tokens, row.drafted[-count:])
+
+    def keep(self, rows: list[int]) -> None:
+        """Only these of the active rows go on."""
+        self.active = [self.active[row] for row in rows]
+
+    def padded(self, prompt: torch.Tensor, pad_token_id: int) -> torch.Tensor:
+        """int64 [B, P + new]: the prompts as they were passed [B, P], each row's new tokens, then padding on the right."""
+        new = [row.tokens[row.prompt :] for row in self.rows]
+        width = max(map(len, new))
+        tail = [tokens + [pad_token_id] * (width - len(tokens)) for tokens in new]
+        return torch.cat([prompt, torch.tensor(tail, dtype=prompt.dtype, device=prompt.device).reshape(len(new), width)], dim=1)
