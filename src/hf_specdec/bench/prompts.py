@@ -1,0 +1,99 @@
+"""Prompt sets: those shipped with the package, a JSONL file, or a hub data set through `datasets`.
+
+Accepted records: `turns` (Spec-Bench, MT-Bench, ours; the first turn is used), `prompt` (HumanEval: raw text that is continued,
+or MT-Bench on the hub: a list of turns), or `text`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+SHIPPED = ("code_edit", "summary", "chat")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt. chat: whether it is a user's turn, for which the tokenizer's chat template is applied if it has one."""
+
+    id: str
+    category: str
+    text: str
+    chat: bool = True
+
+    def ids(self, tokenizer) -> list[int]:
+        if self.chat and tokenizer.chat_template:
+            turns = [{"role": "user", "content": self.text}]
+            return tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]
+        return tokenizer(self.text)["input_ids"]
+
+
+def load_prompts(source: str = "shipped", limit: int | None = None) -> list[Prompt]:
+    """The prompts of `source`: "shipped", one of its sets, the path of a .jsonl file, or "hub:NAME[:SPLIT]".
+
+    limit: at most this many of each category. ValueError names what is wrong with a source or a record.
+    """
+    if source == "shipped" or source in SHIPPED:
+        lines = files(__package__).joinpath("prompts.jsonl").read_text(encoding="utf-8").splitlines()
+        prompts = [prompt for prompt in _read(lines, "shipped") if source in ("shipped", prompt.category)]
+    elif source.startswith("hub:"):
+        prompts = _from_hub(source.removeprefix("hub:"))
+    elif Path(source).is_file():
+        prompts = _read(Path(source).read_text(encoding="utf-8").splitlines(), source)
+    else:
+        raise ValueError(f"prompts={source!r} is neither a file nor one of {['shipped', *SHIPPED]}, nor 'hub:NAME[:SPLIT]'.")
+    if not prompts:
+        raise ValueError(f"prompts={source!r} holds no prompt.")
+    return prompts if limit is None else list(_first_of_each(prompts, limit))
+
+
+def by_category(prompts: Iterable[Prompt]) -> dict[str, list[Prompt]]:
+    groups: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        groups.setdefault(prompt.category, []).append(prompt)
+    return groups
+
+
+def _first_of_each(prompts: list[Prompt], limit: int) -> Iterable[Prompt]:
+    for group in by_category(prompts).values():
+        yield from group[:limit]
+
+
+def _read(lines: list[str], source: str) -> list[Prompt]:
+    prompts = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{source}:{number}: not JSON ({error.msg}); a prompt file has one JSON object per line.") from None
+        prompts.append(_prompt(record, f"{source}:{number}", Path(source).stem))
+    return prompts
+
+
+def _from_hub(name: str) -> list[Prompt]:
+    from datasets import load_dataset
+
+    name, _, split = name.partition(":")
+    data = load_dataset(name)
+    split = split or ("test" if "test" in data else next(iter(data)))
+    return [_prompt(record, f"{name}:{split}:{i}", name.rsplit("/", 1)[-1]) for i, record in enumerate(data[split])]
+
+
+def _prompt(record: Any, place: str, category: str) -> Prompt:
+    """The prompt in one record of any of the accepted kinds."""
+    if not isinstance(record, dict):
+        raise ValueError(f"{place}: expected a JSON object with 'turns', 'prompt' or 'text'.")
+    field = next((name for name in ("turns", "prompt", "text") if record.get(name)), None)
+    value = record.get(field) if field else None
+    chat = isinstance(value, (list, tuple)) or field == "text"
+    text = value[0] if isinstance(value, (list, tuple)) else value
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError(f"{place}: no prompt found; expected 'turns', 'prompt' or 'text' with some text.")
+    name = next((record[key] for key in ("id", "question_id", "task_id") if key in record), place)
+    return Prompt(str(name), str(record.get("category") or category), text, chat)
