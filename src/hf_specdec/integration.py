@@ -282,8 +282,6 @@ def _check_call(model, input_ids, processors, generation, model_kwargs: dict, tr
     if traits.max_positions and input_ids.shape[1] >= traits.max_positions:
         raise ValueError(f"input_ids: the prompt has {input_ids.shape[1]} tokens and the target's context is {traits.max_positions}. "
                          f"Shorten the prompt.")
-    if model_kwargs.get("use_cache") is False:
-        raise ValueError("use_cache=False: speculative decoding scores drafted tokens against a cache. Leave use_cache unset.")
     if generation.cache_implementation not in (None, "dynamic"):
         raise ValueError(f"cache_implementation={generation.cache_implementation!r}: the speculative loop keeps a cache of its own, "
                          f"which can roll back. Leave cache_implementation unset.")

@@ -43,8 +43,8 @@ class SpeculativeLoop:
         logits = self.target.prefill(self.sequences.tokens)[:, None].to(self.context.device)
         empty = Proposal.from_lists([[] for _ in self.sequences.active], self.context.device)
         law = self.sampler(logits, [1] * len(logits), self._prefix(empty))
-        verdict = self.acceptance.verdict(empty, law, self.noise.uniform("accept", 0))
-        token = draw(verdict.next_probs, self.noise.uniform("first", 1)[:, 0])
+        verdict = self.acceptance.verdict(empty, law, None)
+        token = self._draw(verdict.next_probs, "first")
         self._emit(empty, verdict.on_path, token, law, logits)
         self.trace.seconds["prompt"] += perf_counter() - begin
 
@@ -67,8 +67,9 @@ class SpeculativeLoop:
         verified = perf_counter()
 
         law = self.sampler(logits, sizes, self._prefix(proposal))
-        verdict = self.acceptance.verdict(proposal, law, self.noise.uniform("accept", len(proposal.tree)))
-        token = draw(verdict.next_probs, self.noise.uniform("next", 1)[:, 0])
+        coins = self.noise.uniform("accept", len(proposal.tree)) if self.acceptance.samples else None
+        verdict = self.acceptance.verdict(proposal, law, coins)
+        token = self._draw(verdict.next_probs, "next")
         self.draft.commit(verdict)
         accepted = self._emit(proposal, verdict.on_path, token, law, logits)
 
@@ -76,6 +77,9 @@ class SpeculativeLoop:
         self.schedule.observe(proposal.sizes, accepted, end - begin)
         for name, seconds in (("draft", drafted - begin), ("verify", verified - drafted), ("rest", end - verified)):
             self.trace.seconds[name] += seconds
+
+    def _draw(self, law: torch.Tensor, stream: str) -> torch.Tensor:
+        return draw(law, self.noise.uniform(stream, 1)[:, 0]) if law.is_floating_point() else law
 
     def _prefix(self, proposal: Proposal):
         """prefix(b, i): int64 [1, L], row b up to and including node i."""

@@ -25,8 +25,9 @@ class Acceptance:
         """Whether the committed tokens follow the target's own law exactly."""
         return self.lenience == 1.0
 
-    def verdict(self, proposal: Proposal, law: Law, coins: torch.Tensor) -> Verdict:
-        """law: p at the nodes 0..N; coins: float64 [B, N] in [0, 1), one per drafted token."""
+    def verdict(self, proposal: Proposal, law: Law, coins: torch.Tensor | None) -> Verdict:
+        """law: p at the nodes 0..N; coins: float64 [B, N] in [0, 1), one per drafted token (None for a rule
+        that does not draw, or for an empty proposal)."""
         raise NotImplementedError
 
 

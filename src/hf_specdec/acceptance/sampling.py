@@ -33,13 +33,13 @@ class SpeculativeSampling(Acceptance):
             left = (p - self.lenience * q).clamp(min=0)
         return torch.where(left.sum(-1, keepdim=True) > 0, left, p)
 
-    def verdict(self, proposal: Proposal, law: Law, coins: torch.Tensor) -> Verdict:
+    def verdict(self, proposal: Proposal, law: Law, coins: torch.Tensor | None) -> Verdict:
         if len(proposal.tree) == 0:
             node = torch.zeros(len(law.scores), dtype=torch.long, device=law.scores.device)
             return Verdict(torch.ones((len(node), 1), dtype=torch.bool, device=node.device), law.probs_at(node))
         return self._chain(proposal, law, coins) if proposal.tree.is_chain else self._walk(proposal, law, coins)
 
-    def _chain(self, proposal: Proposal, law: Law, coins: torch.Tensor) -> Verdict:
+    def _chain(self, proposal: Proposal, law: Law, coins: torch.Tensor | None) -> Verdict:
         tokens, q, n = proposal.tokens, proposal.probs, len(proposal.tree)
         p_x = law.prob_of_next(tokens)
         q_x = 1.0 if q is None else q.gather(-1, tokens[..., None]).squeeze(-1)
@@ -52,7 +52,7 @@ class SpeculativeSampling(Acceptance):
         left = self.residual(p, None if q is None else q[rows, first_rejected], tokens[rows, first_rejected])
         return Verdict(on_path, torch.where(rejected[:, None], left, p))
 
-    def _walk(self, proposal: Proposal, law: Law, coins: torch.Tensor) -> Verdict:
+    def _walk(self, proposal: Proposal, law: Law, coins: torch.Tensor | None) -> Verdict:
         tokens, valid = proposal.tokens, proposal.valid
         rows = torch.arange(len(tokens), device=tokens.device)
         last = torch.zeros_like(rows)

@@ -38,8 +38,8 @@ class _Index:
 class PromptLookupDraft(Draft):
     """Looks for the longest earlier match of the last tokens in prompt and output.
 
-    The draft grows with the match (`growth` tokens per matched token): a one-token match is worth a try, not a full block.
-    An empty proposal costs nothing, and a short one is not padded. `min_match`: shortest match that counts.
+    The draft grows with the match, at most n * n + 1 tokens for a match of n: a one-token match is worth a try, not a full
+    block. An empty proposal costs nothing, and a short one is not padded. `min_match`: shortest match that counts.
     """
 
     name = "prompt_lookup"
@@ -47,10 +47,9 @@ class PromptLookupDraft(Draft):
     cost_ratio = 0.0
     LONGEST, CANDIDATES = 32, 16
 
-    def __init__(self, min_match: int = 1, growth: int = 2):
-        if not (isinstance(min_match, int) and min_match >= 1 and isinstance(growth, int) and growth >= 1):
-            raise ValueError(f"min_match={min_match!r} and growth={growth!r} must be ints of at least 1.")
-        self.min_match, self.growth = min_match, growth
+    def __init__(self, min_match: int = 1):
+        if not isinstance(min_match, int) or min_match < 1:
+            raise ValueError(f"min_match={min_match!r} must be an int of at least 1.")
         self.orders = tuple(sorted({max(3, min_match), max(2, min_match), min_match}, reverse=True))
 
     def start(self, context: Context) -> None:
@@ -68,7 +67,7 @@ class PromptLookupDraft(Draft):
 
     def _continuation(self, row: list[int], n: int, end: int, k: int) -> list[int]:
         """What followed the match; where it runs into the present, the text is taken to go on repeating itself."""
-        k = min(k, self.growth * n)
+        k = min(k, n * n + 1)
         if k <= 0:
             return []
         period = row[end:]
