@@ -67,6 +67,8 @@ class CachedModel:
         width = tokens.shape[1]
         self.cache.plan.lay(self.lengths, width, self.device)
         if self.traits.own_positions:
+            if tree is not None and not tree.is_chain:
+                raise ValueError(compat.own_mask_refusal(self.model, self.role))
             inputs = {"attention_mask": torch.ones((1, self.cache.plan.visible), dtype=torch.long, device=self.device)}
         else:
             inputs = self._positions_and_masks(width, tree, sizes)

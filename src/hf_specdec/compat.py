@@ -75,7 +75,7 @@ def _for_row(processor: LogitsProcessor, row: int, pad: int, batch: int) -> Logi
 # --- what a model accepts ---------------------------------------------------------------------------------------------
 
 _KNOWN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
-_ALIBI = {"bloom", "mpt"}
+_OWN_MASK = {"bloom", "mpt", "gpt_neo"}
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 
@@ -85,7 +85,8 @@ class ModelTraits:
 
     masks:          (key, kind, size) per mask: kind "full", "sliding" or "chunked"; key None where the model takes a single
                     mask, else the layer type under which it looks its mask up.
-    own_positions:  the model derives positions from a 2-D mask (ALiBi): batch 1 and chains only.
+    own_positions:  the model makes its masks or positions itself, from lengths or a 2-D mask (ALiBi, GPT-Neo): batch 1 and
+                    chains only.
     logits_to_keep: whether forward can be told which logits to compute.
     vocab_size:     number of logits.
     max_positions:  longest text, or None.
@@ -109,11 +110,11 @@ def traits_of(model: PreTrainedModel, role: str) -> ModelTraits:
     name = f"{role}: {type(model).__name__}"
     _refuse_what_cannot_roll_back(model, config, name)
     forward = inspect.signature(model.forward).parameters
-    alibi = config.model_type in _ALIBI or getattr(config, "alibi", False)
+    own_mask = config.model_type in _OWN_MASK or getattr(config, "alibi", False)
     head = model.get_output_embeddings()
     return ModelTraits(
         masks=_masks(config),
-        own_positions=alibi or "position_ids" not in forward,
+        own_positions=own_mask or "position_ids" not in forward,
         logits_to_keep="logits_to_keep" in forward,
         vocab_size=head.weight.shape[0] if getattr(head, "weight", None) is not None else config.vocab_size,
         max_positions=getattr(config, "max_position_embeddings", None),
@@ -135,11 +136,11 @@ def _refuse_what_cannot_roll_back(model: PreTrainedModel, config: Any, name: str
         )
 
 
-def batch_refusal(model: PreTrainedModel, role: str) -> str:
-    """Why a model that derives positions from a 2-D mask takes no batch."""
-    return (f"{role}: {type(unwrap(model)).__name__} derives its position bias from a 2-D mask (ALiBi), so rows that accept "
-            f"different numbers of tokens cannot share a pass. Generate the rows one by one (batch size 1), or use "
-            f"speculative=False.")
+def own_mask_refusal(model: PreTrainedModel, role: str) -> str:
+    """Why a model that makes its own masks takes no batch and no tree."""
+    return (f"{role}: {type(unwrap(model)).__name__} makes its attention mask or position bias itself (ALiBi, for one), so rows that "
+            f"accept different numbers of tokens, or branches of a tree, cannot share a pass. Generate the rows one by one "
+            f"(batch size 1) with chains, or use speculative=False.")
 
 
 def check_rope(model: PreTrainedModel, max_length: int, role: str) -> None:

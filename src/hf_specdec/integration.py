@@ -21,6 +21,7 @@ from .distributions import Sampler
 from .drafts.base import Context, Draft
 from .loop import SpeculativeLoop
 from .noise import Noise
+from .probe import check_batch
 from .schedule import AutoSchedule, FixedSchedule
 from .sequences import Sequences
 from .trace import SpeculationTrace
@@ -293,8 +294,6 @@ def _check_call(model, input_ids, processors, generation, model_kwargs: dict, tr
     for name, value in model_kwargs.items():
         if value is not None and name not in known:
             raise ValueError(f"{name}: this model input is not supported with speculative=True. Drop it, or use speculative=False.")
-    if traits.own_positions and input_ids.shape[0] > 1:
-        raise ValueError(compat.batch_refusal(model, "target"))
     cache = model_kwargs.get("past_key_values")
     if cache is not None:
         compat.check_cache(cache)
@@ -303,6 +302,7 @@ def _check_call(model, input_ids, processors, generation, model_kwargs: dict, tr
                              f"the whole conversation, with at least one token that is not cached yet.")
     compat.check_rope(compat.unwrap(model), generation.max_length, "target")
     compat.check_processors(processors)
+    check_batch(compat.unwrap(model), traits, input_ids.shape[0], "target")
 
 
 def _warn_if_nothing_is_accepted(trace: SpeculationTrace, draft: Draft) -> None:

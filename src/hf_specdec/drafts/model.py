@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from .. import compat
 from ..cached_model import CachedModel
 from ..distributions import draw
+from ..probe import check_batch
 from ..proposal import Proposal
 from .base import Context, Draft
 
@@ -33,8 +34,7 @@ class ModelDraft(Draft):
         self.cached = CachedModel(self.model, context.max_length, "assistant_model", self.traits)
         self.drafted: torch.Tensor | list[list[int]] = [[] for _ in context.rows]
         self.base = [len(row) for row in context.rows]
-        if self.traits.own_positions and len(context.rows) > 1:
-            raise ValueError(compat.batch_refusal(self.model, "assistant_model"))
+        check_batch(compat.unwrap(self.model), self.traits, len(context.rows), "assistant_model")
         if min(map(len, context.rows)) > 1:
             self.cached.prefill([row[:-1] for row in context.rows])
         else:

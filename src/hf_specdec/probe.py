@@ -1,0 +1,50 @@
+"""Does a model obey the masks and positions it is given? Asked once per instance of families that the tests do not cover."""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import PreTrainedModel
+
+from .cached_model import CachedModel
+from .compat import ModelTraits, own_mask_refusal
+
+TESTED = frozenset(
+    "apertus arcee cohere cohere2 codegen deepseek_v3 ernie4_5 exaone4 falcon gemma gemma2 gemma3_text glm glm4 gpt2 gpt_bigcode "
+    "gpt_neox gpt_oss gptj granite helium hunyuan_v1_dense llama llama4_text ministral mistral mixtral nemotron olmo olmo2 olmo3 "
+    "olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 stablelm starcoder2 xglm".split()
+)
+_answers: WeakKeyDictionary = WeakKeyDictionary()
+
+
+def check_batch(model: PreTrainedModel, traits: ModelTraits, batch: int, role: str) -> None:
+    """ValueError naming `role` if `model` cannot score `batch` ragged rows in one pass."""
+    if batch > 1 and (traits.own_positions or not obeys_masks(model, traits)):
+        raise ValueError(own_mask_refusal(model, role))
+
+
+@torch.no_grad()
+def obeys_masks(model: PreTrainedModel, traits: ModelTraits) -> bool:
+    """Whether a ragged pass gives every row the logits of a pass of its own. Costs four short forwards the first time; free for
+    the families in `TESTED`."""
+    if model.config.get_text_config().model_type in TESTED:
+        return True
+    if model not in _answers:
+        _answers[model] = _ragged_equals_alone(model, traits)
+    return _answers[model]
+
+
+def _ragged_equals_alone(model: PreTrainedModel, traits: ModelTraits) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(traits.vocab_size, (2, 9), generator=generator)
+    rows, block = [ids[0, :7].tolist(), ids[1, :3].tolist()], ids[:, 7:].to(model.device)
+    cached = CachedModel(model, 9, traits=traits)
+    cached.prefill(rows)
+    together = cached.score(block).float()
+    for b, row in enumerate(rows):
+        whole = torch.cat([torch.tensor([row], device=model.device), block[b : b + 1]], dim=1)
+        alone = model(input_ids=whole, use_cache=False).logits[0, -2:].float()
+        if not torch.allclose(together[b].to(alone.device), alone, atol=0.05 * float(alone.std()), rtol=0.0):
+            return False
+    return True
