@@ -92,6 +92,8 @@ def generate(model, *args, speculative=True, **kwargs):
 
 def _generate(stock, *args, speculative=None, assistant_model=None, **kwargs):
     if speculative is None or speculative is False:
+        if isinstance(assistant_model, Draft):
+            raise ValueError("assistant_model is a hf_specdec Draft, which plain generate() does not know; pass speculative=True too.")
         given = {} if assistant_model is None else {"assistant_model": assistant_model}
         return stock(*args, **given, **kwargs)
     options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
@@ -153,6 +155,7 @@ class _Call:
         self.decoder, self.model, self.config = decoder, model, decoder.config
         self.input_ids, self.generation = input_ids, generation_config
         self.traits = compat.traits_of(compat.unwrap(model), "target")
+        _check_vocabulary(decoder.draft, self.traits)
         _check_call(model, input_ids, processors, generation_config, model_kwargs, self.traits)
         mask = model_kwargs.get("attention_mask")
         mask = torch.ones_like(input_ids) if mask is None else mask[:, -input_ids.shape[1]:]
@@ -160,6 +163,9 @@ class _Call:
         if min(map(len, self.prompts)) == 0:
             raise ValueError("input_ids: a row without a token cannot be continued; give every row at least one.")
         self.padding = [input_ids.shape[1] - len(row) for row in self.prompts]
+        if hasattr(decoder.streamer, "put") and len(self.prompts) > 1:
+            raise ValueError(f"streamer: a text streamer takes one row, this call has {len(self.prompts)}. Pass a callable "
+                             f"streamer(row, tokens, drafted).")
         self.max_new = generation_config.max_length - input_ids.shape[1]
         self.processors = compat.processors_per_row(processors, self.padding)
         self.cache = model_kwargs.get("past_key_values")
@@ -260,6 +266,14 @@ def _as_draft(draft: Any, config: SpeculativeConfig) -> Draft:
     if isinstance(compat.unwrap(draft), PreTrainedModel):
         return registry.load(registry.DRAFTS, "model", "draft")(draft)
     raise TypeError(f"assistant_model: expected a transformers model or a hf_specdec Draft, got {type(draft).__name__}.")
+
+
+def _check_vocabulary(draft: Draft, traits: compat.ModelTraits) -> None:
+    """Sizes may differ by padding, no more."""
+    own = getattr(getattr(draft, "traits", None), "vocab_size", traits.vocab_size)
+    if min(own, traits.vocab_size) < 0.9 * max(own, traits.vocab_size):
+        raise ValueError(f"assistant_model has a vocabulary of {own} tokens, the target one of {traits.vocab_size}: not the same "
+                         f"tokenizer. Speculative decoding needs a draft with the target's tokenizer.")
 
 
 def _check_tokenizers(tokenizer, assistant_tokenizer) -> None:

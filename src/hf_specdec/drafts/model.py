@@ -35,12 +35,21 @@ class ModelDraft(Draft):
         self.drafted: torch.Tensor | list[list[int]] = [[] for _ in context.rows]
         self.base = [len(row) for row in context.rows]
         check_batch(compat.unwrap(self.model), self.traits, len(context.rows), "assistant_model")
-        if min(map(len, context.rows)) > 1:
+        if min(map(len, context.rows)) > 1 and self._fits(context):
             self.cached.prefill([row[:-1] for row in context.rows])
         else:
             self.cached.lengths = [0] * len(context.rows)
 
+    def _fits(self, context: Context) -> bool:
+        """Whether all rows are within the draft's own context; beyond it the target decodes alone."""
+        return self.traits.max_positions is None or max(map(len, context.rows)) < self.traits.max_positions
+
+    def evidence(self, context: Context) -> list[int]:
+        return [0 if self._fits(context) else -1] * len(context.rows)
+
     def propose(self, context: Context, k: list[int]) -> Proposal:
+        if self.traits.max_positions is not None:
+            k = [max(min(own, self.traits.max_positions - len(row)), 0) for own, row in zip(k, context.rows)]
         self._forget_what_was_rejected(context)
         steps = max(k)
         tokens, laws = [], []
