@@ -1,0 +1,115 @@
+"""The contestants: every way of decoding is an `Arm`, a function from prompts to new tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..trace import SpeculationTrace
+
+PLAIN = "plain generate"
+
+
+@dataclass
+class Answer:
+    """tokens: new tokens per row, padding cut off. trace: what our loop recorded, None for the others."""
+
+    tokens: list[list[int]]
+    trace: SpeculationTrace | None = None
+
+
+@dataclass
+class Arm:
+    """run(prompts, max_new_tokens) -> Answer. draft: the model whose forwards are to be watched. k: drafted per round, if fixed."""
+
+    name: str
+    run: Callable[[list[list[int]], int], Answer]
+    draft: Any = None
+    k: int | None = None
+    max_batch: int | None = None
+    notes: dict[str, Any] = field(default_factory=dict)
+
+
+def padded(model, prompts: list[list[int]]) -> dict[str, torch.Tensor]:
+    """`input_ids` and `attention_mask`, padded on the left."""
+    width = max(map(len, prompts))
+    pad = _pad_token(model)
+    ids = torch.tensor([[pad] * (width - len(row)) + row for row in prompts], device=model.device)
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts], device=model.device)
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def new_tokens(model, sequences: torch.Tensor, width: int) -> list[list[int]]:
+    """What follows the prompt of `width` columns, up to and including the first end-of-sequence token."""
+    eos = model.generation_config.eos_token_id
+    eos = {eos} if isinstance(eos, int) else set(eos or ())
+    rows = []
+    for row in sequences[:, width:].tolist():
+        end = next((i + 1 for i, token in enumerate(row) if token in eos), len(row))
+        rows.append(row[:end])
+    return rows
+
+
+def generate_arm(name: str, model, draft=None, k: int | None = None, max_batch: int | None = None, **kwargs) -> Arm:
+    """An arm that calls `model.generate(..., do_sample=False, **kwargs)`."""
+
+    def run(prompts: list[list[int]], max_new_tokens: int) -> Answer:
+        inputs = padded(model, prompts)
+        out = model.generate(**inputs, do_sample=False, max_new_tokens=max_new_tokens, pad_token_id=_pad_token(model),
+                             return_dict_in_generate=True, **kwargs)
+        return Answer(new_tokens(model, out.sequences, inputs["input_ids"].shape[1]), getattr(out, "speculation", None))
+
+    return Arm(name, run, draft, k, max_batch)
+
+
+def standard_arms(model, draft=None, k: int | str = "auto", stock_k: int = 5, lookup_k: int = 10) -> list[Arm]:
+    """Plain generate; stock assisted generation by lookup and by draft model; ours by lookup and by draft model.
+
+    k: ours. With a number, the stock arm with a draft model drafts the same number; with "auto" it drafts `stock_k`.
+    """
+    fixed = None if k == "auto" else k
+    ours = {"speculative": True, "num_assistant_tokens": k}
+    arms = [
+        generate_arm(PLAIN, model),
+        generate_arm("stock lookup", model, k=fixed or lookup_k, max_batch=1, prompt_lookup_num_tokens=fixed or lookup_k),
+        generate_arm("ours lookup", model, k=fixed, **ours),
+    ]
+    if draft is not None:
+        arms.insert(2, _stock_draft_arm(model, draft, fixed or stock_k))
+        arms.append(generate_arm("ours draft model", model, draft, fixed, assistant_model=draft, **ours))
+    return arms
+
+
+def _stock_draft_arm(model, draft, k: int) -> Arm:
+    """Stock assisted generation with exactly k tokens a round: constant schedule, no early stop on low confidence."""
+    arm = generate_arm("stock draft model", model, draft, k, 1, assistant_model=draft)
+
+    def run(prompts: list[list[int]], max_new_tokens: int) -> Answer:
+        with _generation_settings(draft, num_assistant_tokens=k, num_assistant_tokens_schedule="constant",
+                                  assistant_confidence_threshold=0.0):
+            return generated(prompts, max_new_tokens)
+
+    generated, arm.run = arm.run, run
+    return arm
+
+
+@contextmanager
+def _generation_settings(model, **settings):
+    """The model's generation config with these settings while the block runs."""
+    old = {name: getattr(model.generation_config, name) for name in settings}
+    try:
+        model.generation_config.update(**settings)
+        yield
+    finally:
+        model.generation_config.update(**old)
+
+
+def _pad_token(model) -> int:
+    config = model.generation_config
+    eos = config.eos_token_id
+    pad = config.pad_token_id if config.pad_token_id is not None else eos[0] if isinstance(eos, list) else eos
+    return 0 if pad is None else pad

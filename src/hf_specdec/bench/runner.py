@@ -1,0 +1,180 @@
+"""Runs the contestants, interleaved in one process on the same prompts, and reduces what was measured to plain data."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+
+from .. import __version__
+from .arms import PLAIN, Answer, Arm
+from .forks import Judge
+from .meter import Cost, measured
+from .prompts import Prompt, by_category
+
+
+@dataclass
+class Measurement:
+    """One arm on one batch of prompts in one repetition."""
+
+    cost: Cost
+    answer: Answer
+
+    @property
+    def new_tokens(self) -> int:
+        return sum(map(len, self.answer.tokens))
+
+
+@dataclass
+class Cell:
+    """All measurements of one arm in one category: runs[repetition][batch]."""
+
+    arm: Arm
+    runs: list[list[Measurement]] = field(default_factory=list)
+
+    def speeds(self) -> list[float]:
+        """Tokens per second of every repetition."""
+        return [sum(m.new_tokens for m in run) / sum(m.cost.seconds for m in run) for run in self.runs]
+
+    def all(self) -> list[Measurement]:
+        return [m for run in self.runs for m in run]
+
+
+def plan(prompts: list[Prompt], arms: list[Arm], batch: int, repetitions: int) -> int:
+    """How many calls `run_benchmark` is going to measure."""
+    batches = sum(-(-len(group) // batch) for group in by_category(prompts).values())
+    return len(_able(arms, batch)) * batches * repetitions
+
+
+def _able(arms: list[Arm], batch: int) -> list[Arm]:
+    return [arm for arm in arms if arm.max_batch is None or arm.max_batch >= batch]
+
+
+def run_benchmark(model, tokenizer, prompts: list[Prompt], arms: list[Arm], *, max_new_tokens: int = 100, repetitions: int = 3,
+                  batch: int = 1, clock: str = "wall", step: Callable[..., None] = lambda *_: None) -> dict[str, Any]:
+    """Measure every arm on every category of `prompts`; the first arm has to be plain greedy generation.
+
+    The arms take turns on each batch, in an order that rotates from repetition to repetition; one batch is run beforehand to
+    warm up. Arms whose `max_batch` is below `batch` are left out by name. step(note): called after every measured call.
+    """
+    skipped = [arm.name for arm in arms if arm not in _able(arms, batch)]
+    arms = _able(arms, batch)
+    groups = {name: _batches(tokenizer, group, batch) for name, group in by_category(prompts).items()}
+    warm = next(iter(groups.values()))[0]
+    for arm in arms:
+        arm.run(warm, 8)
+    results, judge = [], Judge(model)
+    for category, batches in groups.items():
+        cells = [Cell(arm) for arm in arms]
+        for repetition in range(repetitions):
+            _repetition(model, cells, batches, repetition, max_new_tokens, clock, lambda name: step(f"{category}: {name}"))
+        results += [_reduce(category, cell, cells[0], batches, judge) for cell in cells]
+    settings = {"max_new_tokens": max_new_tokens, "repetitions": repetitions, "batch": batch, "clock": clock, "skipped": skipped,
+                "prompts": {name: sum(map(len, batches)) for name, batches in groups.items()}}
+    return {"environment": environment(model), "settings": settings, "results": results}
+
+
+def _batches(tokenizer, prompts: list[Prompt], size: int) -> list[list[list[int]]]:
+    ids = [prompt.ids(tokenizer) for prompt in prompts]
+    return [ids[i : i + size] for i in range(0, len(ids), size)]
+
+
+def _repetition(model, cells: list[Cell], batches, repetition: int, max_new_tokens: int, clock: str, step) -> None:
+    for cell in cells:
+        cell.runs.append([])
+    for number, batch in enumerate(batches):
+        turn = (repetition + number) % len(cells)
+        for cell in cells[turn:] + cells[:turn]:
+            with measured(model, cell.arm.draft, clock) as cost:
+                answer = cell.arm.run(batch, max_new_tokens)
+            cell.runs[-1].append(Measurement(cost, answer))
+            step(cell.arm.name)
+
+
+def _reduce(category: str, cell: Cell, plain: Cell, batches, judge: Judge) -> dict[str, Any]:
+    """The row of the report for one arm in one category."""
+    speeds, base = cell.speeds(), plain.speeds()
+    ratios = [own / other for own, other in zip(speeds, base)]
+    equal, forks = _compare(cell, plain, batches, judge)
+    row = {
+        "category": category, "arm": cell.arm.name,
+        "tokens_per_second": statistics.median(speeds), "slowest": min(speeds), "fastest": max(speeds),
+        "speed_up": statistics.median(ratios), "speed_up_range": [min(ratios), max(ratios)],
+        "new_tokens": sum(m.new_tokens for m in cell.runs[0]),
+        "outside_forwards": _mean(m.cost.outside for m in cell.all()),
+        "peak_memory": max((m.cost.peak_memory for m in cell.all() if m.cost.peak_memory), default=None),
+        "equal": equal, "outputs": len(forks) + equal, "forks": forks,
+    }
+    return row | _speculation(cell, plain)
+
+
+def _speculation(cell: Cell, plain: Cell) -> dict[str, Any]:
+    """Block efficiency, acceptance and the prediction of Leviathan et al. 2023, Theorem 3.8.
+
+    Where our trace is at hand, alpha is accepted / judged drafted tokens (a round is judged up to its first rejection), and c
+    is the cost of drafting one token over a plain step of the target. Elsewhere only what the forwards show is known.
+    """
+    measurements = cell.all()
+    traces = [m.answer.trace for m in measurements if m.answer.trace is not None]
+    if not traces:
+        forwards = sum(max(len(m.cost.target.seconds) - 1, 0) for m in measurements)
+        rows = sum(sum(len(row) - 1 for row in m.answer.tokens) / len(m.answer.tokens) for m in measurements)
+        speculative = cell.arm.name != PLAIN and forwards
+        return {"block_efficiency": rows / forwards if speculative else None}
+    rounds = [entry for trace in traces for entries in trace.rounds for entry in entries]
+    accepted, proposed = sum(r.accepted for r in rounds), sum(r.proposed for r in rounds)
+    judged = accepted + sum(r.accepted < r.proposed for r in rounds)
+    plain_step = _mean(m.cost.target.mean() for m in plain.all())
+    drafted = sum(max((entry.proposed for entry in entries), default=0) for trace in traces for entries in trace.rounds)
+    c = sum(trace.seconds["draft"] for trace in traces) / drafted / plain_step if drafted else None
+    efficiency = sum(r.committed for r in rounds) / len(rounds) if rounds else None
+    k = proposed / len(rounds) if rounds else 0.0
+    return {
+        "block_efficiency": efficiency, "acceptance_rate": accepted / proposed if proposed else None,
+        "alpha": accepted / judged if judged else None, "mean_k": k, "c": c,
+        "predicted": _predicted(accepted / judged, k, c) if judged and c is not None else 1.0,
+        "target_step": _mean(m.cost.target.mean() for m in measurements) / plain_step,
+    }
+
+
+def _predicted(alpha: float, k: float, c: float) -> float:
+    """Theorem 3.8 at a mean K, which need not be whole: interpolated between its neighbours."""
+    from ..theory import walltime_improvement
+
+    low, part = int(k), k - int(k)
+    values = [walltime_improvement(alpha, n, c) if n else 1.0 for n in (low, low + 1)]
+    return (1 - part) * values[0] + part * values[1]
+
+
+def _compare(cell: Cell, plain: Cell, batches, judge: Judge) -> tuple[int, list[dict]]:
+    """Outputs of the first repetition against plain generate: how many are equal, and every fork explained."""
+    forks, equal = [], 0
+    for number, (prompts, own, other) in enumerate(zip(batches, cell.runs[0], plain.runs[0])):
+        for row, (prompt, ours, theirs) in enumerate(zip(prompts, own.answer.tokens, other.answer.tokens)):
+            fork = judge.fork(prompt, theirs, ours)
+            equal += fork is None
+            if fork is not None:
+                forks.append({"batch": number, "row": row, **fork.to_dict()})
+    return equal, forks
+
+
+def environment(model) -> dict[str, Any]:
+    """What the figures depend on."""
+    return {
+        "model": model.config.name_or_path.rstrip("/").rsplit("/", 1)[-1] or type(model).__name__,
+        "parameters": sum(p.numel() for p in model.parameters()), "dtype": str(model.dtype).removeprefix("torch."),
+        "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else platform.machine(),
+        "threads": torch.get_num_threads(), "attention": getattr(model.config, "_attn_implementation", None),
+        "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
+        "hf_specdec": __version__,
+    }
+
+
+def _mean(values) -> float | None:
+    known = [value for value in values if value == value]
+    return sum(known) / len(known) if known else None

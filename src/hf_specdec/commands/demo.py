@@ -1,0 +1,68 @@
+"""`hf-specdec demo`: an answer streams with its drafted tokens coloured; then both ways of decoding are timed."""
+
+from __future__ import annotations
+
+import math
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from .common import check_length, load_draft, parse_k
+from .highlight import DRAFTED, Highlighter, visible
+
+
+def demo(target: str, draft: str | None, prompt: str | None, k: str, max_new_tokens: int, repetitions: int, dtype: str) -> None:
+    from .. import enable
+    from ..bench.arms import PLAIN, generate_arm, padded
+    from ..bench.embedded import load_target
+    from ..bench.prompts import Prompt, load_prompts
+    from ..bench.runner import run_benchmark
+    from ..bench.terminal import counting
+
+    console = Console(highlight=False)
+    speculation = {"speculative": {"num_assistant_tokens": parse_k(k)}}
+    model, tokenizer = load_target(target, dtype)
+    enable(model)
+    assistant = load_draft(draft, dtype, model.device)
+    question = Prompt("prompt", "demo", prompt) if prompt else load_prompts("code_edit", 1)[0]
+    ids = question.ids(tokenizer)
+    check_length(model, ids, max_new_tokens)
+
+    console.print(Text(visible(question.text), style="dim"))
+    console.print(Text.assemble("\n", ("drafted and accepted", DRAFTED), " | the target's own\n"))
+    model.generate(**padded(model, [ids]), do_sample=False, max_new_tokens=max_new_tokens, assistant_model=assistant,
+                   streamer=Highlighter(tokenizer, console), **speculation)
+    console.print()
+
+    arms = [generate_arm(PLAIN, model), generate_arm("hf_specdec", model, assistant_model=assistant, **speculation)]
+    with counting("Timing both, in turns", len(arms) * repetitions) as step:
+        report = run_benchmark(model, tokenizer, [question], arms, max_new_tokens=max_new_tokens, repetitions=repetitions, step=step)
+    _print_result(console, report, tokenizer)
+    if prompt is None and assistant is None:
+        console.print("This prompt is answered by copying much of it, which is where prompt lookup pays. Try --prompt with a question "
+                      "of your own: with nothing to copy, expect the speed of plain generate.", style="dim")
+
+
+def _print_result(console: Console, report: dict, tokenizer) -> None:
+    from ..bench.forks import Fork
+    from ..bench.report import headline
+
+    plain, ours = report["results"]
+    table = Table("", "tokens/s", "speed-up", header_style="bold")
+    for row in (plain, ours):
+        table.add_row(row["arm"], f"{row['tokens_per_second']:.1f}", f"{row['speed_up']:.2f}x")
+    console.print(headline(report), style="dim", soft_wrap=True)
+    console.print(table)
+    rate, outside = ours.get("acceptance_rate"), ours["outside_forwards"]
+    console.print(f"block efficiency  {ours['block_efficiency']:.2f} tokens per target forward")
+    console.print(f"acceptance rate   {'nothing was drafted' if rate is None else format(rate, '.0%')}")
+    if outside is not None and math.isfinite(outside):
+        console.print(f"outside forwards  {outside:.1%} of the time after the prompt pass")
+    if ours["equal"] == ours["outputs"]:
+        console.print("outputs           identical", style="bold green")
+        return
+    console.print("outputs           differ", style="bold yellow")
+    for fork in ours["forks"]:
+        fork = Fork(**{name: fork[name] for name in Fork.__dataclass_fields__})
+        console.print("  " + visible(fork.explain(tokenizer)), markup=False, soft_wrap=True)

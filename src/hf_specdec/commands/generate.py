@@ -1,0 +1,46 @@
+"""`hf-specdec generate`: one answer, as text or as JSON with the trace."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from .common import check_length, load_draft, parse_k, read_prompt
+from .highlight import Highlighter, visible
+
+
+def generate(target: str, draft: str | None, prompt: str | None, file: Path | None, k: str, max_new_tokens: int, raw: bool,
+             sampling: dict[str, Any], lenience: float, seed: int | None, dtype: str, as_json: bool) -> None:
+    """sampling: `do_sample` and what goes with it, handed to `generate` as it is."""
+    from .. import SpeculativeConfig, enable
+    from ..bench.arms import padded
+    from ..bench.embedded import load_target
+    from ..bench.prompts import Prompt
+
+    config = SpeculativeConfig(num_assistant_tokens=parse_k(k), lenience=lenience, seed=seed)
+    text = read_prompt(prompt, file)
+    model, tokenizer = load_target(target, dtype)
+    enable(model)
+    assistant = load_draft(draft, dtype, model.device)
+    ids = Prompt("prompt", "prompt", text, chat=not raw).ids(tokenizer)
+    check_length(model, ids, max_new_tokens)
+    streamer = None if as_json or not sys.stdout.isatty() else Highlighter(tokenizer, Console(highlight=False))
+
+    begin = time.perf_counter()
+    out = model.generate(**padded(model, [ids]), max_new_tokens=max_new_tokens, assistant_model=assistant, speculative=config,
+                         streamer=streamer, return_dict_in_generate=True, **sampling)
+    seconds, trace = time.perf_counter() - begin, out.speculation
+    tokens = out.sequences[0, len(ids) :].tolist()
+    answer = tokenizer.decode(tokens, skip_special_tokens=True)
+    if as_json:
+        print(json.dumps({"text": answer, "tokens": tokens, "seconds": seconds, "speculation": json.loads(trace.to_json())}))
+        return
+    if streamer is None:
+        print(visible(answer) if sys.stdout.isatty() else answer)
+    print(f"{len(tokens)} tokens, {len(tokens) / seconds:.1f} tokens/s, {trace.target_calls} target forwards after the prompt pass, block "
+          f"efficiency {trace.block_efficiency:.2f}, acceptance rate {trace.acceptance_rate:.0%}, lossless: {trace.lossless}", file=sys.stderr)

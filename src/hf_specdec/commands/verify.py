@@ -1,0 +1,106 @@
+"""`hf-specdec verify`: the user's own proof that speculation does not change what the target generates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rich.console import Console
+
+from .common import load_draft, parse_k
+from .highlight import visible
+
+DEPTH, TOP_K, ROWS = 3, 3, 64
+THRESHOLD = 1e-4
+LAW_PROMPT = "The weather today is"
+
+
+@dataclass
+class Findings:
+    """What was checked: (passed, text) in order."""
+
+    console: Console
+    checks: list[tuple[bool, str]] = field(default_factory=list)
+
+    def add(self, passed: bool, text: str) -> None:
+        self.checks.append((passed, text))
+        self.console.print("PASS" if passed else "FAIL", style="bold green" if passed else "bold red", end="  ")
+        self.console.print(visible(text), markup=False, soft_wrap=True)
+
+    @property
+    def passed(self) -> bool:
+        return all(passed for passed, _ in self.checks)
+
+
+def verify(target: str, draft: str | None, prompts: str, limit: int, k: str, max_new_tokens: int, samples: int, seed: int, dtype: str) -> bool:
+    """Print every check and a verdict; whether all passed."""
+    import torch
+
+    from .. import enable
+    from ..bench.embedded import load_target
+    from ..bench.prompts import load_prompts
+
+    if samples < 200:
+        raise ValueError(f"--samples {samples}: the chi-square test needs at least 200.")
+    chosen = load_prompts(prompts, limit)
+    speculation = {"speculative": {"num_assistant_tokens": parse_k(k)}}
+    model, tokenizer = load_target(target, dtype)
+    enable(model)
+    assistant = load_draft(draft, dtype, model.device)
+    torch.manual_seed(seed)
+    findings = Findings(Console(highlight=False))
+    _greedy(findings, model, tokenizer, chosen, max_new_tokens, {"assistant_model": assistant, **speculation})
+    _sampling(findings, model, tokenizer, assistant, samples)
+    count = sum(passed for passed, _ in findings.checks)
+    verdict = "speculation does not change the output" if findings.passed else "speculation CHANGES the output, or the test has no power"
+    findings.console.print(f"{count} of {len(findings.checks)} checks passed: {verdict}.", style="bold")
+    return findings.passed
+
+
+def _greedy(findings: Findings, model, tokenizer, prompts, max_new_tokens: int, speculation: dict) -> None:
+    """Greedy outputs, speculative against plain, on every prompt; forks are explained."""
+    from ..bench.arms import generate_arm
+    from ..bench.forks import Judge
+    from ..bench.terminal import counting
+
+    plain = generate_arm("plain", model, repetition_penalty=1.0)
+    ours = generate_arm("ours", model, repetition_penalty=1.0, **speculation)
+    judge, forks, accepted = Judge(model), [], 0
+    with counting("Greedy equality", len(prompts)) as step:
+        for prompt in prompts:
+            ids = prompt.ids(tokenizer)
+            answer = ours.run([ids], max_new_tokens)
+            fork = judge.fork(ids, plain.run([ids], max_new_tokens).tokens[0], answer.tokens[0])
+            forks += [(prompt.id, fork)] if fork else []
+            accepted += answer.trace.accepted
+            step()
+    equal = f"greedy: {len(prompts) - len(forks)} of {len(prompts)} outputs equal to plain generate, {accepted} drafted tokens accepted"
+    sound = all(fork.near_tie for _, fork in forks)
+    if forks and sound:
+        equal += f"; the other {len(forks)} part at near-ties of the {model.dtype} logits (rule sound, arithmetic differs)"
+    findings.add(sound, equal)
+    for name, fork in forks:
+        findings.console.print(visible(f"      {name}, {fork.explain(tokenizer)}"), markup=False, soft_wrap=True)
+
+
+def _sampling(findings: Findings, model, tokenizer, assistant, samples: int) -> None:
+    """The joint law of the first tokens against enumeration: honest drafts have to follow it, a lying one must not."""
+    from ..bench.law import SupportDraft, chi_square, enumerate_law, joint, sample
+    from ..bench.terminal import counting, working
+
+    prompt = tokenizer(LAW_PROMPT)["input_ids"]
+    with working("Enumerating the target's law ..."):
+        laws = enumerate_law(model, prompt, DEPTH, TOP_K)
+        law = joint(laws, DEPTH)
+    drafts = [("a draft drawn from the support", SupportDraft(laws, len(prompt)), True),
+              ("negative control, a draft that lies about q", SupportDraft(laws, len(prompt), lying=True), False)]
+    if assistant is not None:
+        drafts.insert(0, ("the draft under test", assistant, True))
+    for name, draft, honest in drafts:
+        with counting(f"Sampling with {name}", samples) as step:
+            counts, proposed, accepted = sample(model, prompt, samples, DEPTH, TOP_K, ROWS, step, assistant_model=draft,
+                                                speculative={"num_assistant_tokens": DEPTH})
+        test = chi_square(counts, law)
+        text = (f"sampling with {name}: {samples} samples of the first {DEPTH} tokens, {len(law)} cells, {accepted} of {proposed} drafted tokens "
+                f"accepted, chi-square {test.statistic:.1f} with {test.freedom} degrees of freedom, p = {test.p:.2g}")
+        follows = test.p >= THRESHOLD
+        findings.add(follows == honest and proposed > 0, text + ("" if honest else " (has to be rejected)"))
