@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 from .theory import expected_tokens
 
 
@@ -23,19 +21,25 @@ class FixedSchedule:
 
 
 class AcceptanceEstimate:
-    """Acceptance rate of one kind of proposal: a running mean with a prior, which forgets by 2 % a token judged."""
+    """Acceptance of one kind of proposal: the rate of its first token, and of a token whose forerunners were all accepted.
+    Running means with a prior, which forget by 2 % a token judged. With both rates equal this is the alpha of Leviathan et
+    al. 2023; a looked-up continuation that has been right so far is likelier to go on being right."""
 
-    def __init__(self, prior: float, weight: float = 3.0):
-        self.accepted, self.judged = prior * weight, weight
+    WEIGHT = 5.0
 
-    @property
-    def alpha(self) -> float:
-        return min(self.accepted / self.judged, 0.995)
+    def __init__(self, prior: tuple[float, float]):
+        self.counts = [[rate * self.WEIGHT, self.WEIGHT] for rate in prior]  # accepted, judged
 
     def update(self, proposed: int, accepted: int) -> None:
-        judged = accepted + (accepted < proposed)
-        forget = 0.98**judged
-        self.accepted, self.judged = self.accepted * forget + accepted, self.judged * forget + judged
+        later = max(accepted - 1, 0), max(min(accepted + 1, proposed) - 1, 0)
+        for count, (hits, judged) in zip(self.counts, ((min(accepted, 1), 1), later)):
+            forget = 0.98**judged
+            count[0], count[1] = count[0] * forget + hits, count[1] * forget + judged
+
+    def expected_tokens(self, k: int) -> float:
+        """Tokens a round commits if it drafts k, the target's own included (Eq. 1, with a first rate of its own)."""
+        first, later = (min(hits / judged, 0.995) for hits, judged in self.counts)
+        return 1 + first * expected_tokens(later, k - 1) if k else 1.0
 
 
 class RoundCost:
@@ -96,7 +100,7 @@ class AutoSchedule:
     Theorem 3.8 with a measured c. K = 0 is a choice; after plain rounds it tries again, less and less often while that fails.
 
     k_max: largest K. cost_ratio: the draft's own c, or None. timed: False leaves the clock aside, so that runs repeat.
-    prior: acceptance expected per evidence before anything is measured.
+    prior: strength -> acceptance of the first and of a later token, before anything is measured.
     """
 
     MARGIN = 1.03
@@ -105,9 +109,8 @@ class AutoSchedule:
     def __init__(self, k_max: int, cost_ratio: float | None, timed: bool = True, prior=None):
         self.k_max = k_max
         self.cost = RoundCost((cost_ratio or 0.0) + 0.03, timed)
-        prior = prior or (lambda strength: 0.7)
-        self.estimates: dict[int, AcceptanceEstimate] = defaultdict(lambda: None)
-        self.prior = prior
+        self.prior = prior or (lambda strength: (0.7, 0.7))
+        self.estimates: dict[int, AcceptanceEstimate] = {}
         self.idle, self.patience, self.probing = 0, 4, False
         self.since_plain = self.PLAIN_EVERY - 4
 
@@ -133,10 +136,10 @@ class AutoSchedule:
         plain = self.cost(0)
         if plain is None or not any(caps):
             return min(4, max(caps, default=0))
-        alphas = [self.estimate(strength).alpha if cap else 0.0 for strength, cap in zip(evidence, caps)]
+        kinds = [(self.estimate(strength), cap) for strength, cap in zip(evidence, caps)]
         best, best_rate = 0, self.MARGIN * len(caps) / plain
         for k in range(1, max(caps) + 1):
-            rate = sum(expected_tokens(alpha, min(k, cap)) for alpha, cap in zip(alphas, caps)) / self.cost(k)
+            rate = sum(kind.expected_tokens(min(k, cap)) for kind, cap in kinds) / self.cost(k)
             if rate > best_rate:
                 best, best_rate = k, rate
         return best

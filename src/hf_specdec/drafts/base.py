@@ -70,9 +70,10 @@ class Draft(CandidateGenerator):
         """At most k[b] candidate tokens for row b."""
         raise NotImplementedError
 
-    def prior(self, strength: int) -> float:
-        """Acceptance rate expected of that evidence before anything is measured."""
-        return 0.7
+    def prior(self, strength: int) -> tuple[float, float]:
+        """Acceptance rates expected of that evidence before anything is measured: of the first drafted token, and of a token
+        whose forerunners were accepted."""
+        return 0.7, 0.7
 
     def relative_cost(self, target) -> float | None:
         """c before anything is timed; `target` is the target model."""

@@ -73,9 +73,9 @@ class PromptLookupDraft(Draft):
         period = row[end:]
         return (period * (k // len(period) + 1))[:k]
 
-    def prior(self, strength: int) -> float:
-        """Acceptance expected of a match of that group, before anything is measured."""
-        return {1: 0.2, 2: 0.4, 3: 0.55, 4: 0.65, 6: 0.8}.get(strength, 0.9)
+    def prior(self, strength: int) -> tuple[float, float]:
+        """Rates measured on SmolLM2-135M-Instruct's greedy answers to chat, code and summary prompts."""
+        return {1: (0.26, 0.6), 2: (0.56, 0.75), 3: (0.66, 0.8), 4: (0.74, 0.85), 6: (0.82, 0.9)}.get(strength, (0.93, 0.95))
 
     def keep(self, rows: list[int]) -> None:
         self.indices = [self.indices[row] for row in rows]
