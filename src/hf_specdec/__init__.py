@@ -1,7 +1,8 @@
 """hf_specdec: speculative decoding inside transformers' `generate()` that does not change what it generates."""
 
+from .call import SpeculativeOutput
 from .config import SpeculativeConfig
-from .integration import SpeculativeDecoder, SpeculativeOutput, disable, enable
+from .integration import SpeculativeDecoder, disable, enable
 from .trace import SpeculationTrace
 
 __version__ = "0.1.0"

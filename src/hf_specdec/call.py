@@ -1,0 +1,190 @@
+"""One call of `generate`: checks the arguments, makes the pieces, runs the loop, and packs what comes out."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from . import compat, registry
+from .cached_model import CachedModel, assemble_cache
+from .config import SpeculativeConfig
+from .distributions import Sampler
+from .drafts.base import Context, Draft
+from .loop import SpeculativeLoop
+from .noise import Noise
+from .probe import check_batch
+from .schedule import AutoSchedule, FixedSchedule
+from .sequences import Sequences
+from .trace import SpeculationTrace
+
+
+class SpeculativeOutput(GenerateDecoderOnlyOutput):
+    """`GenerateDecoderOnlyOutput` with `speculation`, the `SpeculationTrace` of the call."""
+
+    speculation: SpeculationTrace | None = None
+
+
+class Call:
+    """decoder: the `SpeculativeDecoder`, of which config, draft and streamer are read; the rest is what `generate` has prepared."""
+
+    def __init__(self, decoder, model, input_ids, processors, generation_config, model_kwargs):
+        self.decoder, self.model, self.config = decoder, model, decoder.config
+        self.input_ids, self.generation = input_ids, generation_config
+        self.traits = compat.traits_of(compat.unwrap(model), "target")
+        _check_vocabulary(decoder.draft, self.traits)
+        _check_call(model, input_ids, processors, generation_config, model_kwargs, self.traits)
+        mask = model_kwargs.get("attention_mask")
+        mask = torch.ones_like(input_ids) if mask is None else mask[:, -input_ids.shape[1]:]
+        self.prompts = [row[keep].tolist() for row, keep in zip(input_ids, mask.bool())]
+        if min(map(len, self.prompts)) == 0:
+            raise ValueError("input_ids: a row without a token cannot be continued; give every row at least one.")
+        self.padding = [input_ids.shape[1] - len(row) for row in self.prompts]
+        if hasattr(decoder.streamer, "put") and len(self.prompts) > 1:
+            raise ValueError(f"streamer: a text streamer takes one row, this call has {len(self.prompts)}. Pass a callable "
+                             f"streamer(row, tokens, drafted).")
+        self.max_new = generation_config.max_length - input_ids.shape[1]
+        self.processors = compat.processors_per_row(processors, self.padding)
+        self.cache = model_kwargs.get("past_key_values")
+        self.given = self.cache is not None and (
+            decoder.cache_is_given or self.cache.get_seq_length() > 0 or getattr(self.cache, "_is_user_defined", False)
+        )
+
+    def run(self, criteria: list) -> Any:
+        generation, decoder = self.generation, self.decoder
+        device, batch = self.model.device, len(self.prompts)
+        as_dict = generation.return_dict_in_generate
+        rule = self._acceptance()
+        sequences = Sequences(self.prompts, self.max_new, criteria, device, decoder.streamer)
+        longest = max(map(len, self.prompts)) + self.max_new
+        reach = self.config.max_auto_tokens if self.config.num_assistant_tokens == "auto" else self.config.num_assistant_tokens
+        target = CachedModel(self.model, longest + reach, "target", self.traits)
+        if self.given and self.cache.get_seq_length():
+            target.load(self.cache, self.padding, self.cache.get_seq_length())
+        sampler = Sampler(self.processors, rule.samples, bool(as_dict and generation.output_scores))
+        noise = Noise(self._seeds(batch), device)
+        context = Context(sequences.tokens, longest, self.traits.vocab_size, device, sampler, noise.uniform)
+        trace = SpeculationTrace(self.config.to_dict() | {"acceptance": self.rule_name}, rule.lossless)
+        loop = SpeculativeLoop(
+            target, decoder.draft, rule, sampler, self._schedule(), sequences, noise, context, trace,
+            want_scores=bool(as_dict and generation.output_scores), want_logits=bool(as_dict and generation.output_logits),
+            want_cache=bool(self.given or as_dict),
+        )
+        self._run(loop, sequences)
+        return self._pack(loop, sequences)
+
+    def _run(self, loop: SpeculativeLoop, sequences: Sequences) -> None:
+        streamer = self.decoder.streamer
+        if self.decoder.put_prompt and hasattr(streamer, "put"):
+            streamer.put(self.input_ids.cpu())
+        if self.max_new > 0:
+            loop.run()
+        if hasattr(streamer, "end"):
+            streamer.end()
+        trace = loop.trace
+        trace.target_calls, trace.draft_calls = loop.target.calls, loop.draft.calls
+        trace.drafted = [row.drafted for row in sequences.rows]
+        trace.seconds["forward"] = loop.target.seconds + loop.draft.forward_seconds
+        _warn_if_nothing_is_accepted(trace, loop.draft)
+
+    def _pack(self, loop: SpeculativeLoop, sequences: Sequences) -> Any:
+        pad = self.generation._pad_token_tensor
+        ids = sequences.padded(self.input_ids, 0 if pad is None else int(pad))
+        cache = None
+        if loop.want_cache and len(loop.cached_rows) == len(sequences.rows):
+            rows = [loop.cached_rows[row.index] for row in sequences.rows]
+            cache = assemble_cache(self.model.config, rows, self.padding, ids.shape[1] - 1, self.cache)
+        if not self.generation.return_dict_in_generate:
+            return ids
+        output = SpeculativeOutput(
+            sequences=ids,
+            scores=_stacked([row.scores for row in sequences.rows]) if loop.want_scores else None,
+            logits=_stacked([row.logits for row in sequences.rows]) if loop.want_logits else None,
+            past_key_values=cache,
+        )
+        output.speculation = loop.trace
+        return output
+
+    @property
+    def rule_name(self) -> str:
+        name = self.config.acceptance
+        return ("speculative_sampling" if self.generation.do_sample else "greedy") if name == "auto" else name
+
+    def _acceptance(self):
+        rule = registry.load(registry.ACCEPTANCE, self.rule_name, "acceptance")(self.config.lenience)
+        if rule.samples != bool(self.generation.do_sample):
+            raise ValueError(f"acceptance={self.rule_name!r} does not go with do_sample={self.generation.do_sample}; use \"auto\".")
+        return rule
+
+    def _schedule(self):
+        k = self.config.num_assistant_tokens
+        if k != "auto":
+            return FixedSchedule(k)
+        draft = self.decoder.draft
+        return AutoSchedule(self.config.max_auto_tokens, draft.relative_cost(self.model), self.config.seed is None, draft.prior)
+
+    def _seeds(self, batch: int) -> list[int]:
+        seed = self.config.seed
+        if isinstance(seed, tuple):
+            if len(seed) != batch:
+                raise ValueError(f"seed: {len(seed)} seeds for {batch} rows; give one per row, or a single int.")
+            return list(seed)
+        if seed is None:
+            seed = int(torch.randint(2**62, ()))
+        return [(seed + row) % 2**63 for row in range(batch)]
+
+
+def _check_vocabulary(draft: Draft, traits: compat.ModelTraits) -> None:
+    """Sizes may differ by padding, no more."""
+    own = getattr(getattr(draft, "traits", None), "vocab_size", traits.vocab_size)
+    if min(own, traits.vocab_size) < 0.9 * max(own, traits.vocab_size):
+        raise ValueError(f"assistant_model has a vocabulary of {own} tokens, the target one of {traits.vocab_size}: not the same "
+                         f"tokenizer. Speculative decoding needs a draft with the target's tokenizer.")
+
+
+def _check_call(model, input_ids, processors, generation, model_kwargs: dict, traits: compat.ModelTraits) -> None:
+    """Everything that can be refused is refused here, before any forward."""
+    if (generation.num_beams or 1) > 1:
+        raise ValueError(f"num_beams={generation.num_beams}: speculative=True does greedy decoding and sampling. Use num_beams=1.")
+    if model_kwargs.get("inputs_embeds") is not None:
+        raise ValueError("inputs_embeds: the draft needs token ids. Pass input_ids.")
+    if input_ids.ndim != 2 or input_ids.shape[1] == 0:
+        raise ValueError("input_ids: the prompt is empty; give at least one token per row.")
+    if traits.max_positions and input_ids.shape[1] >= traits.max_positions:
+        raise ValueError(f"input_ids: the prompt has {input_ids.shape[1]} tokens and the target's context is {traits.max_positions}. "
+                         f"Shorten the prompt.")
+    if generation.cache_implementation not in (None, "dynamic"):
+        raise ValueError(f"cache_implementation={generation.cache_implementation!r}: the speculative loop keeps a cache of its own, "
+                         f"which can roll back. Leave cache_implementation unset.")
+    for name in ("output_attentions", "output_hidden_states"):
+        if getattr(generation, name, None) and generation.return_dict_in_generate:
+            raise ValueError(f"{name}=True: not available from a pass that scores several tokens. Drop it, or use speculative=False.")
+    known = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position", "token_type_ids",
+             "output_attentions", "output_hidden_states"}
+    for name, value in model_kwargs.items():
+        if value is not None and name not in known:
+            raise ValueError(f"{name}: this model input is not supported with speculative=True. Drop it, or use speculative=False.")
+    cache = model_kwargs.get("past_key_values")
+    if cache is not None:
+        compat.check_cache(cache)
+        if cache.get_seq_length() >= input_ids.shape[1]:
+            raise ValueError(f"past_key_values holds {cache.get_seq_length()} tokens and input_ids {input_ids.shape[1]}; input_ids must be "
+                             f"the whole conversation, with at least one token that is not cached yet.")
+    compat.check_rope(compat.unwrap(model), generation.max_length, "target")
+    compat.check_processors(processors)
+    check_batch(compat.unwrap(model), traits, input_ids.shape[0], "target")
+
+
+def _warn_if_nothing_is_accepted(trace: SpeculationTrace, draft: Draft) -> None:
+    if draft.name == "model" and trace.proposed >= 100 and trace.acceptance_rate < 0.02:
+        warnings.warn(f"assistant_model: {trace.accepted} of {trace.proposed} drafted tokens were accepted. Does the draft have the "
+                      f"target's tokenizer?", stacklevel=4)
+
+
+def _stacked(rows: list[list[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
+    """Per committed token [B, V]; rows that have ended carry zeros."""
+    width = max(map(len, rows))
+    blank = torch.zeros_like(next(row for row in rows if row)[0]) if width else None
+    return tuple(torch.stack([row[i] if i < len(row) else blank for row in rows]) for i in range(width))
