@@ -10,7 +10,6 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from . import compat, registry
 from .cached_model import CachedModel, assemble_cache
-from .config import SpeculativeConfig
 from .distributions import Sampler
 from .drafts.base import Context, Draft
 from .loop import SpeculativeLoop
