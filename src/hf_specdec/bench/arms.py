@@ -89,7 +89,7 @@ def _stock_draft_arm(model, draft, k: int) -> Arm:
     arm = generate_arm("stock draft model", model, draft, k, 1, assistant_model=draft)
 
     def run(prompts: list[list[int]], max_new_tokens: int) -> Answer:
-        with _generation_settings(draft, num_assistant_tokens=k, num_assistant_tokens_schedule="constant",
+        with generation_settings(draft, num_assistant_tokens=k, num_assistant_tokens_schedule="constant",
                                   assistant_confidence_threshold=0.0):
             return generated(prompts, max_new_tokens)
 
@@ -98,7 +98,7 @@ def _stock_draft_arm(model, draft, k: int) -> Arm:
 
 
 @contextmanager
-def _generation_settings(model, **settings):
+def generation_settings(model, **settings):
     """The model's generation config with these settings while the block runs."""
     old = {name: getattr(model.generation_config, name) for name in settings}
     try:
