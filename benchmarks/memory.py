@@ -1,4 +1,4 @@
-"""Memory: no growth over 1,000 calls of generate(), and no more cache slots per row than the longest row plus N drafted tokens.
+"""Memory: no growth over 1,000 calls of generate(), no more cache slots per row than the longest row plus N drafted tokens.
 
     python benchmarks/memory.py
 
@@ -25,8 +25,18 @@ VOCABULARY, WARM_UP = 128, 100
 
 def tiny(seed: int) -> LlamaForCausalLM:
     torch.manual_seed(seed)
-    config = LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-                         vocab_size=VOCABULARY, max_position_embeddings=1024, eos_token_id=1, bos_token_id=None, pad_token_id=0)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=1024,
+        eos_token_id=1,
+        bos_token_id=None,
+        pad_token_id=0,
+    )
     return LlamaForCausalLM(config).eval()
 
 
@@ -54,17 +64,27 @@ def main(calls: int = 1000, k: int = 7):
             new = chance.randrange(2, 40)
             slots.allowed = max(map(len, prompts)) + new + k
             assistant = (draft, None)[number % 2]
-            target.generate(**padded(target, prompts), max_new_tokens=new, do_sample=number % 4 < 2, assistant_model=assistant,
-                            speculative=True, num_assistant_tokens=k)
+            target.generate(
+                **padded(target, prompts),
+                max_new_tokens=new,
+                do_sample=number % 4 < 2,
+                assistant_model=assistant,
+                speculative=True,
+                num_assistant_tokens=k,
+            )
             if number >= WARM_UP and (number - WARM_UP) % (calls // 10) == 0 or number == WARM_UP + calls - 1:
                 gc.collect()
                 resident.append(process.memory_info().rss)
                 objects.append(len(gc.get_objects()))
             step()
     console = Console(highlight=False)
-    console.print(f"resident memory after {WARM_UP} calls {resident[0] / 1e6:.1f} MB, after {WARM_UP + calls} calls {resident[-1] / 1e6:.1f} MB "
-                  f"(largest {max(resident) / 1e6:.1f} MB); objects {objects[0]} and {objects[-1]}")
-    console.print(f"cache slots per row over {slots.seen} target passes: at most the longest row + N {slots.largest_excess:+d}")
+    console.print(
+        f"resident memory after {WARM_UP} calls {resident[0] / 1e6:.1f} MB, {calls} calls later {resident[-1] / 1e6:.1f} MB "
+        f"(largest {max(resident) / 1e6:.1f} MB); objects {objects[0]} and {objects[-1]}"
+    )
+    console.print(
+        f"cache slots per row over {slots.seen} target passes: at most the longest row + N {slots.largest_excess:+d}"
+    )
     grew = resident[-1] - resident[0] > 0.01 * resident[0] or objects[-1] - objects[0] > 0.01 * objects[0]
     raise typer.Exit(1 if grew or slots.largest_excess > 0 else 0)
 

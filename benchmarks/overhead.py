@@ -2,8 +2,8 @@
 
     python benchmarks/overhead.py
 
-The toy is so small that the loop is what costs. Bare forwards are the stock models called directly with a `DynamicCache`: per
-round 4 draft steps of one token and one target pass over 5, at the same context lengths, nothing else. Draft and target are
+The toy is so small that the loop is what costs. Bare forwards are the stock models called directly with a `DynamicCache`:
+per round 4 draft steps of one token and one target pass over 5, at the same context lengths, nothing else. Draft and target are
 unrelated, so that nearly every round commits one token. One thread, processor time, the contestants take turns.
 """
 
@@ -37,8 +37,18 @@ Measure = Callable[[], float]
 
 def toy(seed: int) -> LlamaForCausalLM:
     torch.manual_seed(seed)
-    config = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-                         vocab_size=VOCABULARY, max_position_embeddings=4096, eos_token_id=None, bos_token_id=None, pad_token_id=0)
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=4096,
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=0,
+    )
     return LlamaForCausalLM(config).eval()
 
 
@@ -67,17 +77,28 @@ def engine(target, run: Callable[[], None]) -> float:
 
 
 def contestants(target, draft, prompt: torch.Tensor, tokens: int, folder: str) -> dict[str, Measure]:
-    call = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt), "do_sample": False, "max_new_tokens": tokens, "pad_token_id": 0}
+    call = {
+        "input_ids": prompt,
+        "attention_mask": torch.ones_like(prompt),
+        "do_sample": False,
+        "max_new_tokens": tokens,
+        "pad_token_id": 0,
+    }
 
     def stock():
-        with generation_settings(draft, num_assistant_tokens=K, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0):
+        with generation_settings(
+            draft, num_assistant_tokens=K, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
+        ):
             target.generate(**call, assistant_model=draft)
 
     def ours():
         target.generate(**call, assistant_model=draft, speculative=True, num_assistant_tokens=K)
 
-    measures = {"bare forwards": lambda: bare(target, draft, prompt, tokens), "hf_specdec": lambda: engine(target, ours),
-                "transformers": lambda: engine(target, stock)}
+    measures = {
+        "bare forwards": lambda: bare(target, draft, prompt, tokens),
+        "hf_specdec": lambda: engine(target, ours),
+        "transformers": lambda: engine(target, stock),
+    }
     if find_spec("flashspec"):
         measures["flashspec"] = _flashspec(target, draft, prompt, tokens)
     if find_spec("economize"):
@@ -89,15 +110,20 @@ def _flashspec(target, draft, prompt: torch.Tensor, tokens: int) -> Measure:
     from flashspec import BanditConfig, FlashSpecConfig, SamplingConfig, SpeculativeEngine
     from flashspec.engine import HuggingFaceDrafter, TargetModel
 
-    config = FlashSpecConfig(device="cpu", compile=False, drafter_strategy="bandit", bandit=BanditConfig(n_arms=1),
-                             sampling=SamplingConfig(temperature=0.0, gamma=K))
+    config = FlashSpecConfig(
+        device="cpu",
+        compile=False,
+        drafter_strategy="bandit",
+        bandit=BanditConfig(n_arms=1),
+        sampling=SamplingConfig(temperature=0.0, gamma=K),
+    )
     drafter = HuggingFaceDrafter("draft", "cpu", draft.dtype, temperature=0.0, model=draft)
     made = SpeculativeEngine(config, [drafter], TargetModel("target", torch.device("cpu"), target.dtype, model=target))
     return lambda: engine(target, lambda: made.generate(prompt, max_new_tokens=tokens))
 
 
 def _economize(target, draft, folder: str, prompt: torch.Tensor, tokens: int) -> Measure:
-    """Its target pass is not the module's own forward: rounds come from its log, the prompt pass from a call for one token."""
+    """Its target pass is not the module's forward: rounds come from its log, the prompt pass from a call for one token."""
     import economize
     from economize.techniques.draft_model import DraftModelConfig
 
@@ -130,10 +156,19 @@ def main(tokens: int = 200, repetitions: int = 15, out: Path | None = None):
             times[name].append(measure())
             step(name)
     base = times["bare forwards"]
-    table = Table("", "ms per round", "over bare forwards", title=f"torch {torch.__version__}, transformers {transformers.__version__}, 1 thread")
+    table = Table(
+        "",
+        "ms per round",
+        "over bare forwards",
+        title=f"torch {torch.__version__}, transformers {transformers.__version__}, 1 thread",
+    )
     result = {}
     for name, own in times.items():
-        result[name] = {"ms": statistics.median(own), "ratio": statistics.median(a / b for a, b in zip(own, base)), "all_ms": own}
+        result[name] = {
+            "ms": statistics.median(own),
+            "ratio": statistics.median(a / b for a, b in zip(own, base)),
+            "all_ms": own,
+        }
         table.add_row(name, f"{result[name]['ms']:.2f}", f"{result[name]['ratio']:.2f}x")
     Console(highlight=False).print(table)
     if out is not None:

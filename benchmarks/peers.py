@@ -25,9 +25,10 @@ from hf_specdec.bench.arms import Answer, Arm, generate_arm, new_tokens, padded,
 from hf_specdec.bench.embedded import load_target
 from hf_specdec.bench.law import eos_tokens
 from hf_specdec.bench.prompts import load_prompts
-from hf_specdec.bench.report import headline, save_json, save_plot, tables
+from hf_specdec.bench.report import print_report, save_json, save_plot
 from hf_specdec.bench.runner import plan, run_benchmark
 from hf_specdec.bench.terminal import counting
+from hf_specdec.commands.bench import WIDTH
 from hf_specdec.commands.common import load_draft, parse_k
 
 LOOKUP_K, DRAFT_K = 10, 5
@@ -52,8 +53,14 @@ def economize_arms(model, draft_folder: str | None) -> list[Arm]:
 
         def run(prompts: list[list[int]], max_new_tokens: int, efficient=efficient, decoding=decoding) -> Answer:
             inputs = padded(model, prompts)
-            out = efficient.generate(inputs.pop("input_ids"), **inputs, do_sample=False, max_new_tokens=max_new_tokens, decoding=decoding,
-                                     pad_token_id=model.generation_config.pad_token_id)
+            out = efficient.generate(
+                inputs.pop("input_ids"),
+                **inputs,
+                do_sample=False,
+                max_new_tokens=max_new_tokens,
+                decoding=decoding,
+                pad_token_id=model.generation_config.pad_token_id,
+            )
             return Answer(new_tokens(model, out, inputs["attention_mask"].shape[1]))
 
         arms.append(Arm(f"economize {name}", run, k=k))
@@ -66,7 +73,9 @@ def flashspec_arms(model, draft) -> list[Arm]:
     from flashspec.engine import HuggingFaceDrafter, NgramDrafter, TargetModel
 
     def engine(drafters, gamma: int, **config):
-        settings = FlashSpecConfig(device=str(model.device), compile=False, sampling=SamplingConfig(temperature=0.0, gamma=gamma), **config)
+        settings = FlashSpecConfig(
+            device=str(model.device), compile=False, sampling=SamplingConfig(temperature=0.0, gamma=gamma), **config
+        )
         return SpeculativeEngine(settings, drafters, TargetModel("target", model.device, model.dtype, model=model))
 
     def drafter():
@@ -82,7 +91,9 @@ def flashspec_arms(model, draft) -> list[Arm]:
 
         def run(prompts: list[list[int]], max_new_tokens: int, made=made) -> Answer:
             ids = torch.tensor(prompts, device=model.device)
-            tokens = made.generate(ids, max_new_tokens=max_new_tokens, eos_token_ids=eos_tokens(model)).output_ids[0].tolist()
+            tokens = (
+                made.generate(ids, max_new_tokens=max_new_tokens, eos_token_ids=eos_tokens(model)).output_ids[0].tolist()
+            )
             return Answer([list(itertools.takewhile(lambda token: token >= 0, tokens))])
 
         arms.append(Arm(f"flashspec {name}", run, draft, max_batch=1))
@@ -99,24 +110,48 @@ def fixed_arms(model, draft, k: int | str) -> list[Arm]:
     """Ours at the peers' own fixed K beside K "auto"."""
     arms = standard_arms(model, draft, k, stock_k=DRAFT_K, lookup_k=LOOKUP_K)
     if k == "auto":
-        arms.append(generate_arm(f"ours lookup, K {LOOKUP_K}", model, k=LOOKUP_K, speculative=True, num_assistant_tokens=LOOKUP_K))
+        arms.append(
+            generate_arm(f"ours lookup, K {LOOKUP_K}", model, k=LOOKUP_K, speculative=True, num_assistant_tokens=LOOKUP_K)
+        )
         if draft is not None:
-            arms.append(generate_arm(f"ours draft model, K {DRAFT_K}", model, draft, DRAFT_K, assistant_model=draft, speculative=True,
-                                     num_assistant_tokens=DRAFT_K))
+            arms.append(
+                generate_arm(
+                    f"ours draft model, K {DRAFT_K}",
+                    model,
+                    draft,
+                    DRAFT_K,
+                    assistant_model=draft,
+                    speculative=True,
+                    num_assistant_tokens=DRAFT_K,
+                )
+            )
     return arms
 
 
-def main(target: str = "smollm2", draft: Annotated[str | None, typer.Option(help="Folder of the draft model.")] = None, k: str = "auto",
-         prompts: str = "shipped", limit: int | None = None, max_new_tokens: int = 100, repetitions: int = 3, batch: int = 1,
-         dtype: str = "float32", clock: str = "wall", threads: int | None = None, out: Path | None = None):
+def main(
+    target: str = "smollm2",
+    draft: Annotated[str | None, typer.Option(help="Folder of the draft model.")] = None,
+    k: str = "auto",
+    prompts: str = "shipped",
+    limit: int | None = None,
+    max_new_tokens: int = 100,
+    repetitions: int = 3,
+    batch: int = 1,
+    dtype: str = "float32",
+    clock: str = "wall",
+    threads: int | None = None,
+    out: Path | None = None,
+):
     """Measure every peer that is installed."""
     if threads is not None:
         torch.set_num_threads(threads)
-    console = Console(highlight=False, width=max(Console().width, 140))
+    console = Console(highlight=False, width=max(Console().width, WIDTH))
     model, tokenizer = load_target(target, dtype)
     assistant = load_draft(draft, dtype, model.device)
-    arms, makers = fixed_arms(enable(model), assistant, parse_k(k)), {
-        "economize": lambda: economize_arms(model, draft), "flashspec": lambda: flashspec_arms(model, assistant)}
+    arms, makers = (
+        fixed_arms(enable(model), assistant, parse_k(k)),
+        {"economize": lambda: economize_arms(model, draft), "flashspec": lambda: flashspec_arms(model, assistant)},
+    )
     for name, make in makers.items():
         if find_spec(name) is None:
             console.print(f"skipped: {name} is not installed (pip install --no-deps {name})")
@@ -124,10 +159,18 @@ def main(target: str = "smollm2", draft: Annotated[str | None, typer.Option(help
             arms += make()
     chosen = load_prompts(prompts, limit)
     with counting("Measuring", plan(chosen, arms, batch, repetitions)) as step:
-        report = run_benchmark(model, tokenizer, chosen, arms, max_new_tokens=max_new_tokens, repetitions=repetitions, batch=batch,
-                               clock=clock, step=step)
-    console.print(headline(report), soft_wrap=True)
-    console.print(*tables(report), sep="\n")
+        report = run_benchmark(
+            model,
+            tokenizer,
+            chosen,
+            arms,
+            max_new_tokens=max_new_tokens,
+            repetitions=repetitions,
+            batch=batch,
+            clock=clock,
+            step=step,
+        )
+    print_report(report, console)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         save_json(report, out / f"peers_batch{batch}.json")

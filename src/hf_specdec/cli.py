@@ -9,21 +9,36 @@ import typer
 
 from .commands.common import guarded
 
-app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = typer.Typer(
+    help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
+)
 
 Target = Annotated[str, typer.Argument(help="smollm2 (the embedded target), a folder, or a hub id.")]
-Draft = Annotated[str | None, typer.Option("--draft", help="prompt_lookup (default), uniform, a saved n-gram table, a folder or a hub id.")]
+Draft = Annotated[
+    str | None, typer.Option("--draft", help="prompt_lookup (default), uniform, a saved n-gram table, a folder or a hub id.")
+]
 K = Annotated[str, typer.Option("--k", help="Tokens drafted per round: 1..64, or auto.")]
 MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1)]
 DType = Annotated[str, typer.Option("--dtype", help="float32, bfloat16, float16, or auto (the checkpoint's own).")]
-Prompts = Annotated[str, typer.Option("--prompts", help="shipped, one of its sets (code_edit, summary, chat), a .jsonl file, or hub:NAME[:SPLIT].")]
+Prompts = Annotated[
+    str,
+    typer.Option(
+        "--prompts", help="shipped, one of its sets (code_edit, summary, chat), a .jsonl file, or hub:NAME[:SPLIT]."
+    ),
+]
 
 
 @app.command()
 @guarded
-def demo(target: Target = "smollm2", draft: Draft = None, k: K = "auto", max_new_tokens: MaxNewTokens = 160, dtype: DType = "float32",
-         prompt: Annotated[str | None, typer.Option(help="Your own question; a code edit otherwise.")] = None,
-         repetitions: Annotated[int, typer.Option(min=1, help="Timed runs of each.")] = 3):
+def demo(
+    target: Target = "smollm2",
+    draft: Draft = None,
+    k: K = "auto",
+    max_new_tokens: MaxNewTokens = 160,
+    dtype: DType = "float32",
+    prompt: Annotated[str | None, typer.Option(help="Your own question; a code edit otherwise.")] = None,
+    repetitions: Annotated[int, typer.Option(min=1, help="Timed runs of each.")] = 3,
+):
     """Stream an answer with its drafted tokens coloured, then time plain generate and speculation side by side."""
     from .commands.demo import demo as run
 
@@ -32,19 +47,27 @@ def demo(target: Target = "smollm2", draft: Draft = None, k: K = "auto", max_new
 
 @app.command()
 @guarded
-def generate(target: Target, draft: Draft = None, k: K = "auto", max_new_tokens: MaxNewTokens = 256, dtype: DType = "float32",
-             prompt: Annotated[str | None, typer.Option(help="The prompt; standard input is read without it.")] = None,
-             file: Annotated[Path | None, typer.Option(help="Read the prompt from a file.")] = None,
-             raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
-             sample: Annotated[bool, typer.Option("--sample", help="Sample instead of decoding greedily.")] = False,
-             temperature: Annotated[float | None, typer.Option(help="With --sample.")] = None,
-             top_k: Annotated[int | None, typer.Option(help="With --sample.")] = None,
-             top_p: Annotated[float | None, typer.Option(help="With --sample.")] = None,
-             min_p: Annotated[float | None, typer.Option(help="With --sample.")] = None,
-             repetition_penalty: Annotated[float | None, typer.Option()] = None,
-             lenience: Annotated[float, typer.Option(help="Below 1 the output is no longer exact (Leviathan et al. 2023, A.5).")] = 1.0,
-             seed: Annotated[int | None, typer.Option(help="Makes a sampled run repeatable.")] = None,
-             as_json: Annotated[bool, typer.Option("--json", help="Print text, tokens and trace as JSON.")] = False):
+def generate(
+    target: Target,
+    draft: Draft = None,
+    k: K = "auto",
+    max_new_tokens: MaxNewTokens = 256,
+    dtype: DType = "float32",
+    prompt: Annotated[str | None, typer.Option(help="The prompt; standard input is read without it.")] = None,
+    file: Annotated[Path | None, typer.Option(help="Read the prompt from a file.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
+    sample: Annotated[bool, typer.Option("--sample", help="Sample instead of decoding greedily.")] = False,
+    temperature: Annotated[float | None, typer.Option(help="With --sample.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="With --sample.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="With --sample.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="With --sample.")] = None,
+    repetition_penalty: Annotated[float | None, typer.Option()] = None,
+    lenience: Annotated[
+        float, typer.Option(help="Below 1 the output is no longer exact (Leviathan et al. 2023, A.5).")
+    ] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Makes a sampled run repeatable.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print text, tokens and trace as JSON.")] = False,
+):
     """Answer one prompt, speculatively."""
     from .commands.generate import generate as run
 
@@ -53,17 +76,39 @@ def generate(target: Target, draft: Draft = None, k: K = "auto", max_new_tokens:
     if given and not sample:
         raise ValueError(f"--{next(iter(given)).replace('_', '-')} has no meaning without --sample.")
     penalty = {} if repetition_penalty is None else {"repetition_penalty": repetition_penalty}
-    run(target, draft, prompt, file, k, max_new_tokens, raw, {"do_sample": sample, **given, **penalty}, lenience, seed, dtype, as_json)
+    run(
+        target,
+        draft,
+        prompt,
+        file,
+        k,
+        max_new_tokens,
+        raw,
+        {"do_sample": sample, **given, **penalty},
+        lenience,
+        seed,
+        dtype,
+        as_json,
+    )
 
 
 @app.command()
 @guarded
-def verify(target: Target, draft: Draft = None, k: K = "5", prompts: Prompts = "shipped", max_new_tokens: MaxNewTokens = 48,
-           dtype: DType = "float32",
-           limit: Annotated[int, typer.Option(min=1, help="Prompts of each category.")] = 3,
-           samples: Annotated[int, typer.Option(help="Sampled continuations per draft.")] = 2000,
-           seed: Annotated[int, typer.Option()] = 0):
-    """Prove on your own models that speculation does not change the output. Exit code 0 if so, 1 if not, 2 for bad arguments."""
+def verify(
+    target: Target,
+    draft: Draft = None,
+    k: K = "5",
+    prompts: Prompts = "shipped",
+    max_new_tokens: MaxNewTokens = 48,
+    dtype: DType = "float32",
+    limit: Annotated[int, typer.Option(min=1, help="Prompts of each category.")] = 3,
+    samples: Annotated[int, typer.Option(help="Sampled continuations per draft.")] = 2000,
+    seed: Annotated[int, typer.Option()] = 0,
+):
+    """Prove on your own models that speculation does not change the output.
+
+    Exit code 0 if it does not, 1 if it does, 2 for bad arguments.
+    """
     from .commands.verify import verify as run
 
     if not run(target, draft, prompts, limit, k, max_new_tokens, samples, seed, dtype):
@@ -72,14 +117,22 @@ def verify(target: Target, draft: Draft = None, k: K = "5", prompts: Prompts = "
 
 @app.command()
 @guarded
-def bench(target: Target = "smollm2", draft: Draft = None, k: K = "auto", prompts: Prompts = "shipped", max_new_tokens: MaxNewTokens = 100,
-          dtype: DType = "float32",
-          limit: Annotated[int | None, typer.Option(min=1, help="Prompts of each category; all without it.")] = None,
-          repetitions: Annotated[int, typer.Option(min=1)] = 3,
-          batch: Annotated[int, typer.Option(min=1, help="Prompts decoded together.")] = 1,
-          clock: Annotated[str, typer.Option(help="wall, or cpu: seconds of processor time, for a machine that is shared.")] = "wall",
-          threads: Annotated[int | None, typer.Option(min=1, help="torch's threads.")] = None,
-          out: Annotated[Path | None, typer.Option(help="Folder for bench.json and bench.png.")] = None):
+def bench(
+    target: Target = "smollm2",
+    draft: Draft = None,
+    k: K = "auto",
+    prompts: Prompts = "shipped",
+    max_new_tokens: MaxNewTokens = 100,
+    dtype: DType = "float32",
+    limit: Annotated[int | None, typer.Option(min=1, help="Prompts of each category; all without it.")] = None,
+    repetitions: Annotated[int, typer.Option(min=1)] = 3,
+    batch: Annotated[int, typer.Option(min=1, help="Prompts decoded together.")] = 1,
+    clock: Annotated[
+        str, typer.Option(help="wall, or cpu: seconds of processor time, for a machine that is shared.")
+    ] = "wall",
+    threads: Annotated[int | None, typer.Option(min=1, help="torch's threads.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for bench.json and bench.png.")] = None,
+):
     """Measure plain generate, stock assisted generation and ours, interleaved, on the same prompts."""
     from .commands.bench import bench as run
 

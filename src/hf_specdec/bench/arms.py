@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,14 +24,13 @@ class Answer:
 
 @dataclass
 class Arm:
-    """run(prompts, max_new_tokens) -> Answer. draft: the model whose forwards are to be watched. k: drafted per round, if fixed."""
+    """run(prompts, max_new_tokens) -> Answer. draft: a model whose forwards are to be watched. k: drafted per round, if fixed."""
 
     name: str
     run: Callable[[list[list[int]], int], Answer]
     draft: Any = None
     k: int | None = None
     max_batch: int | None = None
-    notes: dict[str, Any] = field(default_factory=dict)
 
 
 def padded(model, prompts: list[list[int]]) -> dict[str, torch.Tensor]:
@@ -59,8 +58,14 @@ def generate_arm(name: str, model, draft=None, k: int | None = None, max_batch: 
 
     def run(prompts: list[list[int]], max_new_tokens: int) -> Answer:
         inputs = padded(model, prompts)
-        out = model.generate(**inputs, do_sample=False, max_new_tokens=max_new_tokens, pad_token_id=_pad_token(model),
-                             return_dict_in_generate=True, **kwargs)
+        out = model.generate(
+            **inputs,
+            do_sample=False,
+            max_new_tokens=max_new_tokens,
+            pad_token_id=_pad_token(model),
+            return_dict_in_generate=True,
+            **kwargs,
+        )
         return Answer(new_tokens(model, out.sequences, inputs["input_ids"].shape[1]), getattr(out, "speculation", None))
 
     return Arm(name, run, draft, k, max_batch)
@@ -89,8 +94,9 @@ def _stock_draft_arm(model, draft, k: int) -> Arm:
     arm = generate_arm("stock draft model", model, draft, k, 1, assistant_model=draft)
 
     def run(prompts: list[list[int]], max_new_tokens: int) -> Answer:
-        with generation_settings(draft, num_assistant_tokens=k, num_assistant_tokens_schedule="constant",
-                                  assistant_confidence_threshold=0.0):
+        with generation_settings(
+            draft, num_assistant_tokens=k, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
+        ):
             return generated(prompts, max_new_tokens)
 
     generated, arm.run = arm.run, run

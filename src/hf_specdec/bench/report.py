@@ -7,17 +7,47 @@ import math
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Table
 
-COLUMNS = ("arm", "tokens/s", "spread", "speed-up", "predicted", "block eff.", "acceptance", "mean K", "c", "outside fwd", "peak MB",
-           "equal to plain")
+COLUMNS = (
+    "arm",
+    "tokens/s",
+    "spread",
+    "speed-up",
+    "decoding",
+    "Thm 3.8",
+    "with width",
+    "block eff.",
+    "accepted",
+    "K",
+    "c",
+    "outside",
+    "MB",
+    "= plain",
+)
+NOTES = (
+    "speed-up: of the whole call; decoding: without the prompt pass; Thm 3.8: predicted for decoding by Leviathan et al. 2023; "
+    "with width: the same with the measured cost of a wide target pass; K: drafted per round on average; c: cost of drafting a "
+    "token over a target step; outside: share of the decoding time outside the models' forwards; MB: peak; = plain: outputs "
+    "equal to plain generate."
+)
+
+
+def print_report(report: dict[str, Any], console: Console) -> None:
+    """Headline, one table per category, and what the columns mean."""
+    console.print(headline(report), soft_wrap=True)
+    for table in tables(report):
+        console.print(table)
+    console.print(NOTES, style="dim")
 
 
 def tables(report: dict[str, Any]) -> list[Table]:
     """One rich table per category."""
     result = []
     for category in dict.fromkeys(row["category"] for row in report["results"]):
-        table = Table(title=category, title_justify="left", header_style="bold")
+        table = Table(title=category, title_justify="left", header_style="bold", box=SIMPLE_HEAD, pad_edge=False)
         for name in COLUMNS:
             table.add_column(name, justify="left" if name == "arm" else "right", no_wrap=True)
         for row in report["results"]:
@@ -29,15 +59,24 @@ def tables(report: dict[str, Any]) -> list[Table]:
 
 def cells(row: dict[str, Any]) -> list[str]:
     """The texts of one row, in the order of COLUMNS; a dash where nothing was measured."""
-    speculative = row.get("block_efficiency") is not None
     memory = row["peak_memory"]
     near = sum(fork["near_tie"] for fork in row["forks"])
     forks = f" ({near} near-ties)" if row["forks"] else ""
     return [
-        row["arm"], f"{row['tokens_per_second']:.1f}", f"{row['slowest']:.1f}-{row['fastest']:.1f}", f"{row['speed_up']:.2f}x",
-        _text(row.get("predicted"), "{:.2f}x"), _text(row.get("block_efficiency") if speculative else None, "{:.2f}"),
-        _text(row.get("acceptance_rate"), "{:.0%}"), _text(row.get("mean_k"), "{:.1f}"), _text(row.get("c"), "{:.3f}"),
-        _text(row["outside_forwards"], "{:.1%}"), _text(memory and memory / 1e6, "{:.0f}"), f"{row['equal']}/{row['outputs']}{forks}",
+        row["arm"],
+        f"{row['tokens_per_second']:.1f}",
+        f"{row['slowest']:.1f}-{row['fastest']:.1f}",
+        f"{row['speed_up']:.2f}x",
+        _text(row["decoding_speed_up"], "{:.2f}x"),
+        _text(row.get("predicted"), "{:.2f}x"),
+        _text(row.get("predicted_width"), "{:.2f}x"),
+        _text(row.get("block_efficiency"), "{:.2f}"),
+        _text(row.get("acceptance_rate"), "{:.0%}"),
+        _text(row.get("mean_k"), "{:.1f}"),
+        _text(row.get("c"), "{:.3f}"),
+        _text(row["outside_forwards"], "{:.1%}"),
+        _text(memory and memory / 1e6, "{:.0f}"),
+        f"{row['equal']}/{row['outputs']}{forks}",
     ]
 
 
@@ -48,9 +87,11 @@ def _text(value: float | None, pattern: str) -> str:
 def headline(report: dict[str, Any]) -> str:
     """One line: what ran, where, and how."""
     env, settings = report["environment"], report["settings"]
-    text = (f"{env['model']} ({env['parameters'] / 1e6:.0f}M, {env['dtype']}, {env['device']}, {env['threads']} threads), "
-            f"batch {settings['batch']}, up to {settings['max_new_tokens']} new tokens, {settings['repetitions']} repetitions, "
-            f"{settings['clock']} clock, torch {env['torch']}, transformers {env['transformers']}")
+    text = (
+        f"{env['model']} ({env['parameters'] / 1e6:.0f}M, {env['dtype']}, {env['device']}, threads: {env['threads']}), "
+        f"batch {settings['batch']}, up to {settings['max_new_tokens']} new tokens, repetitions: {settings['repetitions']}, "
+        f"{settings['clock']} clock, torch {env['torch']}, transformers {env['transformers']}"
+    )
     return text + (f"; skipped at this batch size: {', '.join(settings['skipped'])}" if settings["skipped"] else "")
 
 
@@ -69,8 +110,11 @@ def _finite(value: Any) -> Any:
 
 def save_plot(report: dict[str, Any], path: str | Path) -> None:
     """Tokens per second by category and arm, with the spread over the repetitions."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ImportError("the plot needs matplotlib: pip install 'hf-specdec[demo]'") from None
 
     rows = report["results"]
     categories, arms = (list(dict.fromkeys(row[key] for row in rows)) for key in ("category", "arm"))

@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from .. import __version__
+from ..theory import speedup
 from .arms import PLAIN, Answer, Arm
 from .forks import Judge
 from .meter import Cost, measured
@@ -44,6 +45,13 @@ class Cell:
     def all(self) -> list[Measurement]:
         return [m for run in self.runs for m in run]
 
+    def decoding_speed(self) -> float | None:
+        """Tokens per second after the prompt pass, over all repetitions; None where the prompt pass was not seen."""
+        known = [m for m in self.all() if m.cost.target.seconds]
+        seconds = sum(m.cost.seconds - m.cost.target.seconds[0] for m in known)
+        tokens = sum(m.new_tokens - len(m.answer.tokens) for m in known)
+        return tokens / seconds if seconds > 0 else None
+
 
 def plan(prompts: list[Prompt], arms: list[Arm], batch: int, repetitions: int) -> int:
     """How many calls `run_benchmark` is going to measure."""
@@ -55,8 +63,18 @@ def _able(arms: list[Arm], batch: int) -> list[Arm]:
     return [arm for arm in arms if arm.max_batch is None or arm.max_batch >= batch]
 
 
-def run_benchmark(model, tokenizer, prompts: list[Prompt], arms: list[Arm], *, max_new_tokens: int = 100, repetitions: int = 3,
-                  batch: int = 1, clock: str = "wall", step: Callable[..., None] = lambda *_: None) -> dict[str, Any]:
+def run_benchmark(
+    model,
+    tokenizer,
+    prompts: list[Prompt],
+    arms: list[Arm],
+    *,
+    max_new_tokens: int = 100,
+    repetitions: int = 3,
+    batch: int = 1,
+    clock: str = "wall",
+    step: Callable[..., None] = lambda *_: None,
+) -> dict[str, Any]:
     """Measure every arm on every category of `prompts`; the first arm has to be plain greedy generation.
 
     The arms take turns on each batch, in an order that rotates from repetition to repetition; one batch is run beforehand to
@@ -74,8 +92,14 @@ def run_benchmark(model, tokenizer, prompts: list[Prompt], arms: list[Arm], *, m
         for repetition in range(repetitions):
             _repetition(model, cells, batches, repetition, max_new_tokens, clock, lambda name: step(f"{category}: {name}"))
         results += [_reduce(category, cell, cells[0], batches, judge) for cell in cells]
-    settings = {"max_new_tokens": max_new_tokens, "repetitions": repetitions, "batch": batch, "clock": clock, "skipped": skipped,
-                "prompts": {name: sum(map(len, batches)) for name, batches in groups.items()}}
+    settings = {
+        "max_new_tokens": max_new_tokens,
+        "repetitions": repetitions,
+        "batch": batch,
+        "clock": clock,
+        "skipped": skipped,
+        "prompts": {name: sum(map(len, batches)) for name, batches in groups.items()},
+    }
     return {"environment": environment(model), "settings": settings, "results": results}
 
 
@@ -102,22 +126,31 @@ def _reduce(category: str, cell: Cell, plain: Cell, batches, judge: Judge) -> di
     ratios = [own / other for own, other in zip(speeds, base)]
     equal, forks = _compare(cell, plain, batches, judge)
     row = {
-        "category": category, "arm": cell.arm.name,
-        "tokens_per_second": statistics.median(speeds), "slowest": min(speeds), "fastest": max(speeds),
-        "speed_up": statistics.median(ratios), "speed_up_range": [min(ratios), max(ratios)],
+        "category": category,
+        "arm": cell.arm.name,
+        "tokens_per_second": statistics.median(speeds),
+        "slowest": min(speeds),
+        "fastest": max(speeds),
+        "speed_up": statistics.median(ratios),
+        "speed_up_range": [min(ratios), max(ratios)],
+        "decoding_speed_up": _ratio(cell.decoding_speed(), plain.decoding_speed()),
         "new_tokens": sum(m.new_tokens for m in cell.runs[0]),
         "outside_forwards": _mean(m.cost.outside for m in cell.all()),
         "peak_memory": max((m.cost.peak_memory for m in cell.all() if m.cost.peak_memory), default=None),
-        "equal": equal, "outputs": len(forks) + equal, "forks": forks,
+        "equal": equal,
+        "outputs": len(forks) + equal,
+        "forks": forks,
     }
     return row | _speculation(cell, plain)
 
 
 def _speculation(cell: Cell, plain: Cell) -> dict[str, Any]:
-    """Block efficiency, acceptance and the prediction of Leviathan et al. 2023, Theorem 3.8.
+    """Block efficiency, acceptance and predicted speed-up after the prompt pass.
 
-    Where our trace is at hand, alpha is accepted / judged drafted tokens (a round is judged up to its first rejection), and c
-    is the cost of drafting one token over a plain step of the target. Elsewhere only what the forwards show is known.
+    Where our trace is at hand, alpha is accepted / judged drafted tokens (a round is judged up to its first rejection), c the
+    cost of drafting one token over a plain step of the target, and width_cost that of a target pass of ours over a plain one.
+    `predicted` is Leviathan et al. 2023, Theorem 3.8, which takes a wide pass to cost no more than a narrow one;
+    `predicted_width` has the measured cost in it. Elsewhere only what the forwards show is known.
     """
     measurements = cell.all()
     traces = [m.answer.trace for m in measurements if m.answer.trace is not None]
@@ -130,25 +163,32 @@ def _speculation(cell: Cell, plain: Cell) -> dict[str, Any]:
     accepted, proposed = sum(r.accepted for r in rounds), sum(r.proposed for r in rounds)
     judged = accepted + sum(r.accepted < r.proposed for r in rounds)
     plain_step = _mean(m.cost.target.mean() for m in plain.all())
+    width_cost = _ratio(_mean(m.cost.target.mean() for m in measurements), plain_step)
     drafted = sum(max((entry.proposed for entry in entries), default=0) for trace in traces for entries in trace.rounds)
-    c = sum(trace.seconds["draft"] for trace in traces) / drafted / plain_step if drafted else None
-    efficiency = sum(r.committed for r in rounds) / len(rounds) if rounds else None
+    c = sum(trace.seconds["draft"] for trace in traces) / drafted / plain_step if drafted and plain_step else 0.0
     k = proposed / len(rounds) if rounds else 0.0
+    alpha = accepted / judged if judged else 0.0
     return {
-        "block_efficiency": efficiency, "acceptance_rate": accepted / proposed if proposed else None,
-        "alpha": accepted / judged if judged else None, "mean_k": k, "c": c,
-        "predicted": _predicted(accepted / judged, k, c) if judged and c is not None else 1.0,
-        "target_step": _mean(m.cost.target.mean() for m in measurements) / plain_step,
+        "block_efficiency": sum(r.committed for r in rounds) / len(rounds) if rounds else None,
+        "acceptance_rate": accepted / proposed if proposed else None,
+        "alpha": alpha if judged else None,
+        "mean_k": k,
+        "c": c,
+        "width_cost": width_cost,
+        "predicted": _predicted(alpha, k, c, 1.0),
+        "predicted_width": None if width_cost is None else _predicted(alpha, k, c, width_cost),
     }
 
 
-def _predicted(alpha: float, k: float, c: float) -> float:
+def _predicted(alpha: float, k: float, c: float, width_cost: float) -> float:
     """Theorem 3.8 at a mean K, which need not be whole: interpolated between its neighbours."""
-    from ..theory import walltime_improvement
-
     low, part = int(k), k - int(k)
-    values = [walltime_improvement(alpha, n, c) if n else 1.0 for n in (low, low + 1)]
+    values = [speedup(alpha, n, c, lambda width: width_cost) for n in (low, low + 1)]
     return (1 - part) * values[0] + part * values[1]
+
+
+def _ratio(a: float | None, b: float | None) -> float | None:
+    return a / b if a is not None and b else None
 
 
 def _compare(cell: Cell, plain: Cell, batches, judge: Judge) -> tuple[int, list[dict]]:
@@ -167,10 +207,14 @@ def environment(model) -> dict[str, Any]:
     """What the figures depend on."""
     return {
         "model": model.config.name_or_path.rstrip("/").rsplit("/", 1)[-1] or type(model).__name__,
-        "parameters": sum(p.numel() for p in model.parameters()), "dtype": str(model.dtype).removeprefix("torch."),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "dtype": str(model.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else platform.machine(),
-        "threads": torch.get_num_threads(), "attention": getattr(model.config, "_attn_implementation", None),
-        "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
+        "threads": torch.get_num_threads(),
+        "attention": getattr(model.config, "_attn_implementation", None),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
         "hf_specdec": __version__,
     }
 

@@ -19,7 +19,10 @@ def working(text: str) -> Iterator[None]:
     """A spinner with the seconds elapsed while the block runs; a plain line where the stream is no terminal."""
     console = stderr_console()
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-    with _library_bars_off(), Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with (
+        _library_bars_off(),
+        Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress,
+    ):
         progress.add_task(text, total=None)
         if not console.is_terminal:
             console.print(text, markup=False)

@@ -8,9 +8,23 @@ from rich.console import Console
 
 from .common import load_draft, parse_k
 
+WIDTH = 150
 
-def bench(target: str, draft: str | None, prompts: str, limit: int | None, k: str, max_new_tokens: int, repetitions: int, batch: int,
-          dtype: str, clock: str, threads: int | None, out: Path | None) -> None:
+
+def bench(
+    target: str,
+    draft: str | None,
+    prompts: str,
+    limit: int | None,
+    k: str,
+    max_new_tokens: int,
+    repetitions: int,
+    batch: int,
+    dtype: str,
+    clock: str,
+    threads: int | None,
+    out: Path | None,
+) -> None:
     import torch
 
     from .. import enable
@@ -18,7 +32,7 @@ def bench(target: str, draft: str | None, prompts: str, limit: int | None, k: st
     from ..bench.embedded import load_target
     from ..bench.meter import CLOCKS
     from ..bench.prompts import load_prompts
-    from ..bench.report import headline, save_json, save_plot, tables
+    from ..bench.report import print_report, save_json, save_plot
     from ..bench.runner import plan, run_benchmark
     from ..bench.terminal import counting
 
@@ -32,11 +46,19 @@ def bench(target: str, draft: str | None, prompts: str, limit: int | None, k: st
     model, tokenizer = load_target(target, dtype)
     arms = standard_arms(enable(model), load_draft(draft, dtype, model.device), parse_k(k))
     with counting("Measuring", plan(chosen, arms, batch, repetitions)) as step:
-        report = run_benchmark(model, tokenizer, chosen, arms, max_new_tokens=max_new_tokens, repetitions=repetitions, batch=batch,
-                               clock=clock, step=step)
-    console = Console(highlight=False)
-    console.print(headline(report), soft_wrap=True)
-    console.print(*tables(report), sep="\n")
+        report = run_benchmark(
+            model,
+            tokenizer,
+            chosen,
+            arms,
+            max_new_tokens=max_new_tokens,
+            repetitions=repetitions,
+            batch=batch,
+            clock=clock,
+            step=step,
+        )
+    console = Console(highlight=False, width=max(Console().width, WIDTH))
+    print_report(report, console)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         save_json(report, out / "bench.json")

@@ -38,7 +38,7 @@ def parse_k(value: str) -> int | str:
 
 
 def load_draft(name: str | None, dtype: str, device):
-    """What goes into `assistant_model`: None or "prompt_lookup" (the default draft), "uniform", a saved n-gram table, or a model."""
+    """What goes into `assistant_model`: None for the default draft (prompt lookup), else a draft or a model by name or path."""
     if name is None or name == "prompt_lookup":
         return None
     from ..bench.embedded import load_target
@@ -65,4 +65,6 @@ def check_length(model, ids: list[int], max_new_tokens: int) -> None:
     """Prompt and answer have to fit into the target's context."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if limit and len(ids) + max_new_tokens > limit:
-        raise ValueError(f"the prompt has {len(ids)} tokens and --max-new-tokens is {max_new_tokens}; the target's context holds {limit}.")
+        raise ValueError(
+            f"the prompt has {len(ids)} tokens and --max-new-tokens is {max_new_tokens}; the target's context holds {limit}."
+        )

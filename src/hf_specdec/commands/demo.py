@@ -12,7 +12,9 @@ from .common import check_length, load_draft, parse_k
 from .highlight import DRAFTED, Highlighter, visible
 
 
-def demo(target: str, draft: str | None, prompt: str | None, k: str, max_new_tokens: int, repetitions: int, dtype: str) -> None:
+def demo(
+    target: str, draft: str | None, prompt: str | None, k: str, max_new_tokens: int, repetitions: int, dtype: str
+) -> None:
     from .. import enable
     from ..bench.arms import PLAIN, generate_arm, padded
     from ..bench.embedded import load_target
@@ -31,17 +33,28 @@ def demo(target: str, draft: str | None, prompt: str | None, k: str, max_new_tok
 
     console.print(Text(visible(question.text), style="dim"))
     console.print(Text.assemble("\n", ("drafted and accepted", DRAFTED), " | the target's own\n"))
-    model.generate(**padded(model, [ids]), do_sample=False, max_new_tokens=max_new_tokens, assistant_model=assistant,
-                   streamer=Highlighter(tokenizer, console), **speculation)
+    model.generate(
+        **padded(model, [ids]),
+        do_sample=False,
+        max_new_tokens=max_new_tokens,
+        assistant_model=assistant,
+        streamer=Highlighter(tokenizer, console),
+        **speculation,
+    )
     console.print()
 
     arms = [generate_arm(PLAIN, model), generate_arm("hf_specdec", model, assistant_model=assistant, **speculation)]
     with counting("Timing both, in turns", len(arms) * repetitions) as step:
-        report = run_benchmark(model, tokenizer, [question], arms, max_new_tokens=max_new_tokens, repetitions=repetitions, step=step)
+        report = run_benchmark(
+            model, tokenizer, [question], arms, max_new_tokens=max_new_tokens, repetitions=repetitions, step=step
+        )
     _print_result(console, report, tokenizer)
     if prompt is None and assistant is None:
-        console.print("This prompt is answered by copying much of it, which is where prompt lookup pays. Try --prompt with a question "
-                      "of your own: with nothing to copy, expect the speed of plain generate.", style="dim")
+        console.print(
+            "This prompt is answered by copying much of it, which is where prompt lookup pays. Try --prompt with a question "
+            "of your own: with nothing to copy, expect the speed of plain generate.",
+            style="dim",
+        )
 
 
 def _print_result(console: Console, report: dict, tokenizer) -> None:

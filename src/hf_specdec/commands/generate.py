@@ -14,8 +14,20 @@ from .common import check_length, load_draft, parse_k, read_prompt
 from .highlight import Highlighter, visible
 
 
-def generate(target: str, draft: str | None, prompt: str | None, file: Path | None, k: str, max_new_tokens: int, raw: bool,
-             sampling: dict[str, Any], lenience: float, seed: int | None, dtype: str, as_json: bool) -> None:
+def generate(
+    target: str,
+    draft: str | None,
+    prompt: str | None,
+    file: Path | None,
+    k: str,
+    max_new_tokens: int,
+    raw: bool,
+    sampling: dict[str, Any],
+    lenience: float,
+    seed: int | None,
+    dtype: str,
+    as_json: bool,
+) -> None:
     """sampling: `do_sample` and what goes with it, handed to `generate` as it is."""
     from .. import SpeculativeConfig, enable
     from ..bench.arms import padded
@@ -32,8 +44,15 @@ def generate(target: str, draft: str | None, prompt: str | None, file: Path | No
     streamer = None if as_json or not sys.stdout.isatty() else Highlighter(tokenizer, Console(highlight=False))
 
     begin = time.perf_counter()
-    out = model.generate(**padded(model, [ids]), max_new_tokens=max_new_tokens, assistant_model=assistant, speculative=config,
-                         streamer=streamer, return_dict_in_generate=True, **sampling)
+    out = model.generate(
+        **padded(model, [ids]),
+        max_new_tokens=max_new_tokens,
+        assistant_model=assistant,
+        speculative=config,
+        streamer=streamer,
+        return_dict_in_generate=True,
+        **sampling,
+    )
     seconds, trace = time.perf_counter() - begin, out.speculation
     tokens = out.sequences[0, len(ids) :].tolist()
     answer = tokenizer.decode(tokens, skip_special_tokens=True)
@@ -42,5 +61,8 @@ def generate(target: str, draft: str | None, prompt: str | None, file: Path | No
         return
     if streamer is None:
         print(visible(answer) if sys.stdout.isatty() else answer)
-    print(f"{len(tokens)} tokens, {len(tokens) / seconds:.1f} tokens/s, {trace.target_calls} target forwards after the prompt pass, block "
-          f"efficiency {trace.block_efficiency:.2f}, acceptance rate {trace.acceptance_rate:.0%}, lossless: {trace.lossless}", file=sys.stderr)
+    print(
+        f"{len(tokens)} tokens, {len(tokens) / seconds:.1f} tokens/s, {trace.target_calls} target forwards after the prompt pass, "
+        f"block efficiency {trace.block_efficiency:.2f}, acceptance rate {trace.acceptance_rate:.0%}, lossless: {trace.lossless}",
+        file=sys.stderr,
+    )

@@ -13,8 +13,12 @@ HARMLESS = {"\n", "\t"}
 
 def visible(text: str) -> str:
     """Control, zero-width, bidirectional and unassigned characters and line separators, spelled out as <U+XXXX>."""
-    return "".join(c if c in HARMLESS or unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp") else f"<U+{ord(c):04X}>"
-                   for c in text)
+    return "".join(
+        c
+        if c in HARMLESS or unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
+        else f"<U+{ord(c):04X}>"
+        for c in text
+    )
 
 
 class Detokenizer:
@@ -47,7 +51,7 @@ class Detokenizer:
 
 
 class Highlighter:
-    """A streamer for `generate(streamer=...)`: prints one row's tokens as they are committed, drafted ones on a green ground."""
+    """A streamer for `generate(streamer=...)`: prints a row's tokens as they are committed, drafted ones on a green ground."""
 
     def __init__(self, tokenizer, console: Console):
         self.detokenizer, self.console, self.drafted = Detokenizer(tokenizer), console, False

@@ -31,7 +31,17 @@ class Findings:
         return all(passed for passed, _ in self.checks)
 
 
-def verify(target: str, draft: str | None, prompts: str, limit: int, k: str, max_new_tokens: int, samples: int, seed: int, dtype: str) -> bool:
+def verify(
+    target: str,
+    draft: str | None,
+    prompts: str,
+    limit: int,
+    k: str,
+    max_new_tokens: int,
+    samples: int,
+    seed: int,
+    dtype: str,
+) -> bool:
     """Print every check and a verdict; whether all passed."""
     import torch
 
@@ -51,7 +61,11 @@ def verify(target: str, draft: str | None, prompts: str, limit: int, k: str, max
     _greedy(findings, model, tokenizer, chosen, max_new_tokens, {"assistant_model": assistant, **speculation})
     _sampling(findings, model, tokenizer, assistant, samples)
     count = sum(passed for passed, _ in findings.checks)
-    verdict = "speculation does not change the output" if findings.passed else "speculation CHANGES the output, or the test has no power"
+    verdict = (
+        "speculation does not change the output"
+        if findings.passed
+        else "speculation CHANGES the output, or the test has no power"
+    )
     findings.console.print(f"{count} of {len(findings.checks)} checks passed: {verdict}.", style="bold")
     return findings.passed
 
@@ -64,20 +78,23 @@ def _greedy(findings: Findings, model, tokenizer, prompts, max_new_tokens: int, 
 
     plain = generate_arm("plain", model, repetition_penalty=1.0)
     ours = generate_arm("ours", model, repetition_penalty=1.0, **speculation)
-    judge, forks, accepted = Judge(model), [], 0
+    judge, forks, accepted, proposed = Judge(model), [], 0, 0
     with counting("Greedy equality", len(prompts)) as step:
         for prompt in prompts:
             ids = prompt.ids(tokenizer)
             answer = ours.run([ids], max_new_tokens)
             fork = judge.fork(ids, plain.run([ids], max_new_tokens).tokens[0], answer.tokens[0])
             forks += [(prompt.id, fork)] if fork else []
-            accepted += answer.trace.accepted
+            accepted, proposed = accepted + answer.trace.accepted, proposed + answer.trace.proposed
             step()
-    equal = f"greedy: {len(prompts) - len(forks)} of {len(prompts)} outputs equal to plain generate, {accepted} drafted tokens accepted"
+    equal = (
+        f"greedy: {len(prompts) - len(forks)} of {len(prompts)} outputs equal to plain generate, "
+        f"{accepted} of {proposed} drafted tokens accepted"
+    )
     sound = all(fork.near_tie for _, fork in forks)
     if forks and sound:
         equal += f"; the other {len(forks)} part at near-ties of the {model.dtype} logits (rule sound, arithmetic differs)"
-    findings.add(sound, equal)
+    findings.add(sound and proposed > 0, equal)
     for name, fork in forks:
         findings.console.print(visible(f"      {name}, {fork.explain(tokenizer)}"), markup=False, soft_wrap=True)
 
@@ -91,16 +108,30 @@ def _sampling(findings: Findings, model, tokenizer, assistant, samples: int) -> 
     with working("Enumerating the target's law ..."):
         laws = enumerate_law(model, prompt, DEPTH, TOP_K)
         law = joint(laws, DEPTH)
-    drafts = [("a draft drawn from the support", SupportDraft(laws, len(prompt)), True),
-              ("negative control, a draft that lies about q", SupportDraft(laws, len(prompt), lying=True), False)]
+    drafts = [
+        ("a draft drawn from the support", SupportDraft(laws, len(prompt)), True),
+        ("negative control, a draft that lies about q", SupportDraft(laws, len(prompt), lying=True), False),
+    ]
     if assistant is not None:
         drafts.insert(0, ("the draft under test", assistant, True))
     for name, draft, honest in drafts:
         with counting(f"Sampling with {name}", samples) as step:
-            counts, proposed, accepted = sample(model, prompt, samples, DEPTH, TOP_K, ROWS, step, assistant_model=draft,
-                                                speculative={"num_assistant_tokens": DEPTH})
+            counts, proposed, accepted = sample(
+                model,
+                prompt,
+                samples,
+                DEPTH,
+                TOP_K,
+                ROWS,
+                step,
+                assistant_model=draft,
+                speculative={"num_assistant_tokens": DEPTH},
+            )
         test = chi_square(counts, law)
-        text = (f"sampling with {name}: {samples} samples of the first {DEPTH} tokens, {len(law)} cells, {accepted} of {proposed} drafted tokens "
-                f"accepted, chi-square {test.statistic:.1f} with {test.freedom} degrees of freedom, p = {test.p:.2g}")
+        p = f"= {test.p:.2g}" if test.p else "< 1e-300"
+        text = (
+            f"sampling with {name}: {samples} samples of the first {DEPTH} tokens, {len(law)} cells, {accepted} of {proposed} "
+            f"drafted tokens accepted, chi-square {test.statistic:.1f} with {test.freedom} degrees of freedom, p {p}"
+        )
         follows = test.p >= THRESHOLD
         findings.add(follows == honest and proposed > 0, text + ("" if honest else " (has to be rejected)"))

@@ -1,0 +1,97 @@
+import json
+
+import pytest
+from rich.console import Console
+
+from hf_specdec import enable
+from hf_specdec.bench.arms import PLAIN, Answer, Arm, new_tokens, padded, standard_arms
+from hf_specdec.bench.embedded import load_target
+from hf_specdec.bench.meter import measured
+from hf_specdec.bench.prompts import Prompt
+from hf_specdec.bench.report import COLUMNS, cells, print_report, save_json, save_plot
+from hf_specdec.bench.runner import plan, run_benchmark
+
+from .conftest import tiny_model
+
+PROMPTS = [
+    Prompt(str(i), "abc" if i < 3 else "xyz", text)
+    for i, text in enumerate(("abcabcabc", "hello", "one two one two", "zzz"))
+]
+
+
+def benchmark(target_folder, batch=1, draft=None, **settings):
+    model, tokenizer = load_target(target_folder, device="cpu")
+    arms = standard_arms(enable(model), draft, 4)
+    steps = []
+    report = run_benchmark(
+        model, tokenizer, PROMPTS, arms, batch=batch, repetitions=2, max_new_tokens=12, step=steps.append, **settings
+    )
+    return report, arms, steps
+
+
+def test_every_arm_runs_on_every_prompt_and_equals_plain_generate(target_folder):
+    report, arms, steps = benchmark(target_folder, draft=tiny_model(1))
+    names = [PLAIN, "stock lookup", "stock draft model", "ours lookup", "ours draft model"]
+    assert [row["arm"] for row in report["results"]] == names * 2
+    assert len(steps) == plan(PROMPTS, arms, 1, 2) == len(PROMPTS) * 5 * 2
+    for row in report["results"]:
+        assert row["equal"] == row["outputs"] == {"abc": 3, "xyz": 1}[row["category"]] and row["forks"] == []
+        assert row["slowest"] <= row["tokens_per_second"] <= row["fastest"]
+        assert 0 < row["outside_forwards"] < 1 and row["new_tokens"] > 0
+
+
+def test_a_ragged_batch_leaves_out_what_stock_generate_cannot_do(target_folder):
+    report, _, _ = benchmark(target_folder, batch=3)
+    assert report["settings"]["skipped"] == ["stock lookup"]
+    assert [(row["arm"], row["equal"], row["outputs"]) for row in report["results"]] == [
+        (PLAIN, 3, 3),
+        ("ours lookup", 3, 3),
+        (PLAIN, 1, 1),
+        ("ours lookup", 1, 1),
+    ]
+
+
+def test_an_arm_that_changes_the_output_is_shown_as_unequal(target_folder):
+    model, tokenizer = load_target(target_folder, device="cpu")
+    arms = standard_arms(enable(model))[:1]
+    plain = arms[0].run
+    arms.append(
+        Arm("wrong", lambda prompts, n: Answer([[(row[0] + 1) % 256, *row[1:]] for row in plain(prompts, n).tokens]))
+    )
+    report = run_benchmark(model, tokenizer, PROMPTS[:2], arms, repetitions=1, max_new_tokens=6)
+    wrong = report["results"][1]
+    assert wrong["equal"] == 0 and [fork["position"] for fork in wrong["forks"]] == [0, 0]
+    assert not any(fork["near_tie"] for fork in wrong["forks"])
+
+
+def test_the_report_becomes_a_table_strict_json_and_a_plot(target_folder, tmp_path):
+    report, _, _ = benchmark(target_folder, clock="cpu")
+    console = Console(record=True, width=150)
+    print_report(report, console)
+    text = console.export_text()
+    assert "ours lookup" in text and "abc" in text and "LlamaForCausalLM" not in text
+    assert all(len(cells(row)) == len(COLUMNS) for row in report["results"])
+    report["results"][0]["outside_forwards"] = float("nan")
+    save_json(report, tmp_path / "bench.json")
+    assert json.loads((tmp_path / "bench.json").read_text())["results"][0]["outside_forwards"] is None
+    pytest.importorskip("matplotlib")
+    save_plot(report, tmp_path / "bench.png")
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_meter_counts_forwards_and_leaves_no_hook():
+    model = tiny_model()
+    with measured(model) as cost:
+        model.generate(**padded(model, [[1, 2, 3]]), max_new_tokens=5, min_new_tokens=5, do_sample=False)
+    assert cost.target.widths == [3, 1, 1, 1, 1]
+    assert cost.draft.seconds == [] and 0 < cost.outside < 1
+    assert sum(cost.target.seconds) < cost.seconds
+    assert not model._forward_hooks and not model._forward_pre_hooks
+
+
+def test_new_tokens_end_with_the_first_end_of_sequence():
+    model = tiny_model()
+    inputs = padded(model, [[1, 2, 3], [4]])
+    assert inputs["attention_mask"].tolist() == [[1, 1, 1], [0, 0, 1]]
+    sequences = inputs["input_ids"].new_tensor([[1, 2, 3, 9, 256, 256], [256, 256, 4, 9, 9, 9]])
+    assert new_tokens(model, sequences, 3) == [[9, 256], [9, 9, 9]]

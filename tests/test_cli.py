@@ -1,0 +1,150 @@
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from hf_specdec.cli import app
+
+from .bench import conftest as saved
+
+target_folder, draft_folder = saved.target_folder, saved.draft_folder
+
+
+def run(*arguments, stdin=None):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin)
+
+
+def test_generate_prints_text_or_json_with_the_trace(target_folder, draft_folder):
+    plain = run("generate", target_folder, "--prompt", "abcabcabc", "--max-new-tokens", 12)
+    assert plain.exit_code == 0 and "block efficiency" in plain.stderr
+    result = run(
+        "generate",
+        target_folder,
+        "--draft",
+        draft_folder,
+        "--k",
+        3,
+        "--prompt",
+        "abcabcabc",
+        "--max-new-tokens",
+        12,
+        "--json",
+    )
+    answer = json.loads(result.stdout)
+    assert result.exit_code == 0 and plain.stdout == answer["text"] + "\n"
+    assert answer["speculation"]["config"]["num_assistant_tokens"] == 3 and answer["speculation"]["lossless"]
+    assert len(answer["tokens"]) == answer["speculation"]["new_tokens"][0] <= 12
+
+
+def test_generate_reads_a_file_or_standard_input_alike(target_folder, tmp_path):
+    (tmp_path / "prompt.txt").write_text("abc")
+    settings = ("--max-new-tokens", 8, "--json", "--sample", "--seed", 3, "--temperature", 0.8, "--top-k", 20)
+    answers = [
+        run("generate", target_folder, "--file", tmp_path / "prompt.txt", *settings),
+        run("generate", target_folder, *settings, stdin="abc"),
+    ]
+    first, second = (json.loads(answer.stdout)["tokens"] for answer in answers)
+    assert first == second
+
+
+def test_lenience_is_reported_as_not_lossless(target_folder):
+    result = run("generate", target_folder, "--prompt", "abc", "--max-new-tokens", 4, "--lenience", 0.5, "--json")
+    assert json.loads(result.stdout)["speculation"]["lossless"] is False
+
+
+def test_demo_streams_times_and_compares(target_folder):
+    result = run("demo", target_folder, "--prompt", "abcabcabc", "--max-new-tokens", 16, "--repetitions", 1)
+    assert result.exit_code == 0
+    for words in (
+        "drafted and accepted",
+        "plain generate",
+        "hf_specdec",
+        "tokens/s",
+        "block efficiency",
+        "acceptance rate",
+        "identical",
+    ):
+        assert words in result.stdout
+
+
+def test_bench_writes_table_json_and_plot(target_folder, tmp_path):
+    pytest.importorskip("matplotlib")
+    result = run("bench", target_folder, "--limit", 1, "--repetitions", 1, "--max-new-tokens", 6, "--out", tmp_path / "out")
+    assert result.exit_code == 0 and "stock lookup" in result.stdout
+    rows = json.loads((tmp_path / "out" / "bench.json").read_text())["results"]
+    assert {row["category"] for row in rows} == {"code_edit", "summary", "chat"} and all(row["equal"] == 1 for row in rows)
+    assert (tmp_path / "out" / "bench.png").stat().st_size > 1000
+
+
+def test_verify_passes_on_a_sound_pair_and_says_what_it_checked(target_folder, draft_folder):
+    result = run(
+        "verify",
+        target_folder,
+        "--draft",
+        draft_folder,
+        "--prompts",
+        "chat",
+        "--limit",
+        2,
+        "--max-new-tokens",
+        12,
+        "--samples",
+        1000,
+    )
+    assert result.exit_code == 0, result.stdout
+    assert "2 of 2 outputs equal" in result.stdout and "negative control" in result.stdout
+    assert "4 of 4 checks passed" in result.stdout
+
+
+def test_verify_fails_when_the_rule_is_wrong(target_folder, monkeypatch):
+    from hf_specdec.acceptance.sampling import SpeculativeSampling
+
+    monkeypatch.setattr(SpeculativeSampling, "residual", lambda self, p, *_: p)  # after a rejection: p instead of (p - q)+
+    result = run("verify", target_folder, "--prompts", "chat", "--limit", 1, "--max-new-tokens", 12, "--samples", 2000)
+    assert result.exit_code == 1, result.stdout
+    assert "FAIL  sampling with a draft drawn from the support" in result.stdout and "CHANGES the output" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--k", "0"), "num_assistant_tokens=0"),
+        (("--k", "-1"), "num_assistant_tokens=-1"),
+        (("--k", "65"), "num_assistant_tokens=65"),
+        (("--k", "2.5"), "--k 2.5"),
+        (("--k", "x"), "--k x"),
+        (("--lenience", "0"), "lenience=0.0"),
+        (("--lenience", "nan"), "lenience=nan"),
+        (("--temperature", "0.5"), "--temperature has no meaning without --sample"),
+        (("--file", "no_such_file.txt"), "--prompt and --file"),
+        (("--draft", "no/such/folder"), "no/such/folder"),
+        (("--max-new-tokens", "5000"), "the target's context holds 1024"),
+    ],
+)
+def test_bad_arguments_of_generate_end_in_one_line_and_exit_code_2(target_folder, arguments, message):
+    result = run("generate", target_folder, "--prompt", "abc", *arguments)
+    assert result.exit_code == 2
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("hf-specdec: error:")]
+    assert message in line and result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("generate", "no/such/model", "--prompt", "x"), "no/such/model"),
+        (("generate", "{target}", "--prompt", " "), "the prompt is empty"),
+        (("verify", "{target}", "--samples", "10"), "--samples 10"),
+        (("verify", "{target}", "--prompts", "nothing.jsonl"), "nothing.jsonl"),
+        (("bench", "{target}", "--clock", "sundial"), "--clock sundial"),
+    ],
+)
+def test_bad_arguments_of_every_command_are_named(target_folder, arguments, message):
+    result = run(*(argument.format(target=target_folder) for argument in arguments))
+    assert result.exit_code == 2 and message in result.stderr and "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    "arguments", [("generate",), ("demo", "--no-such-option"), ("bench", "--batch", "0"), ("nonsense",)]
+)
+def test_unknown_commands_and_options_are_refused_by_the_parser(arguments):
+    assert run(*arguments).exit_code == 2
