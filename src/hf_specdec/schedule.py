@@ -61,7 +61,8 @@ class RoundCost:
         if expected is not None and (k == 0 and self.plain is not None or k and self.sums[0] > 2):
             seconds = min(seconds, 2 * expected)  # a busy machine is not a cost
         if k == 0:
-            self.plain = seconds if self.plain is None else 0.8 * self.plain + 0.2 * seconds
+            weight = 0.2 if self.plain is not None and seconds > self.plain else 0.5  # the first steps of a call are slow ones
+            self.plain = seconds if self.plain is None else (1 - weight) * self.plain + weight * seconds
         else:
             new = (1.0, k, k * k, seconds, k * seconds)
             self.sums = [0.95 * old + x for old, x in zip(self.sums, new)]
@@ -103,16 +104,17 @@ class AutoSchedule:
     prior: strength -> acceptance of the first and of a later token, before anything is measured.
     """
 
-    MARGIN = 1.03
-    PLAIN_EVERY = 48
+    MARGIN = 1.03       # a gain below this is taken for noise
+    PLAIN_EVERY = 48    # rounds between two looks at what a plain step costs
+    PATIENCE = 16, 64   # plain rounds before the first probe, and at most
 
     def __init__(self, k_max: int, cost_ratio: float | None, timed: bool = True, prior=None):
         self.k_max = k_max
         self.cost = RoundCost((cost_ratio or 0.0) + 0.03, timed)
         self.prior = prior or (lambda strength: (0.7, 0.7))
         self.estimates: dict[int, AcceptanceEstimate] = {}
-        self.idle, self.patience, self.probing = 0, 4, False
-        self.since_plain = self.PLAIN_EVERY - 4
+        self.idle, self.patience = 0, self.PATIENCE[0]
+        self.since_plain = self.PLAIN_EVERY if timed else 0
 
     def estimate(self, strength: int) -> AcceptanceEstimate:
         if strength not in self.estimates:
@@ -123,13 +125,14 @@ class AutoSchedule:
         self.evidence = evidence
         caps = [max(min(self.k_max, left - 1), 0) if strength >= 0 else 0 for strength, left in zip(evidence, room)]
         k = self._best(evidence, caps)
-        self.probing = False
-        if k == 0 and any(caps):
+        if k:
+            self.idle, self.patience = 0, self.PATIENCE[0]
+            if self.since_plain >= self.PLAIN_EVERY:
+                k = 0
+        elif any(caps):
             self.idle += 1
-            if self.idle >= self.patience:
-                k, self.probing, self.idle = min(2, max(caps)), True, 0
-        elif k and self.since_plain >= self.PLAIN_EVERY:
-            k = 0
+            if self.idle > self.patience:  # has anything changed?
+                k, self.idle, self.patience = 1, 0, min(2 * self.patience, self.PATIENCE[1])
         return [min(k, cap) for cap in caps]
 
     def _best(self, evidence: list[int], caps: list[int]) -> int:
@@ -150,8 +153,4 @@ class AutoSchedule:
                 self.estimate(strength).update(n, hits)
         k = max(proposed, default=0)
         self.cost.update(k, seconds)
-        self.since_plain = 0 if k == 0 else self.since_plain + 1
-        if k and not self.probing:
-            self.idle = 0
-        if self.probing:
-            self.patience = 4 if sum(accepted) else min(self.patience * 2, 64)
+        self.since_plain = 0 if k == 0 or not self.cost.timed else self.since_plain + 1
