@@ -1,0 +1,71 @@
+"""Writes docs/SUPPORTED.md, the matrix of supported families, from what really ran: `python -m tests.architecture_matrix [FILE]`."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+import transformers
+
+import hf_specdec
+from tests.architectures import ATTENTION, FAMILIES, REFUSED, Family, offers, outcome
+from tests.helpers import build
+
+HEAD = """# Supported families
+
+Made by `python -m tests.architecture_matrix` on transformers {transformers}, torch {torch}, in float32 on random models. "exact":
+greedy text equal to plain `generate` token for token, drafted by prompt lookup and by a perturbed copy of the model (for trees: by
+a tree of ten tokens). The cache is the package's own in every case; a plain `DynamicCache` may be passed in and is handed back.
+
+| family | model_type | masks | attention | batch 1 | ragged batch | tree |
+| --- | --- | --- | --- | --- | --- | --- |
+"""
+
+
+def cell(result: str) -> str:
+    return "refused" if result.startswith("refused") else result
+
+
+def line(family: Family) -> tuple[str, list[str]]:
+    """One row of the table, and the reasons of what was refused in it."""
+    attentions = [attn for attn in ATTENTION if offers(family, attn)]
+    columns, reasons = [], []
+    for batch, tree in ((1, False), (3, False), (3 if family.ragged else 1, True)):
+        results = {attn: outcome(family, attn, batch, tree) for attn in attentions}
+        reasons += [result for result in results.values() if result.startswith("refused")]
+        words = {cell(result) for result in results.values()}
+        columns.append(words.pop() if len(words) == 1 else "; ".join(f"{attn}: {cell(result)}" for attn, result in results.items()))
+    masks = family.window or "causal"
+    return f"| {family.name} | `{family.kind}` | {masks} | {', '.join(attentions)} | {' | '.join(columns)} |", reasons
+
+
+def refusal(kind: str, settings: dict) -> str:
+    try:
+        hf_specdec.enable(build(kind, attn="eager", **settings))
+    except ValueError as error:
+        return str(error)
+    return "NOT REFUSED"
+
+
+def main(path: str = "docs/SUPPORTED.md") -> None:
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    lines, reasons = [], {}
+    for done, family in enumerate(FAMILIES, start=1):
+        text, why = line(family)
+        lines.append(text)
+        reasons.update({reason.removeprefix("refused: "): family.name for reason in why})
+        print(f"\r{done}/{len(FAMILIES)} {family.name:<40}", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    text = HEAD.format(transformers=transformers.__version__, torch=torch.__version__) + "\n".join(lines)
+    text += "\n\n## Refused, with these words\n\n| family | message |\n| --- | --- |\n"
+    text += "".join(f"| {family} | {reason} |\n" for reason, family in reasons.items())
+    text += "".join(f"| {name} | {refusal(kind, settings)} |\n" for name, kind, settings in REFUSED)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(text)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

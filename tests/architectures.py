@@ -1,0 +1,175 @@
+"""The families that the tests run: one line each. `tests/test_architectures.py` decodes with every line, and
+`python -m tests.architecture_matrix` writes down what ran."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from functools import lru_cache
+
+import hf_specdec
+from tests.helpers import VOCAB, KnowingTreeDraft, build, generated, perturbed, plain, prompts, repetitive, speculate
+
+_LLAMA = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+              num_key_value_heads=2, max_position_embeddings=128)
+_HEADS = dict(_LLAMA, num_key_value_heads=4)
+_GPT2 = dict(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=128)
+_ROTARY = dict(_GPT2, rotary_dim=4)
+_UNTIED = dict(tie_word_embeddings=False)
+_WINDOW = dict(sliding_window=8)
+_HYBRID = dict(sliding_window=8, layer_types=["sliding_attention", "full_attention"])
+_MOE = dict(num_local_experts=4, num_experts_per_tok=2)
+_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+_LATENT = dict(_HEADS, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, n_routed_experts=4,
+               num_experts_per_tok=2, moe_intermediate_size=16, n_group=2, topk_group=1, n_shared_experts=1, first_k_dense_replace=1)
+
+
+@dataclass(frozen=True)
+class Family:
+    """kind: the model_type of transformers. ragged: whether it takes a batch of rows of different lengths. spread: standard
+    deviation of the random weights, such that its text is neither stuck nor at a tie. window: what is special about its masks."""
+
+    name: str
+    kind: str
+    settings: dict = field(default_factory=dict, hash=False)
+    ragged: bool = True
+    spread: float = 0.3
+    window: str = ""
+
+    def model(self, attn: str = "sdpa", seed: int = 0):
+        return build(self.kind, seed, attn, self.spread, **self.settings)
+
+
+FAMILIES = [
+    # the ones that have to work
+    Family("Llama", "llama", _LLAMA),
+    Family("Mistral", "mistral", {**_LLAMA, **_WINDOW}, window="sliding"),
+    Family("Qwen2", "qwen2", _LLAMA),
+    Family("Qwen2 (windowed layers)", "qwen2", {**_LLAMA, **_WINDOW, "use_sliding_window": True, "max_window_layers": 1}, window="hybrid"),
+    Family("Qwen3", "qwen3", {**_LLAMA, "head_dim": 8}),
+    Family("Qwen3-MoE", "qwen3_moe", {**_LLAMA, **_EXPERTS, "head_dim": 8}),
+    Family("Gemma 2", "gemma2", {**_LLAMA, **_HYBRID, **_UNTIED, "head_dim": 8, "query_pre_attn_scalar": 8}, window="hybrid"),
+    Family("Gemma 3 (text)", "gemma3_text", {**_LLAMA, **_HYBRID, **_UNTIED, "head_dim": 8, "query_pre_attn_scalar": 8}, window="hybrid"),
+    Family("Phi", "phi", {**_HEADS, "partial_rotary_factor": 0.5}),
+    Family("Phi-3", "phi3", _LLAMA),
+    Family("Phi-3 (sliding)", "phi3", {**_LLAMA, **_WINDOW}, window="sliding"),
+    Family("GPT-NeoX", "gpt_neox", {**_HEADS, "rotary_pct": 0.5}),
+    Family("GPT-2", "gpt2", _GPT2),
+    Family("GPT-J", "gptj", _ROTARY),
+    Family("CodeGen", "codegen", _ROTARY),
+    Family("GPT-BigCode (one K/V head)", "gpt_bigcode", {**_GPT2, "multi_query": True}),
+    Family("GPT-BigCode (many K/V heads)", "gpt_bigcode", {**_GPT2, "multi_query": False}),
+    Family("OPT", "opt", dict(vocab_size=VOCAB, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4,
+                              max_position_embeddings=128, word_embed_proj_dim=32)),
+    Family("BLOOM", "bloom", dict(_UNTIED, vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4), ragged=False, window="ALiBi"),
+    Family("MPT", "mpt", dict(_UNTIED, vocab_size=VOCAB, d_model=32, n_layers=2, n_heads=4, max_seq_len=128), ragged=False, window="ALiBi"),
+    Family("Falcon (rotary)", "falcon", {**_HEADS, "alibi": False, "num_key_value_heads": None}),
+    Family("Falcon (new decoder)", "falcon", {**_HEADS, "alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    Family("Falcon (ALiBi)", "falcon", {**_HEADS, "alibi": True}, ragged=False, window="ALiBi"),
+    Family("StableLM", "stablelm", _LLAMA),
+    Family("OLMo2", "olmo2", _LLAMA),
+    Family("Granite", "granite", {**_LLAMA, "attention_multiplier": 0.35}),
+    Family("Cohere", "cohere", {**_LLAMA, "logit_scale": 1.0}),
+    Family("StarCoder2", "starcoder2", {**_LLAMA, "sliding_window": None}),
+    Family("StarCoder2 (sliding)", "starcoder2", {**_LLAMA, **_WINDOW}, window="sliding"),
+    # more of the same kinds
+    Family("Apertus", "apertus", _LLAMA),
+    Family("Arcee", "arcee", _LLAMA),
+    Family("BioGPT", "biogpt", {**_HEADS, **_UNTIED}),
+    Family("Cohere2", "cohere2", {**_LLAMA, **_HYBRID, "logit_scale": 1.0}, window="hybrid"),
+    Family("CTRL", "ctrl", dict(_UNTIED, vocab_size=VOCAB, n_embd=32, dff=48, n_layer=2, n_head=4, n_positions=128)),
+    Family("DeepSeek-V2", "deepseek_v2", {**_LATENT, "head_dim": 8}),
+    Family("DeepSeek-V3", "deepseek_v3", _LATENT),
+    Family("DiffLlama", "diffllama", _LLAMA),
+    Family("ERNIE 4.5", "ernie4_5", _LLAMA),
+    Family("EXAONE 4", "exaone4", {**_LLAMA, **_HYBRID}, window="hybrid"),
+    Family("Gemma", "gemma", {**_LLAMA, **_UNTIED, "head_dim": 8}),
+    Family("GLM", "glm", {**_LLAMA, "head_dim": 8}),
+    Family("GLM-4", "glm4", {**_LLAMA, "head_dim": 8}),
+    Family("GLM-4-MoE", "glm4_moe", {**_LLAMA, **_EXPERTS, "head_dim": 8, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}),
+    Family("GPT-Neo (local layers)", "gpt_neo", dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4,
+                                                     attention_types=[[["global", "local"], 1]], window_size=8,
+                                                     max_position_embeddings=128), ragged=False, window="own masks"),
+    Family("GPT-NeoX-Japanese", "gpt_neox_japanese", {**_HEADS, "rotary_pct": 1.0, "intermediate_multiple_size": 2}),
+    Family("GPT-OSS", "gpt_oss", {**_LLAMA, **_HYBRID, **_MOE, "head_dim": 8}, window="hybrid"),
+    Family("Granite-MoE", "granitemoe", {**_LLAMA, **_MOE, "attention_multiplier": 0.35}),
+    Family("Helium", "helium", {**_LLAMA, "head_dim": 8}),
+    Family("Hunyuan", "hunyuan_v1_dense", {**_LLAMA, "head_dim": 8}),
+    Family("Llama 4 (text, chunked)", "llama4_text", {**_LLAMA, **_MOE, "head_dim": 8, "attention_chunk_size": 8,
+                                                      "intermediate_size_mlp": 48, "no_rope_layers": [1, 0]}, window="chunked"),
+    Family("Ministral", "ministral", {**_LLAMA, **_HYBRID, "head_dim": 8}, window="hybrid"),
+    Family("Mixtral", "mixtral", {**_LLAMA, **_MOE, **_WINDOW}, window="sliding"),
+    Family("Nemotron", "nemotron", {**_LLAMA, "head_dim": 8}),
+    Family("OLMo", "olmo", _LLAMA),
+    Family("OLMo3", "olmo3", {**_LLAMA, **_HYBRID}, window="hybrid"),
+    Family("OLMoE", "olmoe", {**_LLAMA, "num_experts": 4, "num_experts_per_tok": 2}),
+    Family("Persimmon", "persimmon", _HEADS),
+    Family("Phi-MoE", "phimoe", {**_LLAMA, **_MOE, **_WINDOW}, window="sliding"),
+    Family("Qwen2-MoE", "qwen2_moe", {**_LLAMA, **_EXPERTS, "shared_expert_intermediate_size": 16}),
+    Family("Seed-OSS", "seed_oss", {**_LLAMA, "head_dim": 8}),
+    Family("SmolLM3", "smollm3", {**_LLAMA, "no_rope_layers": [1, 0]}),
+    Family("XGLM", "xglm", dict(_UNTIED, vocab_size=VOCAB, d_model=32, ffn_dim=48, num_layers=2, attention_heads=4, max_position_embeddings=128)),
+]
+
+# What cannot be rolled back: (name, model_type, settings)
+REFUSED = [
+    ("Mamba", "mamba", dict(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=8)),
+    ("Mamba 2", "mamba2", dict(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=8, num_heads=8, head_dim=8, n_groups=1)),
+    ("RWKV", "rwkv", dict(vocab_size=VOCAB, hidden_size=32, attention_hidden_size=32, num_hidden_layers=2, context_length=64)),
+    ("RecurrentGemma", "recurrent_gemma", dict(_HEADS, lru_width=32)),
+    ("Qwen3-Next", "qwen3_next", dict(_LLAMA, head_dim=8, layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2,
+                                      linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8, **_EXPERTS)),
+    ("Jamba", "jamba", dict(_LLAMA, **_MOE, mamba_d_state=8, mamba_dt_rank=4, attn_layer_period=2, attn_layer_offset=1)),
+    ("LFM2", "lfm2", dict(_LLAMA, layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False)),
+]
+
+
+# --- what is run with a line ------------------------------------------------------------------------------------------
+
+ATTENTION = ("eager", "sdpa")
+ROWS = prompts(5) + repetitive(14) + prompts(3, seed=1)
+MAX_NEW = 22
+SEEDS = (0,)
+
+
+def offers(family: Family, attn: str) -> bool:
+    """Whether transformers has this attention for the family."""
+    try:
+        family.model(attn)
+    except ValueError as error:
+        if "does not support an attention implementation" not in str(error):
+            raise
+        return False
+    return True
+
+
+@lru_cache(maxsize=4)
+def reference(name: str, attn: str, seed: int = 0):
+    """The model of a line, and what plain generate makes of each of ROWS alone."""
+    model = next(family for family in FAMILIES if family.name == name).model(attn, seed)
+    return model, plain(model, ROWS, max_new_tokens=MAX_NEW)
+
+
+def outcome(family: Family, attn: str, batch: int, tree: bool = False, seed: int = 0) -> str:
+    """"exact" if lookups, a perturbed copy of the model (or, with `tree`, a tree of tokens) draft text equal to plain generate's;
+    "refused: ..." with the reason; anything else is the difference."""
+    model, texts = reference(family.name, attn, seed)
+    finished = [row + text for row, text in zip(ROWS, texts)]
+    drafts = {"tree": KnowingTreeDraft(finished)} if tree else {"lookup": None, "model": perturbed(model)}
+    calls = [[0], [1], [2]] if batch == 1 else [[0, 1, 2]]
+    try:
+        for name, draft in drafts.items():
+            accepted = 0
+            for call in calls:
+                out = speculate(model, [ROWS[i] for i in call], draft, k=10 if tree else 4, max_new_tokens=MAX_NEW)
+                accepted += out.speculation.accepted
+                text = generated(out, [ROWS[i] for i in call])
+                if text != [texts[i] for i in call]:
+                    return f"{name} draft: {text} instead of {[texts[i] for i in call]}"
+            if not accepted:
+                return f"{name} draft: nothing was accepted, so nothing was shown"
+    except ValueError as error:
+        return f"refused: {error}"
+    finally:
+        hf_specdec.disable(model)
+    return "exact"

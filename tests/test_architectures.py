@@ -1,0 +1,72 @@
+"""Every family of the table decodes what plain generate decodes, alone and in ragged batches, or is refused by name."""
+
+import pytest
+import torch
+
+import hf_specdec
+from tests.architectures import ATTENTION, FAMILIES, REFUSED, offers, outcome, reference
+from tests.helpers import FULL, build
+
+REQUIRED = FAMILIES.index(next(family for family in FAMILIES if family.name == "Apertus"))
+CASES = [(family, attn) for i, family in enumerate(FAMILIES) for attn in ATTENTION if FULL or i < REQUIRED or attn == "eager"]
+cases = pytest.mark.parametrize(("family", "attn"), CASES, ids=[f"{family.name}-{attn}" for family, attn in CASES])
+
+
+def need(family, attn):
+    if not offers(family, attn):
+        pytest.skip(f"transformers has no {attn} attention for {family.name}")
+
+
+@cases
+def test_batch_1_equals_plain_generate(family, attn):
+    need(family, attn)
+    assert outcome(family, attn, batch=1) == "exact"
+
+
+@cases
+def test_a_ragged_batch_equals_plain_generate_row_by_row_or_is_refused(family, attn):
+    need(family, attn)
+    result = outcome(family, attn, batch=3)
+    assert result == "exact" if family.ragged else result.startswith("refused: target:") and "batch size 1" in result
+
+
+@cases
+def test_a_tree_equals_plain_generate_or_is_refused(family, attn):
+    need(family, attn)
+    result = outcome(family, attn, batch=3 if family.ragged else 1, tree=True)
+    assert result == "exact" if family.ragged else result.startswith("refused: target:") and "tree" in result
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_the_reference_texts_are_neither_stuck_nor_alike(family):
+    _, texts = reference(family.name, "eager")
+    assert len({token for text in texts for token in text}) >= 5
+
+
+@pytest.mark.parametrize(("name", "kind", "settings"), REFUSED, ids=[line[0] for line in REFUSED])
+def test_recurrent_models_are_refused_when_they_are_enabled(name, kind, settings):
+    model = build(kind, attn="eager", **settings)
+    with pytest.raises(ValueError, match=f"(?s)model: {type(model).__name__}.*(recurrent state|layers of type).*speculative=False"):
+        hf_specdec.enable(model)
+
+
+def encoder_decoder():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    return T5ForConditionalGeneration(T5Config(vocab_size=30, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2))
+
+
+def test_an_encoder_decoder_is_refused_when_it_is_enabled():
+    with pytest.raises(ValueError, match="encoder-decoder.*decoder-only.*speculative=False"):
+        hf_specdec.enable(encoder_decoder())
+
+
+def test_an_encoder_decoder_is_refused_by_the_decoder_object():
+    with pytest.raises(ValueError, match="encoder-decoder"):
+        encoder_decoder().generate(input_ids=torch.tensor([[3, 4, 5]]), custom_generate=hf_specdec.SpeculativeDecoder(), max_new_tokens=4)
+
+
+def test_a_recurrent_draft_is_refused_by_its_argument():
+    model, _ = reference("Llama", "eager")
+    with pytest.raises(ValueError, match="assistant_model: Mamba"):
+        hf_specdec.SpeculativeDecoder(build("mamba", attn="eager", vocab_size=61, hidden_size=32, num_hidden_layers=1, state_size=8))
