@@ -47,7 +47,7 @@ def main(
     ours = generate_arm(
         "ours",
         enable(model),
-        assistant_model=load_draft(draft, dtype, model.device),
+        assistant_model=load_draft(draft, dtype, model, tokenizer),
         speculative=True,
         num_assistant_tokens=parse_k(k),
     )

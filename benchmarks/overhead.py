@@ -3,8 +3,8 @@
     python benchmarks/overhead.py
 
 The toy is so small that the loop is what costs. Bare forwards are the stock models called directly with a `DynamicCache`:
-per round 4 draft steps of one token and one target pass over 5, at the same context lengths, nothing else. Draft and target are
-unrelated, so that nearly every round commits one token. One thread, processor time, the contestants take turns.
+per round 4 draft steps of one token and one target pass over 5, at the same context lengths, nothing else. Draft and target
+are unrelated, so that nearly every round commits one token. One thread, processor time, the contestants take turns.
 """
 
 from __future__ import annotations

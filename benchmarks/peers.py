@@ -147,7 +147,7 @@ def main(
         torch.set_num_threads(threads)
     console = Console(highlight=False, width=max(Console().width, WIDTH))
     model, tokenizer = load_target(target, dtype)
-    assistant = load_draft(draft, dtype, model.device)
+    assistant = load_draft(draft, dtype, model, tokenizer)
     arms, makers = (
         fixed_arms(enable(model), assistant, parse_k(k)),
         {"economize": lambda: economize_arms(model, draft), "flashspec": lambda: flashspec_arms(model, assistant)},

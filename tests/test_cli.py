@@ -148,3 +148,13 @@ def test_bad_arguments_of_every_command_are_named(target_folder, arguments, mess
 )
 def test_unknown_commands_and_options_are_refused_by_the_parser(arguments):
     assert run(*arguments).exit_code == 2
+
+
+def test_a_draft_with_another_tokenizer_is_refused(target_folder, tmp_path):
+    other = saved.byte_tokenizer()
+    other.add_tokens([f"<extra_{i}>" for i in range(100)])
+    saved.tiny_model(1).save_pretrained(tmp_path)
+    assert run("generate", target_folder, "--prompt", "abc", "--draft", tmp_path, "--max-new-tokens", 4).exit_code == 0
+    other.save_pretrained(tmp_path)
+    result = run("generate", target_folder, "--prompt", "abc", "--draft", tmp_path)
+    assert result.exit_code == 2 and "same tokenizer" in result.stderr

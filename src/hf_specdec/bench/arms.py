@@ -24,7 +24,7 @@ class Answer:
 
 @dataclass
 class Arm:
-    """run(prompts, max_new_tokens) -> Answer. draft: a model whose forwards are to be watched. k: drafted per round, if fixed."""
+    """run(prompts, max_new_tokens) -> Answer. draft: a model whose forwards are watched. k: drafted per round, if fixed."""
 
     name: str
     run: Callable[[list[list[int]], int], Answer]

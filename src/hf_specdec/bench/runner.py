@@ -147,8 +147,8 @@ def _reduce(category: str, cell: Cell, plain: Cell, batches, judge: Judge) -> di
 def _speculation(cell: Cell, plain: Cell) -> dict[str, Any]:
     """Block efficiency, acceptance and predicted speed-up after the prompt pass.
 
-    Where our trace is at hand, alpha is accepted / judged drafted tokens (a round is judged up to its first rejection), c the
-    cost of drafting one token over a plain step of the target, and width_cost that of a target pass of ours over a plain one.
+    Where our trace is at hand, alpha is accepted / judged drafted tokens (a round is judged up to its first rejection), c
+    the cost of drafting one token over a plain step of the target, width_cost that of a target pass over a plain step.
     `predicted` is Leviathan et al. 2023, Theorem 3.8, which takes a wide pass to cost no more than a narrow one;
     `predicted_width` has the measured cost in it. Elsewhere only what the forwards show is known.
     """

@@ -44,7 +44,7 @@ def bench(
     if threads is not None:
         torch.set_num_threads(threads)
     model, tokenizer = load_target(target, dtype)
-    arms = standard_arms(enable(model), load_draft(draft, dtype, model.device), parse_k(k))
+    arms = standard_arms(enable(model), load_draft(draft, dtype, model, tokenizer), parse_k(k))
     with counting("Measuring", plan(chosen, arms, batch, repetitions)) as step:
         report = run_benchmark(
             model,

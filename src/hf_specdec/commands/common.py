@@ -37,18 +37,33 @@ def parse_k(value: str) -> int | str:
         raise ValueError(f"--k {value}: must be an int in 1..64 or auto.") from None
 
 
-def load_draft(name: str | None, dtype: str, device):
-    """What goes into `assistant_model`: None for the default draft (prompt lookup), else a draft or a model by name or path."""
+def load_draft(name: str | None, dtype: str, model, tokenizer):
+    """What goes into `assistant_model`: None for prompt lookup (the default), else a draft or a model by name or path."""
     if name is None or name == "prompt_lookup":
         return None
-    from ..bench.embedded import load_target
+    from ..bench.embedded import load_model
     from ..drafts import NGramDraft, UniformDraft
 
     if name == "uniform":
         return UniformDraft()
     if name.endswith(".safetensors") and Path(name).is_file():
         return NGramDraft.load(name)
-    return load_target(name, dtype, device)[0]
+    draft = load_model(name, dtype, model.device)
+    _check_tokenizer(name, draft, tokenizer)
+    return draft
+
+
+def _check_tokenizer(name: str, draft, tokenizer) -> None:
+    """ValueError if the draft comes with a tokenizer and it is not the target's; many drafts come without one."""
+    from transformers import AutoTokenizer
+
+    from .. import SpeculativeDecoder
+
+    try:
+        own = AutoTokenizer.from_pretrained(name)
+    except (ValueError, OSError):
+        return
+    SpeculativeDecoder(draft, tokenizer=tokenizer, assistant_tokenizer=own)
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:

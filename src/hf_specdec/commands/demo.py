@@ -26,7 +26,7 @@ def demo(
     speculation = {"speculative": {"num_assistant_tokens": parse_k(k)}}
     model, tokenizer = load_target(target, dtype)
     enable(model)
-    assistant = load_draft(draft, dtype, model.device)
+    assistant = load_draft(draft, dtype, model, tokenizer)
     question = Prompt("prompt", "demo", prompt) if prompt else load_prompts("code_edit", 1)[0]
     ids = question.ids(tokenizer)
     check_length(model, ids, max_new_tokens)

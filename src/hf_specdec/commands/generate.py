@@ -38,7 +38,7 @@ def generate(
     text = read_prompt(prompt, file)
     model, tokenizer = load_target(target, dtype)
     enable(model)
-    assistant = load_draft(draft, dtype, model.device)
+    assistant = load_draft(draft, dtype, model, tokenizer)
     ids = Prompt("prompt", "prompt", text, chat=not raw).ids(tokenizer)
     check_length(model, ids, max_new_tokens)
     streamer = None if as_json or not sys.stdout.isatty() else Highlighter(tokenizer, Console(highlight=False))
@@ -62,7 +62,8 @@ def generate(
     if streamer is None:
         print(visible(answer) if sys.stdout.isatty() else answer)
     print(
-        f"{len(tokens)} tokens, {len(tokens) / seconds:.1f} tokens/s, {trace.target_calls} target forwards after the prompt pass, "
-        f"block efficiency {trace.block_efficiency:.2f}, acceptance rate {trace.acceptance_rate:.0%}, lossless: {trace.lossless}",
+        f"{len(tokens)} tokens, {len(tokens) / seconds:.1f} tokens/s, {trace.target_calls} target forwards after the "
+        f"prompt pass, block efficiency {trace.block_efficiency:.2f}, acceptance rate {trace.acceptance_rate:.0%}, "
+        f"lossless: {trace.lossless}",
         file=sys.stderr,
     )

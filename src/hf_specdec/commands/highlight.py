@@ -51,7 +51,7 @@ class Detokenizer:
 
 
 class Highlighter:
-    """A streamer for `generate(streamer=...)`: prints a row's tokens as they are committed, drafted ones on a green ground."""
+    """A streamer for `generate(streamer=...)`: prints a row's tokens as they come, drafted ones on a green ground."""
 
     def __init__(self, tokenizer, console: Console):
         self.detokenizer, self.console, self.drafted = Detokenizer(tokenizer), console, False

@@ -55,7 +55,7 @@ def verify(
     speculation = {"speculative": {"num_assistant_tokens": parse_k(k)}}
     model, tokenizer = load_target(target, dtype)
     enable(model)
-    assistant = load_draft(draft, dtype, model.device)
+    assistant = load_draft(draft, dtype, model, tokenizer)
     torch.manual_seed(seed)
     findings = Findings(Console(highlight=False))
     _greedy(findings, model, tokenizer, chosen, max_new_tokens, {"assistant_model": assistant, **speculation})
@@ -130,8 +130,8 @@ def _sampling(findings: Findings, model, tokenizer, assistant, samples: int) -> 
         test = chi_square(counts, law)
         p = f"= {test.p:.2g}" if test.p else "< 1e-300"
         text = (
-            f"sampling with {name}: {samples} samples of the first {DEPTH} tokens, {len(law)} cells, {accepted} of {proposed} "
-            f"drafted tokens accepted, chi-square {test.statistic:.1f} with {test.freedom} degrees of freedom, p {p}"
+            f"sampling with {name}: {samples} samples of the first {DEPTH} tokens, {len(law)} cells, {accepted} of "
+            f"{proposed} drafted tokens accepted, chi-square {test.statistic:.1f} with {test.freedom} d.o.f., p {p}"
         )
         follows = test.p >= THRESHOLD
         findings.add(follows == honest and proposed > 0, text + ("" if honest else " (has to be rejected)"))
