@@ -1,7 +1,8 @@
-"""A model with its cache: scores a block of tokens per row in one forward, and rolls back. Target and draft are both this.
+"""A model with its cache: scores candidate tokens of all rows in one forward, and rolls back. Target and draft are both this.
 
-The only file that knows masks, positions and cache slots. A block is a tree over the nodes 0..N whose root (node 0) is the
-last committed token; its node i goes to slot `cached + i` of the row and has position `cached + depth(i)`.
+The only file that knows masks, positions and cache slots. A pass feeds, per row, the committed tokens that are not cached yet
+(the whole prompt at first, later the root alone: the last committed token) and then the nodes 1..N of a tree. What is at place
+i of the block goes to slot `cached + i`; a node has the position of the root plus its depth.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from . import compat
 from .kv_cache import SlotCache
+from .proposal import Proposal
 from .tree import Tree
 
 
@@ -20,7 +22,8 @@ class CachedModel:
     """limit: most slots a row can need. role: how errors name the model.
 
     lengths: committed tokens per row whose keys and values are in the cache.
-    calls, seconds: forwards run (the prompt pass excluded) and the time they took on the host.
+    fresh: per row, how many tokens before the candidates the last pass has fed, the root included.
+    calls, seconds: forwards run, and the time they took on the host.
     """
 
     def __init__(self, model: PreTrainedModel, limit: int, role: str = "target", traits: compat.ModelTraits | None = None):
@@ -29,58 +32,74 @@ class CachedModel:
         self.cache = SlotCache(limit)
         self.device, self.dtype = model.device, model.dtype
         self.lengths: list[int] = []
-        self.calls, self.seconds, self.prompt_seconds = 0, 0.0, 0.0
+        self.fresh: list[int] = []
+        self.calls, self.seconds = 0, 0.0
 
     # --- forward passes -----------------------------------------------------------------------------------------------
 
-    def prefill(self, rows: list[list[int]]) -> torch.Tensor:
-        """The prompt pass: feed what is not cached yet, return the logits [B, V] after each row's last token."""
+    def score(self, rows: list[list[int]], proposal: Proposal | None = None) -> torch.Tensor:
+        """Logits [B, N+1, V] after the root and after every candidate of `proposal` (None: nothing is proposed), where rows[b] are
+        the committed tokens of row b. One forward; two for a tree that comes with more than one uncached token."""
         self.lengths = self.lengths or [0] * len(rows)
-        new = [row[length:] for row, length in zip(rows, self.lengths)]
-        sizes = [len(tokens) for tokens in new]
-        width = max(sizes)
-        tokens = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in new], device=self.device)
-        last = [size - 1 for size in sizes]
-        begin = perf_counter()
-        if self.traits.logits_to_keep:
-            wanted = sorted(set(last))
-            keep = 1 if wanted == [width - 1] else torch.tensor(wanted, device=self.device)
-            logits = self._forward(tokens, None, sizes, keep=keep)
-            last = [wanted.index(i) for i in last]
-        else:
-            logits = self._forward(tokens, None, sizes)
-        self.lengths = [length + size for length, size in zip(self.lengths, sizes)]
-        logits = logits[torch.arange(len(rows)), last]
-        self.prompt_seconds += perf_counter() - begin
+        fresh = [row[length:] for row, length in zip(rows, self.lengths)]
+        if proposal is None:
+            proposal = Proposal.from_lists([[] for _ in rows], self.device)
+        if not proposal.tree.is_chain and max(map(len, fresh)) > 1:
+            self._feed([tokens[:-1] for tokens in fresh])
+            fresh = [tokens[-1:] for tokens in fresh]
+        self.fresh, n = [len(tokens) for tokens in fresh], len(proposal.tree)
+        sizes = [own + size for own, size in zip(self.fresh, proposal.sizes)]
+        if max(self.fresh) == 1:
+            root = torch.tensor(fresh, device=self.device)
+            return self._forward(torch.cat([root, proposal.tokens.to(self.device)], dim=1), proposal.tree, sizes)
+        tokens = self._padded(fresh, n)
+        columns = torch.tensor(self.fresh, device=self.device)[:, None] + torch.arange(-1, n, device=self.device)
+        tokens.scatter_(1, columns[:, 1:], proposal.tokens.to(self.device))
+        return self._forward(tokens, proposal.tree, sizes, columns)
+
+    def extend(self, tokens: torch.Tensor, advance: list[int]) -> torch.Tensor:
+        """Feed one more token per row, int64 [B, 1]; logits [B, 1, V]. Row b keeps it if advance[b] is 1."""
+        logits = self._forward(tokens.to(self.device), None, [1] * len(advance))
+        self.lengths = [length + step for length, step in zip(self.lengths, advance)]
         return logits
 
-    def score(self, tokens: torch.Tensor, tree: Tree | None = None, sizes: list[int] | None = None) -> torch.Tensor:
-        """Logits [B, Q, V] at every node of a block: tokens int64 [B, Q], node 0 first; `tree` over Q - 1 drafted tokens (None
-        or a chain: the block is a plain continuation); sizes[b]: nodes of row b that are meant, the root included."""
+    def _feed(self, rows: list[list[int]]) -> None:
+        """Cache tokens (ragged, some rows may have none) without asking for logits."""
+        sizes = [len(tokens) for tokens in rows]
+        last = torch.zeros((len(rows), 1), dtype=torch.long, device=self.device)
+        self._forward(self._padded(rows, 0), None, [max(size, 1) for size in sizes], last)
+        self.lengths = [length + size for length, size in zip(self.lengths, sizes)]
+
+    def _padded(self, rows: list[list[int]], extra: int) -> torch.Tensor:
+        width = max(map(len, rows)) + extra
+        return torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in rows], device=self.device)
+
+    def _forward(self, tokens: torch.Tensor, tree: Tree | None, sizes: list[int], columns: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits at `columns` int64 [B, m] of the block, or at all of them; sizes[b]: places of row b that are meant."""
         begin = perf_counter()
-        logits = self._forward(tokens.to(self.device), tree, sizes or [tokens.shape[1]] * tokens.shape[0])
+        self.cache.plan.lay(self.lengths, tokens.shape[1], self.device)
+        inputs = self._positions_and_masks(tokens.shape[1], tree, sizes)
+        if columns is not None:
+            wanted, columns = columns.unique(return_inverse=True)
+            if self.traits.logits_to_keep:
+                inputs["logits_to_keep"] = wanted
+        logits = self.model(input_ids=tokens, past_key_values=self.cache, use_cache=True, return_dict=True, **inputs).logits
+        if columns is not None:
+            wanted = torch.arange(len(wanted), device=logits.device) if self.traits.logits_to_keep else wanted
+            logits = logits[torch.arange(len(sizes), device=logits.device)[:, None], wanted[columns]]
         self.calls += 1
         self.seconds += perf_counter() - begin
         return logits
-
-    def _forward(self, tokens: torch.Tensor, tree: Tree | None, sizes: list[int], keep=None) -> torch.Tensor:
-        width = tokens.shape[1]
-        self.cache.plan.lay(self.lengths, width, self.device)
-        if self.traits.own_positions:
-            if tree is not None and not tree.is_chain:
-                raise ValueError(compat.own_mask_refusal(self.model, self.role))
-            inputs = {"attention_mask": torch.ones((1, self.cache.plan.visible), dtype=torch.long, device=self.device)}
-        else:
-            inputs = self._positions_and_masks(width, tree, sizes)
-        if keep is not None:
-            inputs["logits_to_keep"] = keep
-        return self.model(input_ids=tokens, past_key_values=self.cache, use_cache=True, return_dict=True, **inputs).logits
 
     # --- positions and masks ------------------------------------------------------------------------------------------
 
     def _positions_and_masks(self, width: int, tree: Tree | None, sizes: list[int]) -> dict:
         plan, device = self.cache.plan, self.device
         chain = tree is None or tree.is_chain
+        if self.traits.own_positions:
+            if not chain:
+                raise ValueError(compat.own_mask_refusal(self.model, self.role))
+            return {"attention_mask": torch.ones((1, plan.visible), dtype=torch.long, device=device)}
         depths = torch.arange(width, device=device) if chain else torch.tensor(tree.depths, device=device)
         if plan.start is not None and min(sizes) == width:
             positions = (depths + plan.start)[None]
@@ -129,7 +148,7 @@ class CachedModel:
             for layer in self.cache.layers:
                 if layer.is_initialized:
                     layer.gather(starts + nodes, target)
-        self.lengths = [length + step for length, step in zip(self.lengths, advance)]
+        self.lengths = [length + own - 1 + step for length, own, step in zip(self.lengths, self.fresh, advance)]
 
     def crop(self, lengths: list[int]) -> None:
         """Forget everything from position lengths[b] on in row b."""
@@ -138,6 +157,7 @@ class CachedModel:
     def keep(self, rows: list[int]) -> None:
         """Only these rows go on."""
         self.lengths = [self.lengths[row] for row in rows]
+        self.fresh = [self.fresh[row] for row in rows]
         for layer in self.cache.layers:
             layer.keep(torch.tensor(rows))
 

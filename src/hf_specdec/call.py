@@ -85,7 +85,6 @@ class Call:
         trace = loop.trace
         trace.target_calls, trace.draft_calls = loop.target.calls, loop.draft.calls
         trace.drafted = [row.drafted for row in sequences.rows]
-        trace.seconds["forward"] = loop.target.seconds + loop.draft.forward_seconds
         _warn_if_nothing_is_accepted(trace, loop.draft)
 
     def _pack(self, loop: SpeculativeLoop, sequences: Sequences) -> Any:

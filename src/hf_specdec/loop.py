@@ -30,26 +30,15 @@ class SpeculativeLoop:
     @torch.no_grad()
     def run(self) -> None:
         try:
-            self.first_token()
             self.draft.start(self.context)
             while self.sequences.active:
                 self.round()
         finally:
             self.draft.finish()
 
-    def first_token(self) -> None:
-        """The prompt pass and the token drawn from it."""
-        begin = perf_counter()
-        logits = self.target.prefill(self.sequences.tokens)[:, None].to(self.context.device)
-        empty = Proposal.from_lists([[] for _ in self.sequences.active], self.context.device)
-        law = self.sampler(logits, [1] * len(logits), self._prefix(empty))
-        verdict = self.acceptance.verdict(empty, law, None)
-        token = self._draw(verdict.next_probs, "first")
-        self._emit(empty, verdict.on_path, token, law, logits)
-        self.trace.seconds["prompt"] += perf_counter() - begin
-
     def round(self) -> None:
-        """Draft, score all candidates in one target forward, commit a prefix and one token of the target's own."""
+        """Draft, score all candidates in one target forward, commit a prefix and one token of the target's own. In the first
+        round that forward is the prompt pass, too."""
         begin = perf_counter()
         self.noise.round += 1
         rows, room = self.sequences.tokens, self.sequences.room()
@@ -60,13 +49,10 @@ class SpeculativeLoop:
             proposal.check(len(rows), self.context.vocab_size, self.draft.name)
         drafted = perf_counter()
 
-        root = torch.tensor([[row[-1]] for row in rows], device=self.context.device)
-        block = torch.cat([root, proposal.tokens], dim=1)
-        sizes = [size + 1 for size in proposal.sizes]
-        logits = self.target.score(block, proposal.tree, sizes).to(self.context.device)
+        logits = self.target.score(rows, proposal).to(self.context.device)
         verified = perf_counter()
 
-        law = self.sampler(logits, sizes, self._prefix(proposal))
+        law = self.sampler(logits, [size + 1 for size in proposal.sizes], self._prefix(proposal))
         coins = self.noise.uniform("accept", len(proposal.tree)) if self.acceptance.samples else None
         verdict = self.acceptance.verdict(proposal, law, coins)
         token = self._draw(verdict.next_probs, "next")
@@ -74,9 +60,17 @@ class SpeculativeLoop:
         accepted = self._emit(proposal, verdict.on_path, token, law, logits)
 
         end = perf_counter()
-        self.schedule.observe(proposal.sizes, accepted, end - begin)
-        for name, seconds in (("draft", drafted - begin), ("verify", verified - drafted), ("rest", end - verified)):
-            self.trace.seconds[name] += seconds
+        self.schedule.observe(proposal.sizes, accepted, None if self.noise.round == 1 else end - begin)
+        self._clock(drafted - begin, verified - drafted, end - verified)
+
+    def _clock(self, draft: float, verify: float, rest: float) -> None:
+        seconds, forward = self.trace.seconds, self.target.seconds + self.draft.forward_seconds
+        if self.noise.round == 1:
+            seconds["prompt"], self.prompt_forward = draft + verify + rest, forward
+            return
+        seconds["forward"] = forward - self.prompt_forward
+        for name, spent in (("draft", draft), ("verify", verify), ("rest", rest)):
+            seconds[name] += spent
 
     def _draw(self, law: torch.Tensor, stream: str) -> torch.Tensor:
         return draw(law, self.noise.uniform(stream, 1)[:, 0]) if law.is_floating_point() else law
@@ -109,9 +103,8 @@ class SpeculativeLoop:
             accepted.append(len(path))
             advance.append(min(count, len(nodes)))
             done.append(ended)
-        if self.noise.round:
-            self.trace.rounds.append(entries)
-            self.target.commit(advance, proposal.tree, on_path)
+        self.trace.rounds.append(entries)
+        self.target.commit(advance, proposal.tree, on_path)
         if any(done):
             self._part_with(done)
         return accepted
@@ -124,6 +117,6 @@ class SpeculativeLoop:
                     self.cached_rows[row.index] = self.target.row(b)
         rows = [b for b, ended in enumerate(done) if not ended]
         parts = [self.sequences, self.target, self.sampler, self.noise, self.draft]
-        for part in parts[: 1 if not rows else 4 if not self.noise.round else 5]:
+        for part in parts if rows else parts[:1]:
             part.keep(rows)
         self.context.rows[:] = self.sequences.tokens

@@ -22,7 +22,7 @@ def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
 class Noise:
     """seeds: one int per row, 0 <= seed < 2**63."""
 
-    STREAMS = ("first", "draft", "accept", "next")
+    STREAMS = ("draft", "accept", "next")
 
     def __init__(self, seeds: list[int], device: torch.device | str = "cpu"):
         self.device, self.round = device, 0

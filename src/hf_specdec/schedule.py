@@ -16,8 +16,8 @@ class FixedSchedule:
         one of which is always the target's own."""
         return [min(self.k, left - 1) if strength >= 0 else 0 for strength, left in zip(evidence, room)]
 
-    def observe(self, proposed: list[int], accepted: list[int], seconds: float) -> None:
-        """What the round brought: tokens proposed and accepted per row, and its wall time."""
+    def observe(self, proposed: list[int], accepted: list[int], seconds: float | None) -> None:
+        """What the round brought: tokens proposed and accepted per row, and its wall time (None: the prompt was in it)."""
 
 
 class AcceptanceEstimate:
@@ -127,7 +127,7 @@ class AutoSchedule:
         k = self._best(evidence, caps)
         if k:
             self.idle, self.patience = 0, self.PATIENCE[0]
-            if self.since_plain >= self.PLAIN_EVERY:
+            if self.since_plain >= self.PLAIN_EVERY and self.estimates:
                 k = 0
         elif any(caps):
             self.idle += 1
@@ -147,10 +147,12 @@ class AutoSchedule:
                 best, best_rate = k, rate
         return best
 
-    def observe(self, proposed: list[int], accepted: list[int], seconds: float) -> None:
+    def observe(self, proposed: list[int], accepted: list[int], seconds: float | None) -> None:
         for strength, n, hits in zip(self.evidence, proposed, accepted):
             if n:
                 self.estimate(strength).update(n, hits)
+        if seconds is None:
+            return
         k = max(proposed, default=0)
         self.cost.update(k, seconds)
         self.since_plain = 0 if k == 0 or not self.cost.timed else self.since_plain + 1

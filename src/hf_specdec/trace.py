@@ -1,7 +1,7 @@
 """`SpeculationTrace`: what happened, as plain data.
 
-Convention: a *round* is one draft and one target forward. The prompt pass and the token drawn from it are not a round, so that
-block efficiency is tokens per target forward in the steady state, (new_tokens - 1) / rounds for one row.
+Convention: a *round* is one draft and one target forward; the forward of the first round is the prompt pass, too. Plain decoding
+has a block efficiency of exactly 1.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Round:
 class SpeculationTrace:
     """config: the settings in force. rounds: one list per round, one entry per row that was still going.
 
-    target_calls, draft_calls: forwards, prompt passes excluded. seconds: "prompt", "draft", "verify", "rest", and
-    "forward" (inside the two models, prompt pass excluded), on the host's clock. lossless: whether the committed tokens
-    follow the target's own law.
+    target_calls, draft_calls: forwards, prompt passes included. seconds, on the host's clock: "prompt" (all of the first round),
+    "draft", "verify", "rest" (the later rounds), and "forward" (inside the two models in the later rounds). lossless: whether the
+    committed tokens follow the target's own law.
     """
 
     config: dict[str, Any]
@@ -46,7 +46,7 @@ class SpeculationTrace:
 
     @property
     def new_tokens(self) -> list[int]:
-        """Committed tokens per row, the first one (from the prompt pass) included."""
+        """Committed tokens per row."""
         return [len(row) for row in self.drafted]
 
     @property

@@ -7,7 +7,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -47,7 +46,7 @@ def tables(report: dict[str, Any]) -> list[Table]:
     """One rich table per category."""
     result = []
     for category in dict.fromkeys(row["category"] for row in report["results"]):
-        table = Table(title=category, title_justify="left", header_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+        table = Table(title=category, title_justify="left", header_style="bold", box=None, padding=(0, 1, 0, 0))
         for name in COLUMNS:
             table.add_column(name, justify="left" if name == "arm" else "right", no_wrap=True)
         for row in report["results"]:

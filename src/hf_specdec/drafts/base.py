@@ -49,7 +49,7 @@ class Draft(CandidateGenerator):
     cost_ratio:   c of Leviathan et al. 2023: cost of drafting one token / cost of one target step, None = not known.
     trusted:      True spares the checks of every proposal (ids in range, laws that sum to 1); the package's own drafts say
                   so, because the conformance tests check them.
-    calls, forward_seconds: forwards of a draft model in this call and the time in them, its prompt pass excluded.
+    calls, forward_seconds: forwards of a draft model in this call and the time in them, its prompt pass included.
     """
 
     name = "draft"
@@ -59,7 +59,7 @@ class Draft(CandidateGenerator):
     forward_seconds = 0.0
 
     def start(self, context: Context) -> None:
-        """Called once, after the prompt pass and the first token."""
+        """Called once, before the first round; the rows are the prompts."""
 
     def evidence(self, context: Context) -> list[int]:
         """Per row, how strong the case for drafting is before anything is drafted: -1 nothing to propose, else a small

@@ -35,10 +35,7 @@ class ModelDraft(Draft):
         self.drafted: torch.Tensor | list[list[int]] = [[] for _ in context.rows]
         self.base = [len(row) for row in context.rows]
         check_batch(compat.unwrap(self.model), self.traits, len(context.rows), "assistant_model")
-        if min(map(len, context.rows)) > 1 and self._fits(context):
-            self.cached.prefill([row[:-1] for row in context.rows])
-        else:
-            self.cached.lengths = [0] * len(context.rows)
+        self.cached.lengths = [0] * len(context.rows)
 
     def _fits(self, context: Context) -> bool:
         """Whether all rows are within the draft's own context; beyond it the target decodes alone."""
@@ -86,17 +83,10 @@ class ModelDraft(Draft):
         """Logits [B, 1, V] for the next drafted token: first from all that is not cached yet, then from one token a time."""
         cached = self.cached
         if step == 0:
-            new = [row[length:] for row, length in zip(context.rows, cached.lengths)]
-            sizes = [len(row) for row in new]
-            width = max(sizes)
-            block = torch.tensor([row + [0] * (width - len(row)) for row in new], device=cached.device)
-            logits = cached.score(block, sizes=sizes)
-            cached.commit(sizes)
-            if width > 1:
-                logits = logits[torch.arange(len(new)), torch.tensor(sizes) - 1][:, None]
+            logits = cached.score(context.rows)
+            cached.commit([1] * len(k))
         else:
-            logits = cached.score(tokens[-1][:, None])
-            cached.commit([int(step < own) for own in k])
+            logits = cached.extend(tokens[-1][:, None], [int(step < own) for own in k])
         return self._common_vocabulary(logits.to(context.device), context)
 
     def _common_vocabulary(self, logits: torch.Tensor, context: Context) -> torch.Tensor:
@@ -115,7 +105,7 @@ class ModelDraft(Draft):
 
     @property
     def calls(self) -> int:
-        """Forwards of the draft model in this call, its prompt pass excluded."""
+        """Forwards of the draft model in this call, its prompt pass included."""
         return self.cached.calls if self.cached else 0
 
     @property
