@@ -29,7 +29,7 @@ class Law:
     @cached_property
     def argmax(self) -> torch.Tensor:
         """int64 [B, n]: the most likely token at every node."""
-        return self.scores.argmax(-1)
+        return self.scores.max(-1).indices  # several times faster than argmax in 16 bit; the first of equals, too
 
     @cached_property
     def log_norm(self) -> torch.Tensor:
