@@ -30,6 +30,12 @@ class Measurement:
     def new_tokens(self) -> int:
         return sum(map(len, self.answer.tokens))
 
+    def of_the_prompt_pass(self, arm: Arm) -> int | None:
+        """Tokens that the prompt pass brought: one per row if decoding is plain, ours by its trace, else not known."""
+        if self.answer.trace is not None:
+            return sum(entry.committed for entry in self.answer.trace.rounds[0])
+        return len(self.answer.tokens) if arm.name == PLAIN else None
+
 
 @dataclass
 class Cell:
@@ -46,10 +52,10 @@ class Cell:
         return [m for run in self.runs for m in run]
 
     def decoding_speed(self) -> float | None:
-        """Tokens per second after the prompt pass, over all repetitions; None where the prompt pass was not seen."""
-        known = [m for m in self.all() if m.cost.target.seconds]
+        """Tokens per second after the prompt pass and without the tokens that came out of it; None where these are not known."""
+        known = [m for m in self.all() if m.cost.target.seconds and m.of_the_prompt_pass(self.arm) is not None]
         seconds = sum(m.cost.seconds - m.cost.target.seconds[0] for m in known)
-        tokens = sum(m.new_tokens - len(m.answer.tokens) for m in known)
+        tokens = sum(m.new_tokens - m.of_the_prompt_pass(self.arm) for m in known)
         return tokens / seconds if seconds > 0 else None
 
 
@@ -155,8 +161,8 @@ def _speculation(cell: Cell, plain: Cell) -> dict[str, Any]:
     measurements = cell.all()
     traces = [m.answer.trace for m in measurements if m.answer.trace is not None]
     if not traces:
-        forwards = sum(max(len(m.cost.target.seconds) - 1, 0) for m in measurements)
-        rows = sum(sum(len(row) - 1 for row in m.answer.tokens) / len(m.answer.tokens) for m in measurements)
+        forwards = sum(len(m.cost.target.seconds) for m in measurements)
+        rows = sum(sum(map(len, m.answer.tokens)) / len(m.answer.tokens) for m in measurements)
         speculative = cell.arm.name != PLAIN and forwards
         return {"block_efficiency": rows / forwards if speculative else None}
     rounds = [entry for trace in traces for entries in trace.rounds for entry in entries]

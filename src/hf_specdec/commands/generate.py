@@ -62,8 +62,8 @@ def generate(
     if streamer is None:
         print(visible(answer) if sys.stdout.isatty() else answer)
     print(
-        f"{len(tokens)} tokens, {len(tokens) / seconds:.1f} tokens/s, {trace.target_calls} target forwards after the "
-        f"prompt pass, block efficiency {trace.block_efficiency:.2f}, acceptance rate {trace.acceptance_rate:.0%}, "
+        f"{len(tokens)} tokens, {len(tokens) / seconds:.1f} tokens/s, {trace.target_calls} target forwards, "
+        f"block efficiency {trace.block_efficiency:.2f}, acceptance rate {trace.acceptance_rate:.0%}, "
         f"lossless: {trace.lossless}",
         file=sys.stderr,
     )
