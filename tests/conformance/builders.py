@@ -1,0 +1,48 @@
+"""How to make every registered draft for a test target. A draft that has a line in the registry and none here fails by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_specdec.drafts import ModelDraft, NGramDraft, PromptLookupDraft, UniformDraft
+from tests.helpers import TreeDraft, perturbed
+
+
+def corpus(vocab: int, seed: int = 0) -> list[list[int]]:
+    """Documents of random tokens, long enough to know every pair and many triples."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, vocab, (40 * vocab,), generator=generator).tolist() for _ in range(3)]
+
+
+def ngram(target, **options):
+    vocab = target.config.vocab_size
+    return NGramDraft.from_tokens(corpus(vocab), order=3, vocab_size=vocab, min_order=1, **options)
+
+
+# name in the registry -> target -> draft
+BUILDERS = {
+    "model": lambda target: ModelDraft(perturbed(target, 0.1)),
+    "ngram": ngram,
+    "prompt_lookup": lambda target: PromptLookupDraft(),
+    "uniform": lambda target: UniformDraft(),
+}
+
+# the same, and what else a proposal can look like
+VARIANTS = {
+    **BUILDERS,
+    "model, in bfloat16": lambda target: ModelDraft(perturbed(target, 0.1).to(torch.bfloat16)),
+    "model, the target itself": lambda target: ModelDraft(target),
+    "model, unrelated": lambda target: ModelDraft(perturbed(target, 3.0)),
+    "ngram, drawn": lambda target: ngram(target, sample=True),
+    "tree": lambda target: TreeDraft(),
+    "tree, with replacement": lambda target: TreeDraft(replacement=True),
+    "tree, point masses": lambda target: TreeDraft(point_mass=True),
+    "tree, wide": lambda target: TreeDraft((0, 0, 0, 1, 2, 3)),
+}
+
+
+def make(name: str, target, builders=BUILDERS):
+    if name not in builders:
+        pytest.fail(f"draft {name!r} is in the registry and has no builder; add one to tests/conformance/builders.py.")
+    return builders[name](target)
