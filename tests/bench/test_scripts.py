@@ -1,0 +1,49 @@
+"""The scripts under benchmarks/ run, on toys and with small counts; their figures are measured elsewhere."""
+
+import json
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+import pytest
+import typer
+
+SCRIPTS = Path(__file__).parents[2] / "benchmarks"
+
+
+def script(name: str):
+    spec = spec_from_file_location(f"benchmark_{name}", SCRIPTS / f"{name}.py")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_overhead_compares_every_engine_with_the_bare_forwards(tmp_path):
+    script("overhead").main(tokens=8, repetitions=1, out=tmp_path / "overhead.json")
+    result = json.loads((tmp_path / "overhead.json").read_text())
+    assert {"bare forwards", "hf_specdec", "transformers"} <= set(result)
+    assert result["bare forwards"]["ratio"] == 1 and all(entry["ms"] > 0 for entry in result.values())
+
+
+def test_memory_watches_the_cache_of_every_target_pass(monkeypatch, capsys):
+    memory = script("memory")
+    monkeypatch.setattr(memory, "WARM_UP", 10)
+    with pytest.raises(typer.Exit):
+        memory.main(calls=10)
+    assert "at most the longest row + N" in capsys.readouterr().out
+
+
+def test_peers_that_are_not_installed_are_skipped_by_name(target_folder, tmp_path, monkeypatch, capsys):
+    peers = script("peers")
+    monkeypatch.setattr(peers, "find_spec", lambda name: None)
+    peers.main(target_folder, prompts="chat", limit=1, repetitions=1, max_new_tokens=4, out=tmp_path)
+    output = capsys.readouterr().out
+    assert "skipped: economize is not installed" in output and "skipped: flashspec is not installed" in output
+    assert json.loads((tmp_path / "peers_batch1.json").read_text())["results"][0]["arm"] == "plain generate"
+
+
+def test_bf16_forks_lists_forks_and_ends_well_if_all_are_near_ties(target_folder, tmp_path):
+    with pytest.raises(typer.Exit) as ended:
+        script("bf16_forks").main(target_folder, k="3", prompts=["chat"], limit=3, max_new_tokens=12, out=tmp_path / "forks.json")
+    result = json.loads((tmp_path / "forks.json").read_text())
+    assert result["prompts"] == 3
+    assert ended.value.exit_code == (0 if all(fork["near_tie"] for fork in result["forks"]) else 1)
