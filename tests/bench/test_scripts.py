@@ -42,8 +42,9 @@ def test_peers_that_are_not_installed_are_skipped_by_name(target_folder, tmp_pat
 
 
 def test_bf16_forks_lists_forks_and_ends_well_if_all_are_near_ties(target_folder, tmp_path):
+    settings = {"k": "3", "prompts": ["chat"], "limit": 3, "max_new_tokens": 12}
     with pytest.raises(typer.Exit) as ended:
-        script("bf16_forks").main(target_folder, k="3", prompts=["chat"], limit=3, max_new_tokens=12, out=tmp_path / "forks.json")
+        script("bf16_forks").main(target_folder, **settings, out=tmp_path / "forks.json")
     result = json.loads((tmp_path / "forks.json").read_text())
     assert result["prompts"] == 3
     assert ended.value.exit_code == (0 if all(fork["near_tie"] for fork in result["forks"]) else 1)
