@@ -100,14 +100,16 @@ class CachedModel:
             if not chain:
                 raise ValueError(compat.own_mask_refusal(self.model, self.role))
             return {"attention_mask": torch.ones((1, plan.visible), dtype=torch.long, device=device)}
+        level = plan.start is not None and min(sizes) == width  # all rows begin at the same slot, and none is padded
+        if level and chain and (width == 1 or plan.start == 0):  # the model's own causal mask says the same, at less cost
+            positions = torch.arange(plan.start, plan.start + width, device=device)[None]
+            return {"position_ids": positions.expand(len(sizes), -1), "attention_mask": None}
         depths = torch.arange(width, device=device) if chain else torch.tensor(tree.depths, device=device)
-        if plan.start is not None and min(sizes) == width:
+        if level:
             positions = (depths + plan.start)[None]
         else:
             starts, last = torch.tensor([self.lengths, sizes], device=device)
             positions = starts[:, None] + torch.minimum(depths, last[:, None] - 1)
-        if plan.start == 0 and chain and min(sizes) == width:  # a prompt without padding: the model's own causal mask
-            return {"position_ids": positions.expand(len(sizes), -1), "attention_mask": None}
         slots = torch.arange(plan.visible, device=device)
         if chain:
             slot_positions, seen = slots[None, None], slots <= positions[..., None]

@@ -41,6 +41,10 @@ class Proposal:
         tokens = torch.tensor(padded, dtype=torch.long, device=device).reshape(len(rows), width)
         return cls.chain(tokens, None, sizes, source)
 
+    def only_valid(self, accepted: torch.Tensor) -> torch.Tensor:
+        """accepted bool [B, N] without the padding."""
+        return accepted if min(self.sizes) == len(self.tree) else accepted & self.valid
+
     @property
     def valid(self) -> torch.Tensor:
         """Bool [B, N]: which nodes are meant."""

@@ -33,6 +33,5 @@ class Acceptance:
 
 def chain_path(accepted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """accepted: bool [B, N], each token judged alone. Returns on_path [B, N+1] and the last node [B] of the path."""
-    count = accepted.long().cumprod(-1).sum(-1)
-    nodes = torch.arange(accepted.shape[1] + 1, device=accepted.device)
-    return nodes <= count[:, None], count
+    prefix = accepted.cumprod(-1)
+    return torch.nn.functional.pad(prefix.bool(), (1, 0), value=True), prefix.sum(-1)

@@ -20,8 +20,8 @@ class GreedyMatching(Acceptance):
         if len(tree) == 0:
             return Verdict(torch.ones_like(law.argmax, dtype=torch.bool), law.argmax[:, 0])
         if tree.is_chain:
-            accepted = self._accepts(law.scores[:, :-1], law.argmax[:, :-1], tokens) & proposal.valid
-            on_path, last = chain_path(accepted)
+            accepted = self._accepts(law.scores[:, :-1], law.argmax[:, :-1], tokens)
+            on_path, last = chain_path(proposal.only_valid(accepted))
         else:
             on_path, last = self._walk(proposal, law)
         return Verdict(on_path, law.argmax.gather(1, last[:, None]).squeeze(1))
@@ -34,7 +34,7 @@ class GreedyMatching(Acceptance):
     def _walk(self, proposal: Proposal, law: Law) -> tuple[torch.Tensor, torch.Tensor]:
         """Follow the first accepted child from the root down; siblings come in rank order, parents before children."""
         parents = torch.tensor(proposal.tree.parents, device=proposal.tokens.device)
-        accepted = self._accepts(law.scores[:, parents], law.argmax[:, parents], proposal.tokens) & proposal.valid
+        accepted = proposal.only_valid(self._accepts(law.scores[:, parents], law.argmax[:, parents], proposal.tokens))
         on_path = torch.zeros(law.argmax.shape, dtype=torch.bool, device=accepted.device)
         on_path[:, 0] = True
         last = torch.zeros(len(accepted), dtype=torch.long, device=accepted.device)
