@@ -52,7 +52,7 @@ class Cell:
         return [m for run in self.runs for m in run]
 
     def decoding_speed(self) -> float | None:
-        """Tokens per second after the prompt pass and without the tokens that came out of it; None where these are not known."""
+        """Tokens per second after the prompt pass, without the tokens that came out of it; None where these are not known."""
         known = [m for m in self.all() if m.cost.target.seconds and m.of_the_prompt_pass(self.arm) is not None]
         seconds = sum(m.cost.seconds - m.cost.target.seconds[0] for m in known)
         tokens = sum(m.new_tokens - m.of_the_prompt_pass(self.arm) for m in known)
@@ -92,12 +92,12 @@ def run_benchmark(
     warm = next(iter(groups.values()))[0]
     for arm in arms:
         arm.run(warm, 8)
-    results, judge = [], Judge(model)
-    for category, batches in groups.items():
-        cells = [Cell(arm) for arm in arms]
+    table = {category: [Cell(arm) for arm in arms] for category in groups}
+    for category, cells in table.items():
         for repetition in range(repetitions):
-            _repetition(model, cells, batches, repetition, max_new_tokens, clock, lambda name: step(f"{category}: {name}"))
-        results += [_reduce(category, cell, cells[0], batches, judge) for cell in cells]
+            _repetition(model, category, cells, groups[category], repetition, max_new_tokens, clock, step)
+    judge = Judge(model)  # may copy the model: only now, so that no measured memory contains it
+    results = [_reduce(name, cell, cells[0], groups[name], judge) for name, cells in table.items() for cell in cells]
     settings = {
         "max_new_tokens": max_new_tokens,
         "repetitions": repetitions,
@@ -114,7 +114,7 @@ def _batches(tokenizer, prompts: list[Prompt], size: int) -> list[list[list[int]
     return [ids[i : i + size] for i in range(0, len(ids), size)]
 
 
-def _repetition(model, cells: list[Cell], batches, repetition: int, max_new_tokens: int, clock: str, step) -> None:
+def _repetition(model, category: str, cells: list[Cell], batches, repetition: int, max_new_tokens: int, clock: str, step):
     for cell in cells:
         cell.runs.append([])
     for number, batch in enumerate(batches):
@@ -123,7 +123,7 @@ def _repetition(model, cells: list[Cell], batches, repetition: int, max_new_toke
             with measured(model, cell.arm.draft, clock) as cost:
                 answer = cell.arm.run(batch, max_new_tokens)
             cell.runs[-1].append(Measurement(cost, answer))
-            step(cell.arm.name)
+            step(f"{category}: {cell.arm.name}")
 
 
 def _reduce(category: str, cell: Cell, plain: Cell, batches, judge: Judge) -> dict[str, Any]:
