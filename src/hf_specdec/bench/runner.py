@@ -52,7 +52,7 @@ class Cell:
         return [m for run in self.runs for m in run]
 
     def decoding_speed(self) -> float | None:
-        """Tokens per second after the prompt pass, without the tokens that came out of it; None where these are not known."""
+        """Tokens per second after the prompt pass, without the tokens it brought; None where these are not known."""
         known = [m for m in self.all() if m.cost.target.seconds and m.of_the_prompt_pass(self.arm) is not None]
         seconds = sum(m.cost.seconds - m.cost.target.seconds[0] for m in known)
         tokens = sum(m.new_tokens - m.of_the_prompt_pass(self.arm) for m in known)
