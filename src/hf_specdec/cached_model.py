@@ -165,13 +165,14 @@ class CachedModel:
 
     # --- a caller's own cache -----------------------------------------------------------------------------------------
 
-    def load(self, cache: DynamicCache, padding: list[int], cached: int) -> None:
-        """Copy the first `cached` columns of a caller's cache, whose row b begins with padding[b] columns of padding."""
-        self.lengths = [cached - pad for pad in padding]
+    def load(self, cache: DynamicCache, columns: list[list[int]], cached: int) -> None:
+        """Copy a caller's cache of `cached` columns; slot s of row b comes from column columns[b][s], the others are padding."""
+        columns = [[column for column in row if column < cached] for row in columns]
         for index, (keys, values, first) in enumerate(compat.read_cache(cache)):
-            rows = [[part[b : b + 1, :, max(pad - first, 0):cached - first] for part in (keys, values)] for b, pad in enumerate(padding)]
-            self._load_layer(index, rows, [max(first - pad, 0) for pad in padding])
-        self.cache.plan.lay(self.lengths, 0, self.device)
+            held = [[column - first for column in row if column >= first] for row in columns]
+            rows = [[part[b : b + 1, :, row] for part in (keys, values)] for b, row in enumerate(held)]
+            self._load_layer(index, rows, [len(row) - len(own) for row, own in zip(columns, held)])
+        self.lengths = [len(row) for row in columns]
 
     def _load_layer(self, index: int, rows: list[list[torch.Tensor]], starts: list[int]) -> None:
         width = max(keys.shape[2] for keys, _ in rows)
@@ -185,12 +186,16 @@ class CachedModel:
         return [(layer.keys[b, :, :n].clone(), layer.values[b, :, :n].clone()) for layer in self.cache.layers]
 
 
-def assemble_cache(config, rows: list[list], padding: list[int], columns: int, into: DynamicCache | None) -> DynamicCache:
-    """A plain `DynamicCache` in the coordinates of the returned sequences: row b (as `CachedModel.row` gives it) begins after
-    padding[b] columns, `columns` in all. `into` is refilled in place if given."""
+def assemble_cache(config, rows: list[list], columns: list[list[int]], width: int, into: DynamicCache | None) -> DynamicCache:
+    """A plain `DynamicCache` in the coordinates of the returned sequences, `width` columns: slot s of row b (as `CachedModel.row`
+    gives it) goes to column columns[b][s]. `into` is refilled in place if given."""
     layers = []
     for parts in zip(*rows):
-        padded = [[torch.nn.functional.pad(part, (0, 0, pad, columns - pad - part.shape[1])) for part in pair]
-                  for pair, pad in zip(parts, padding)]
-        layers.append(tuple(torch.stack(buffers) for buffers in zip(*padded)))
+        buffers = []
+        for pieces in zip(*parts):
+            out = pieces[0].new_zeros((len(pieces), pieces[0].shape[0], width, pieces[0].shape[2]))
+            for b, piece in enumerate(pieces):
+                out[b, :, columns[b][: piece.shape[1]]] = piece
+            buffers.append(out)
+        layers.append(tuple(buffers))
     return compat.write_cache(config, layers, into)

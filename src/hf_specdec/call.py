@@ -37,7 +37,8 @@ class Call:
         _check_call(model, input_ids, processors, generation_config, model_kwargs, self.traits)
         mask = model_kwargs.get("attention_mask")
         mask = torch.ones_like(input_ids) if mask is None else mask[:, -input_ids.shape[1]:]
-        self.prompts = [row[keep].tolist() for row, keep in zip(input_ids, mask.bool())]
+        self.columns = [keep.nonzero()[:, 0].tolist() for keep in mask.bool()]  # of every row, what is not padding
+        self.prompts = [row[columns].tolist() for row, columns in zip(input_ids, self.columns)]
         if min(map(len, self.prompts)) == 0:
             raise ValueError("input_ids: a row without a token cannot be continued; give every row at least one.")
         self.padding = [input_ids.shape[1] - len(row) for row in self.prompts]
@@ -61,7 +62,7 @@ class Call:
         reach = self.config.max_auto_tokens if self.config.num_assistant_tokens == "auto" else self.config.num_assistant_tokens
         target = CachedModel(self.model, longest + reach, "target", self.traits)
         if self.given and self.cache.get_seq_length():
-            target.load(self.cache, self.padding, self.cache.get_seq_length())
+            target.load(self.cache, self.columns, self.cache.get_seq_length())
         sampler = Sampler(self.processors, rule.samples, bool(as_dict and generation.output_scores))
         noise = Noise(self._seeds(batch), device)
         context = Context(sequences.tokens, longest, self.traits.vocab_size, device, sampler, noise.uniform)
@@ -93,7 +94,8 @@ class Call:
         cache = None
         if loop.want_cache and len(loop.cached_rows) == len(sequences.rows):
             rows = [loop.cached_rows[row.index] for row in sequences.rows]
-            cache = assemble_cache(self.model.config, rows, self.padding, ids.shape[1] - 1, self.cache)
+            columns = [[*own, *range(self.input_ids.shape[1], ids.shape[1])] for own in self.columns]
+            cache = assemble_cache(self.model.config, rows, columns, ids.shape[1] - 1, self.cache)
         if not self.generation.return_dict_in_generate:
             return ids
         output = SpeculativeOutput(

@@ -61,6 +61,14 @@ def _for_row(processor: LogitsProcessor, row: int, pad: int, batch: int) -> Logi
     if isinstance(processor, lp.PrefixConstrainedLogitsProcessor) and batch > 1:
         allowed = processor._prefix_allowed_tokens_fn
         return lp.PrefixConstrainedLogitsProcessor(lambda _, tokens: allowed(row, tokens), 1)
+    if isinstance(processor, lp.EncoderRepetitionPenaltyLogitsProcessor) and batch > 1:
+        own = copy.copy(processor)
+        own.encoder_input_ids = processor.encoder_input_ids[row : row + 1, pad:]
+        return own
+    if isinstance(processor, lp.EncoderNoRepeatNGramLogitsProcessor) and batch > 1:
+        own = copy.copy(processor)
+        own.batch_size, own.generated_ngrams = 1, processor.generated_ngrams[row : row + 1]
+        return own
     attribute = _COUNTED_FROM_THE_PADDED_START.get(type(processor))
     value = getattr(processor, attribute, None) if attribute else None
     if value is None or (pad == 0 and not torch.is_tensor(value)):

@@ -96,7 +96,10 @@ class SpeculativeConfig:
         def refuse(constant: str):
             raise ValueError(f"{path}: {constant} is not a finite number.")
 
-        values = json.loads(path.read_text(), parse_constant=refuse)
+        try:
+            values = json.loads(path.read_text(), parse_constant=refuse)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}: not a JSON file ({error}). Write it with SpeculativeConfig.save_pretrained.") from error
         if not isinstance(values, dict):
             raise ValueError(f"{path}: expected a JSON object.")
         return cls.from_dict(values)

@@ -57,7 +57,7 @@ def draw(law: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     cdf = law.cumsum(-1, dtype=torch.float64)
     total = cdf[:, -1:]
     target = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cdf, target, right=True).squeeze(-1)
+    return torch.searchsorted(cdf, target, right=True).squeeze(-1).clamp(max=law.shape[-1] - 1)
 
 
 class Sampler:

@@ -6,11 +6,13 @@ the class itself is never touched. The subclass is made again when a copy or a p
 
 from __future__ import annotations
 
+import copy
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
 import torch
-from transformers import GenerationMixin, PreTrainedModel, StopStringCriteria
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StopStringCriteria
 from transformers.generation import MaxLengthCriteria
 
 from . import compat, registry
@@ -31,7 +33,7 @@ class _Enabled:
         """transformers' `generate` and `speculative=`: True, a dict or a `SpeculativeConfig`. Beside it: `assistant_model` (a
         model, a `Draft`, or None for the config's default draft), `num_assistant_tokens`, `lenience`, `acceptance`. Without
         it, or with False, the call is stock."""
-        return _generate(super().generate, *args, speculative=speculative, assistant_model=assistant_model, **kwargs)
+        return _generate(self, super().generate, *args, speculative=speculative, assistant_model=assistant_model, **kwargs)
 
     def __reduce_ex__(self, protocol):
         reduced = super().__reduce_ex__(protocol)
@@ -73,10 +75,10 @@ def disable(model):
 def generate(model, *args, speculative=True, **kwargs):
     """`enable(model).generate(...)` without enabling anything: the same arguments, on any transformers model."""
     stock = super(_Enabled, model).generate if isinstance(model, _Enabled) else model.generate
-    return _generate(stock, *args, speculative=speculative, **kwargs)
+    return _generate(model, stock, *args, speculative=speculative, **kwargs)
 
 
-def _generate(stock, *args, speculative=None, assistant_model=None, **kwargs):
+def _generate(model, stock, *args, speculative=None, assistant_model=None, **kwargs):
     if speculative is None or speculative is False:
         if isinstance(assistant_model, Draft):
             raise ValueError("assistant_model is a hf_specdec Draft, which plain generate() does not know; pass speculative=True too.")
@@ -87,9 +89,11 @@ def _generate(stock, *args, speculative=None, assistant_model=None, **kwargs):
     bound = {name: kwargs.pop(name, None) for name in ("streamer", "tokenizer", "assistant_tokenizer", "stop_strings")}
     if kwargs.pop("custom_generate", None) is not None:
         raise ValueError("custom_generate cannot be combined with speculative=; pass custom_generate=SpeculativeDecoder(...) alone.")
+    _refuse_cache_implementation(kwargs)
     decoder = SpeculativeDecoder(assistant_model, config, **bound)
     decoder.put_prompt, decoder.cache_is_given = True, kwargs.get("past_key_values") is not None
-    return stock(*args, custom_generate=decoder, **decoder.without_stop_strings(kwargs))
+    with decoder.stop_strings_taken_over(compat.unwrap(model), kwargs) as kwargs:
+        return stock(*args, custom_generate=decoder, **kwargs)
 
 
 # --- the decoding method ----------------------------------------------------------------------------------------------
@@ -113,15 +117,25 @@ class SpeculativeDecoder:
             raise ValueError("stop_strings needs tokenizer=, the target's tokenizer, beside it.")
         _check_tokenizers(tokenizer, assistant_tokenizer)
 
-    def without_stop_strings(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """transformers refuses stop strings without a tokenizer, which it hands to no custom method: take them over."""
-        given = kwargs.get("generation_config")
-        if getattr(given, "stop_strings", None) is not None:
-            if self.tokenizer is None:
-                raise ValueError("stop_strings needs tokenizer=, the target's tokenizer, beside it.")
-            self.stop_strings = self.stop_strings or given.stop_strings
-            kwargs = {**kwargs, "generation_config": type(given).from_dict({**given.to_dict(), "stop_strings": None})}
-        return kwargs
+    @contextmanager
+    def stop_strings_taken_over(self, model: PreTrainedModel, kwargs: dict[str, Any]):
+        """transformers refuses stop strings without a tokenizer, which it hands to no custom method: for the length of a call
+        they are ours, and neither the `generation_config` passed on nor the model's own has any."""
+        own, given = model.generation_config, kwargs.get("generation_config")
+        strings = [getattr(config, "stop_strings", None) for config in (given, own)]
+        self.stop_strings = self.stop_strings or strings[0] or strings[1]
+        if self.stop_strings is not None and self.tokenizer is None:
+            raise ValueError("stop_strings needs tokenizer=, the target's tokenizer, beside it.")
+        if strings[0] is not None:
+            kwargs = {**kwargs, "generation_config": _without_stop_strings(given)}
+        if strings[1] is None:
+            yield kwargs
+            return
+        try:
+            model.generation_config = _without_stop_strings(own)
+            yield kwargs
+        finally:
+            model.generation_config = own
 
     @torch.no_grad()
     def __call__(self, model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
@@ -134,17 +148,35 @@ class SpeculativeDecoder:
         return call.run(criteria)
 
 
+def _without_stop_strings(config: GenerationConfig) -> GenerationConfig:
+    config = copy.deepcopy(config)
+    config.stop_strings = None
+    return config
+
+
 # --- checks -----------------------------------------------------------------------------------------------------------
 
 
 def _as_draft(draft: Any, config: SpeculativeConfig) -> Draft:
     if draft is None:
-        return registry.load(registry.DRAFTS, config.draft, "draft")()
+        made = registry.load(registry.DRAFTS, config.draft, "draft")
+        try:
+            return made()
+        except TypeError as error:
+            raise ValueError(f"draft={config.draft!r} has to be made first: pass assistant_model={made.__name__}(...).") from error
     if isinstance(draft, Draft):
         return draft
     if isinstance(compat.unwrap(draft), PreTrainedModel):
         return registry.load(registry.DRAFTS, "model", "draft")(draft)
     raise TypeError(f"assistant_model: expected a transformers model or a hf_specdec Draft, got {type(draft).__name__}.")
+
+
+def _refuse_cache_implementation(kwargs: dict[str, Any]) -> None:
+    """Before transformers makes the cache that the call would not use."""
+    for name in (kwargs.get("cache_implementation"), getattr(kwargs.get("generation_config"), "cache_implementation", None)):
+        if name not in (None, "dynamic"):
+            raise ValueError(f"cache_implementation={name!r}: the speculative loop keeps a cache of its own, which can roll back. "
+                             f"Leave cache_implementation unset.")
 
 
 def _check_tokenizers(tokenizer, assistant_tokenizer) -> None:

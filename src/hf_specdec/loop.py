@@ -46,7 +46,7 @@ class SpeculativeLoop:
         k = self.schedule.next_k(self.draft.evidence(self.context), room)
         proposal = self.draft.propose(self.context, k)
         if not self.draft.trusted:
-            proposal.check(len(rows), self.context.vocab_size, self.draft.name)
+            Proposal.check(proposal, len(rows), self.context.vocab_size, self.draft.name)
         drafted = perf_counter()
 
         logits = self.target.score(rows, proposal).to(self.context.device)

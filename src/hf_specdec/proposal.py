@@ -53,6 +53,9 @@ class Proposal:
 
     def check(self, batch: int, vocab_size: int, draft: str) -> None:
         """Raise ValueError, naming the draft, unless shapes, ids and laws are what they have to be."""
+        if not isinstance(self, Proposal) or not torch.is_tensor(self.tokens):
+            raise ValueError(f"draft {draft!r} returned {type(self).__name__} where a Proposal of tensors is expected; "
+                             f"Proposal.from_lists makes one.")
         n = len(self.tree)
 
         def wrong(what: str):

@@ -83,11 +83,16 @@ class ModelDraft(Draft):
         """Logits [B, 1, V] for the next drafted token: first from all that is not cached yet, then from one token a time."""
         cached = self.cached
         if step == 0:
-            logits = cached.score(context.rows)
+            logits = cached.score(self._known(context))
             cached.commit([1] * len(k))
         else:
-            logits = cached.extend(tokens[-1][:, None], [int(step < own) for own in k])
+            logits = cached.extend(tokens[-1][:, None].clamp(max=self.traits.vocab_size - 1), [int(step < own) for own in k])
         return self._common_vocabulary(logits.to(context.device), context)
+
+    def _known(self, context: Context) -> list[list[int]]:
+        """The rows, with ids beyond the draft's own vocabulary replaced: a worse guess, not a wrong output."""
+        last = self.traits.vocab_size - 1
+        return context.rows if last + 1 >= context.vocab_size else [[min(token, last) for token in row] for row in context.rows]
 
     def _common_vocabulary(self, logits: torch.Tensor, context: Context) -> torch.Tensor:
         missing = context.vocab_size - logits.shape[-1]
