@@ -127,7 +127,7 @@ REFUSED = [
 # --- what is run with a line ------------------------------------------------------------------------------------------
 
 ATTENTION = ("eager", "sdpa")
-ROWS = prompts(5) + repetitive(14) + prompts(3, seed=1)
+ROWS = prompts(5, seed=2) + repetitive(14) + prompts(3, seed=1)
 MAX_NEW = 22
 SEEDS = (0,)
 

@@ -1,0 +1,182 @@
+"""past_key_values in and out: a second turn continues from what the first has cached, under our generate and under plain generate."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import hf_specdec
+from tests.architectures import FAMILIES
+from tests.helpers import ScriptedDraft, enabled, padded, perturbed, plain, prompts, repetitive, speculate, tiny_llama
+
+NAMES = ["Llama", "Mistral", "Gemma 3 (text)", "GPT-2", "Qwen2 (windowed layers)", "GPT-BigCode (one K/V head)", "BLOOM", "DeepSeek-V3"]
+FIRST, SECOND = 15, 12
+
+
+def made(name: str):
+    family = next(line for line in FAMILIES if line.name == name)
+    return family.model("eager")
+
+
+def options(new: int, **more) -> dict:
+    return dict(max_new_tokens=new, do_sample=False, pad_token_id=0, return_dict_in_generate=True, **more)
+
+
+def ours(model, ids, cache, new=SECOND, draft=None, **more):
+    mask = more.pop("attention_mask", torch.ones_like(ids))
+    return enabled(model).generate(input_ids=ids, attention_mask=mask, past_key_values=cache, speculative=True, assistant_model=draft,
+                                   num_assistant_tokens=4, **options(new, **more))
+
+
+def stock(model, ids, cache=None, new=SECOND, **more):
+    mask = more.pop("attention_mask", torch.ones_like(ids))
+    return model.generate(input_ids=ids, attention_mask=mask, past_key_values=cache, **options(new, **more))
+
+
+def next_turn(sequences, seed=8):
+    """The conversation so far, and what the user says next."""
+    return torch.cat([sequences, torch.tensor(prompts(*[5] * len(sequences), seed=seed))], dim=1)
+
+
+@pytest.mark.parametrize("draft", ["lookup", "model"])
+@pytest.mark.parametrize("name", NAMES)
+def test_two_turns_with_the_returned_cache_equal_plain_generate_from_scratch(name, draft):
+    model, ids = made(name), torch.tensor(repetitive(14))
+    drafting = perturbed(model) if draft == "model" else None
+    first = ours(model, ids, None, FIRST, drafting)
+    again = next_turn(first.sequences)
+    second = ours(model, again, first.past_key_values, draft=drafting)
+    assert torch.equal(first.sequences, stock(model, ids, new=FIRST).sequences)
+    assert torch.equal(second.sequences, stock(model, again).sequences)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_returned_cache_continues_under_plain_generate(name):
+    model, ids = made(name), torch.tensor(repetitive(14))
+    first = ours(model, ids, None, FIRST, perturbed(model))
+    again = next_turn(first.sequences)
+    assert isinstance(first.past_key_values, DynamicCache)
+    assert torch.equal(stock(model, again, first.past_key_values).sequences, stock(model, again).sequences)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_cache_from_plain_generate_continues_under_ours(name):
+    model, ids = made(name), torch.tensor(repetitive(14))
+    first = stock(model, ids, new=FIRST)
+    again = next_turn(first.sequences)
+    assert torch.equal(ours(model, again, first.past_key_values, draft=perturbed(model)).sequences, stock(model, again).sequences)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_explicit_cache_is_filled_in_place_over_two_turns(name):
+    model, ids = made(name), torch.tensor(repetitive(14))
+    cache = DynamicCache(config=model.config)
+    first = ours(model, ids, cache, FIRST)
+    assert first.past_key_values is cache and cache.get_seq_length() == first.sequences.shape[1] - 1
+    again = next_turn(first.sequences)
+    second = ours(model, again, cache)
+    assert torch.equal(second.sequences, stock(model, again).sequences)
+    assert cache.get_seq_length() == second.sequences.shape[1] - 1
+
+
+def test_an_explicit_cache_is_filled_where_only_the_tensor_is_asked_for():
+    model, ids = made("Llama"), torch.tensor(repetitive(14))
+    cache = DynamicCache()
+    out = enabled(model).generate(input_ids=ids, past_key_values=cache, speculative=True, max_new_tokens=FIRST, do_sample=False, pad_token_id=0)
+    assert cache.get_seq_length() == out.shape[1] - 1
+    again = next_turn(out)
+    assert torch.equal(stock(model, again, cache).sequences, stock(model, again).sequences)
+
+
+def test_a_cache_filled_through_the_decoder_object_continues_too():
+    model, ids = made("Llama"), torch.tensor(repetitive(14))
+    cache = DynamicCache()
+    decoder = hf_specdec.SpeculativeDecoder(perturbed(model))
+    out = model.generate(input_ids=ids, past_key_values=cache, custom_generate=decoder, **options(FIRST))
+    again = next_turn(out.sequences)
+    assert torch.equal(stock(model, again, out.past_key_values).sequences, stock(model, again).sequences)
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT-2", "GPT-BigCode (one K/V head)"])
+def test_the_returned_keys_and_values_are_plain_generates(name):
+    model, ids = made(name), torch.tensor(repetitive(14))
+    mine, theirs = ours(model, ids, None, FIRST, perturbed(model)).past_key_values, stock(model, ids, new=FIRST).past_key_values
+    assert len(mine.layers) == len(theirs.layers)
+    for a, b in zip(mine.layers, theirs.layers):
+        assert torch.allclose(a.keys, b.keys, atol=1e-4) and torch.allclose(a.values, b.values, atol=1e-4)
+
+
+def test_the_returned_cache_can_be_cropped():
+    model, ids = made("Llama"), torch.tensor(repetitive(14))
+    first = ours(model, ids, None, FIRST)
+    whole = first.past_key_values.get_seq_length()
+    again = next_turn(first.sequences[:, :20])
+    first.past_key_values.crop(-(whole - 20))
+    assert torch.equal(stock(model, again, first.past_key_values).sequences, stock(model, again).sequences)
+
+
+@pytest.mark.parametrize("place", [0, 3, 6])
+def test_after_eos_in_a_block_the_cache_holds_the_text_and_nothing_of_the_rest_of_the_block(place):
+    model, row = tiny_llama(6), repetitive(9)
+    (text,) = plain(model, row)
+    first = speculate(model, row, ScriptedDraft.knowing([row[0] + text]), 7, eos_token_id=text[place])
+    again = next_turn(first.sequences)
+    assert first.past_key_values.get_seq_length() == first.sequences.shape[1] - 1
+    assert torch.equal(ours(model, again, first.past_key_values).sequences, stock(model, again).sequences)
+
+
+def test_a_cache_of_all_but_the_last_token_is_enough():
+    model, ids = made("Llama"), torch.tensor(repetitive(14))
+    with torch.no_grad():
+        cache = model(input_ids=ids[:, :-1], use_cache=True).past_key_values
+    assert torch.equal(ours(model, ids, cache).sequences, stock(model, ids).sequences)
+
+
+def test_scores_of_a_second_turn_are_those_of_its_own_tokens():
+    model, ids = made("Llama"), torch.tensor(repetitive(14))
+    first = ours(model, ids, None, FIRST)
+    again = next_turn(first.sequences)
+    mine, theirs = ours(model, again, first.past_key_values, output_scores=True), stock(model, again, output_scores=True)
+    assert all(torch.allclose(a, b, atol=1e-3) for a, b in zip(mine.scores, theirs.scores, strict=True))
+
+
+# --- ragged batches -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma 3 (text)", "GPT-2"])
+@pytest.mark.parametrize("then", ["ours", "plain"])
+def test_a_ragged_batch_goes_on_in_a_second_turn(name, then):
+    model, rows = made(name), repetitive(13) + prompts(2, 7, seed=2)
+    inputs = padded(rows)
+    first = enabled(model).generate(**inputs, speculative=True, assistant_model=perturbed(model), num_assistant_tokens=4, **options(FIRST))
+    again = next_turn(first.sequences)
+    mask = torch.cat([inputs["attention_mask"], torch.ones(3, again.shape[1] - 13, dtype=torch.long)], dim=1)
+    run = ours if then == "ours" else stock
+    second = run(model, again, first.past_key_values, attention_mask=mask)
+    texts = [ids[keep.bool()].tolist() for ids, keep in zip(again, mask)]
+    assert second.sequences[:, again.shape[1]:].tolist() == plain(model, texts, max_new_tokens=SECOND)
+
+
+def test_rows_that_ended_early_go_on_in_a_second_turn_with_their_padding_masked():
+    model, rows = made("Llama"), repetitive(13) + prompts(2, 7, seed=2)
+    inputs = padded(rows)
+    eos = plain(model, rows)[1][4]
+    first = speculate(model, rows, perturbed(model), 4, eos_token_id=eos)
+    counts = torch.tensor(first.speculation.new_tokens)[:, None]
+    mask = torch.cat([inputs["attention_mask"], (torch.arange(first.sequences.shape[1] - 13) < counts).long(), torch.ones(3, 5, dtype=torch.long)], dim=1)
+    again = next_turn(first.sequences)
+    texts = [ids[keep.bool()].tolist() for ids, keep in zip(again, mask)]
+    assert len(set(first.speculation.new_tokens)) > 1
+    second = ours(model, again, first.past_key_values, attention_mask=mask)
+    assert second.sequences[:, again.shape[1]:].tolist() == plain(model, texts, max_new_tokens=SECOND)
+
+
+def test_holes_in_a_mask_are_read_as_padding():
+    model, (row,) = made("Llama"), prompts(8)
+    ids, mask = torch.tensor([row[:3] + [0, 0] + row[3:]]), torch.tensor([[1, 1, 1, 0, 0, 1, 1, 1, 1, 1]])
+    assert ours(model, ids, None, attention_mask=mask).sequences[:, 10:].tolist() == plain(model, [row], max_new_tokens=SECOND)
+
+
+def test_a_call_with_use_cache_false_gives_the_same_text():
+    model, row = made("Llama"), repetitive(14)
+    out = speculate(model, row, None, 4, use_cache=False)
+    assert out.sequences[0, 14:].tolist() == plain(model, row)[0]

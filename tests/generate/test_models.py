@@ -1,0 +1,369 @@
+"""Models of all kinds: enabled, copied, pickled, saved, wrapped, in another dtype, with a padded vocabulary; and left as they were."""
+
+import copy
+import gc
+import io
+import pickle
+import warnings
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaForCausalLM
+
+import hf_specdec
+from hf_specdec.drafts import ModelDraft, PromptLookupDraft
+from tests.helpers import (
+    ScriptedDraft, assert_unchanged, enabled, generated, padded, perturbed, plain, prompts, repetitive, snapshot, speculate, tiny_llama,
+)
+
+ROWS = repetitive(13) + prompts(2, 7, seed=2)
+OPTIONS = dict(max_new_tokens=12, do_sample=False, pad_token_id=0)
+
+
+def text(model, **options):
+    return model.generate(**padded(ROWS), **{**OPTIONS, **options})[:, 13:].tolist()
+
+
+@pytest.fixture
+def target():
+    return tiny_llama(1)
+
+
+@pytest.fixture
+def expected(target):
+    return plain(target, ROWS, max_new_tokens=12)
+
+
+# --- enable and disable -----------------------------------------------------------------------------------------------------
+
+
+def test_enable_returns_the_instance_and_touches_no_class(target):
+    before = dict(vars(LlamaForCausalLM)), LlamaForCausalLM.__mro__
+    assert hf_specdec.enable(target) is target
+    assert isinstance(target, LlamaForCausalLM) and type(target).__name__ == "LlamaForCausalLM"
+    assert (dict(vars(LlamaForCausalLM)), LlamaForCausalLM.__mro__) == before
+
+
+def test_only_the_enabled_instance_understands_speculative(target):
+    other = tiny_llama(1)
+    hf_specdec.enable(target)
+    with pytest.raises((ValueError, TypeError)):
+        other.generate(**padded(ROWS), speculative=True, **OPTIONS)
+
+
+def test_disable_undoes_enable(target):
+    kind = type(target)
+    hf_specdec.enable(hf_specdec.enable(target))
+    assert hf_specdec.disable(target) is target and type(target) is kind
+    hf_specdec.disable(target)
+    assert type(target) is kind and "generate" not in vars(target)
+
+
+def test_enable_changes_no_weight_config_or_attribute(target):
+    before = snapshot(target)
+    assert_unchanged(hf_specdec.enable(target), before)
+
+
+@pytest.mark.parametrize("made", [copy.copy, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "deepcopy", "pickle"])
+def test_a_copy_of_an_enabled_model_is_enabled(target, expected, made):
+    other = made(enabled(target))
+    assert text(other, speculative=True, assistant_model=perturbed(target)) == expected
+    assert type(hf_specdec.disable(other)) is LlamaForCausalLM
+
+
+def test_a_deep_copy_has_weights_of_its_own(target, expected):
+    other = copy.deepcopy(enabled(target))
+    with torch.no_grad():
+        target.lm_head.weight.neg_()
+    assert text(other, speculative=True) == expected != text(target, speculative=True)
+
+
+def test_torch_save_and_load_keep_the_model_enabled(target, expected):
+    buffer = io.BytesIO()
+    torch.save(enabled(target), buffer)
+    buffer.seek(0)
+    assert text(torch.load(buffer, weights_only=False), speculative=True) == expected
+
+
+def test_a_saved_checkpoint_is_an_ordinary_one(target, expected, tmp_path):
+    enabled(target).save_pretrained(tmp_path / "enabled")
+    hf_specdec.disable(target).save_pretrained(tmp_path / "plain")
+    names = [sorted(path.name for path in (tmp_path / kind).iterdir()) for kind in ("enabled", "plain")]
+    assert names[0] == names[1]
+    assert all((tmp_path / "enabled" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes() for name in names[0])
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "enabled")
+    assert type(loaded) is LlamaForCausalLM
+    assert text(enabled(loaded), speculative=True) == expected
+
+
+def test_an_enabled_model_can_still_be_moved_cast_trained_and_compared(target):
+    model = enabled(target).to(torch.float64).train()
+    loss = model(input_ids=torch.tensor([[1, 2, 3]]), labels=torch.tensor([[1, 2, 3]])).loss
+    loss.backward()
+    assert model.lm_head.weight.grad is not None and model.training
+    assert model.eval().dtype == torch.float64
+
+
+def test_the_functional_form_needs_no_enabling(target, expected):
+    from hf_specdec.integration import generate
+
+    out = generate(target, **padded(ROWS), assistant_model=perturbed(target), num_assistant_tokens=3, **OPTIONS)
+    assert out[:, 13:].tolist() == expected and type(target) is LlamaForCausalLM
+
+
+# --- stock behaviour without speculative= -------------------------------------------------------------------------------------
+
+STOCK = {
+    "greedy": {},
+    "sampling": dict(do_sample=True, temperature=1.3),
+    "beams": dict(num_beams=3),
+    "speculative=False": dict(speculative=False, do_sample=True),
+    "speculative=None": dict(speculative=None),
+    "dict": dict(return_dict_in_generate=True, output_scores=True),
+}
+
+
+@pytest.mark.parametrize("options", STOCK.values(), ids=STOCK)
+def test_without_speculative_an_enabled_model_is_the_stock_model(target, options):
+    stock = {name: value for name, value in options.items() if name != "speculative"}
+    results = []
+    for model, given in ((target, stock), (enabled(copy.deepcopy(target)), options)):
+        torch.manual_seed(0)
+        out = model.generate(**padded(ROWS), **{**OPTIONS, **given})
+        results.append(out if torch.is_tensor(out) else out.sequences)
+    assert torch.equal(*results)
+
+
+def test_stock_assisted_generation_stays_available_on_an_enabled_model(target, expected):
+    out = enabled(target).generate(**padded(ROWS[:1]), assistant_model=perturbed(target), **OPTIONS)
+    assert out[:, 13:].tolist() == expected[:1]
+
+
+def test_stock_prompt_lookup_stays_available_on_an_enabled_model(target, expected):
+    out = enabled(target).generate(**padded(ROWS[:1]), prompt_lookup_num_tokens=3, **OPTIONS)
+    assert out[:, 13:].tolist() == expected[:1]
+
+
+# --- left as they were --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("k", [4, "auto"])
+def test_a_call_changes_neither_model(target, k, do_sample):
+    draft = perturbed(target)
+    enabled(target)
+    before = snapshot(target), snapshot(draft)
+    for _ in range(2):
+        speculate(target, ROWS, draft, k, do_sample=do_sample, output_scores=True)
+    assert_unchanged(target, before[0])
+    assert_unchanged(draft, before[1])
+    assert type(draft) is LlamaForCausalLM
+
+
+def test_a_call_leaves_no_hook_behind(target):
+    draft = perturbed(target)
+    speculate(target, ROWS, draft, 4)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for model in (target, draft) for module in model.modules())
+
+
+def test_a_training_mode_is_kept(target):
+    enabled(target).train()
+    target.generate(**padded(ROWS), speculative=True, **OPTIONS)
+    assert target.training
+
+
+def test_the_callers_arguments_are_not_changed(target):
+    inputs, config = padded(ROWS), GenerationConfig(**OPTIONS, temperature=1.0)
+    speculative = {"num_assistant_tokens": 3}
+    before = {name: tensor.clone() for name, tensor in inputs.items()}, config.to_dict(), dict(speculative)
+    enabled(target).generate(**inputs, generation_config=config, speculative=speculative)
+    assert all(torch.equal(inputs[name], tensor) for name, tensor in before[0].items())
+    assert (config.to_dict(), speculative) == before[1:]
+
+
+def test_a_generation_config_of_the_caller_is_obeyed(target, expected):
+    config = GenerationConfig(max_new_tokens=12, do_sample=False, pad_token_id=0)
+    out = enabled(target).generate(**padded(ROWS), generation_config=config, speculative=True)
+    assert out[:, 13:].tolist() == expected
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_error_or_ctrl_c_inside_a_draft_leaves_both_models_and_the_draft_usable(target, expected, error):
+    model = perturbed(target)
+    draft = ModelDraft(model)
+    enabled(target)
+    before, rounds, propose = (snapshot(target), snapshot(model)), [], draft.propose
+
+    def break_off(context, k):
+        rounds.append(k)
+        if len(rounds) == 3:
+            raise error("here")
+        return propose(context, k)
+
+    draft.propose = break_off
+    with pytest.raises(error, match="here"):
+        speculate(target, ROWS, draft, 3)
+    draft.propose = propose
+    assert_unchanged(target, before[0])
+    assert_unchanged(model, before[1])
+    assert generated(speculate(target, ROWS, draft, 3, max_new_tokens=12), ROWS) == expected
+
+
+def test_an_error_inside_a_streamer_leaves_the_model_usable(target, expected):
+    def streamer(row, tokens, drafted):
+        raise RuntimeError("here")
+
+    before = snapshot(enabled(target))
+    with pytest.raises(RuntimeError, match="here"):
+        speculate(target, ROWS, streamer=streamer)
+    assert_unchanged(target, before)
+    assert text(target, speculative=True) == expected
+
+
+@pytest.mark.parametrize("kind", ["model", "lookup"])
+def test_calls_leave_no_tensors_behind(target, kind):
+    draft = ModelDraft(perturbed(target)) if kind == "model" else PromptLookupDraft()
+
+    def tensors() -> int:
+        gc.collect()
+        return sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
+
+    for _ in range(3):
+        speculate(target, ROWS, draft, 4)
+    before = tensors()
+    for _ in range(10):
+        speculate(target, ROWS, draft, 4)
+    assert tensors() <= before
+
+
+# --- drafts of another kind ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_draft_in_another_dtype_drafts_for_a_float32_target(target, dtype, do_sample):
+    out = speculate(target, ROWS, perturbed(target).to(dtype), 4, do_sample=do_sample, max_new_tokens=12, seed=0)
+    assert out.speculation.accepted > 0
+    assert do_sample or generated(out, ROWS) == plain(target, ROWS, max_new_tokens=12)
+
+
+def test_a_target_in_bfloat16_takes_a_float32_draft(target):
+    out = speculate(target.to(torch.bfloat16), ROWS, tiny_llama(1), 4, output_logits=True)
+    assert out.speculation.acceptance_rate > 0.5 and out.logits[0].dtype == torch.float32
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("devices", [("cuda", "cpu"), ("cpu", "cuda"), ("cuda", "cuda")], ids=str)
+def test_draft_and_target_may_be_on_different_devices(target, expected, devices):
+    draft = perturbed(target).to(devices[1])
+    target.to(devices[0])
+    inputs = {name: tensor.to(devices[0]) for name, tensor in padded(ROWS).items()}
+    out = enabled(target).generate(**inputs, speculative=True, assistant_model=draft, num_assistant_tokens=4, **OPTIONS)
+    assert out[:, 13:].tolist() == expected
+
+
+def resized(model, vocab: int):
+    """The same model with its vocabulary padded to `vocab`; the new rows are large, so that a mix-up would show."""
+    other = copy.deepcopy(model)
+    old = other.config.vocab_size
+    other.resize_token_embeddings(vocab, mean_resizing=False)
+    with torch.no_grad():
+        for weight in (other.get_input_embeddings().weight, other.get_output_embeddings().weight):
+            weight[old:] = 2.0
+    return other
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("draft_is_larger", [True, False])
+def test_vocabularies_may_be_padded_to_different_sizes(target, draft_is_larger, do_sample):
+    ours, draft = (target, resized(perturbed(target), 64)) if draft_is_larger else (resized(target, 64), perturbed(target))
+    out = speculate(ours, ROWS, draft, 4, seed=1, do_sample=do_sample)
+    assert out.speculation.accepted > 0
+    assert int(out.sequences.max()) < ours.config.vocab_size
+    assert do_sample or generated(out, ROWS) == plain(ours, ROWS)
+
+
+@pytest.mark.parametrize("options", [dict(repetition_penalty=1.3), dict(top_k=5), dict(typical_p=0.8), dict(top_p=0.5, temperature=0.5)], ids=str)
+def test_processors_work_on_a_draft_with_a_smaller_vocabulary(target, options):
+    out = speculate(resized(target, 64), ROWS, perturbed(target), 4, seed=1, do_sample=True, **options)
+    assert out.speculation.accepted > 0
+
+
+def test_a_draft_that_lacks_the_only_token_allowed_does_not_break_the_call(target):
+    larger = resized(target, 64)
+    for do_sample in (False, True):
+        out = speculate(larger, ROWS, perturbed(target), 3, do_sample=do_sample, prefix_allowed_tokens_fn=lambda row, ids: [62, 63])
+        assert set(sum(generated(out, ROWS), [])) <= {62, 63}
+
+
+def test_a_draft_without_a_single_token_in_common_with_the_prompt_is_still_exact(target, expected):
+    out = speculate(target, ROWS, ScriptedDraft(lambda row: [60, 60, 60]), 3, max_new_tokens=12)
+    assert generated(out, ROWS) == expected
+
+
+def test_a_draft_with_a_shorter_context_stops_drafting_where_it_ends(target):
+    draft = tiny_llama(1, max_position_embeddings=32)
+    draft.load_state_dict(target.state_dict())
+    row = prompts(20)
+    out = speculate(target, row, draft, 4, max_new_tokens=40)
+    assert generated(out, row) == plain(target, row, max_new_tokens=40)
+    assert out.speculation.accepted > 0
+
+
+def test_a_draft_that_is_never_right_is_warned_of(target):
+    from tests.helpers import contrary
+
+    with pytest.warns(UserWarning, match="assistant_model.*tokenizer"):
+        speculate(target, ROWS, contrary(target), 4, max_new_tokens=40)
+
+
+def test_a_draft_that_is_right_is_not_warned_of(target):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        speculate(target, ROWS, perturbed(target), 4, max_new_tokens=40)
+
+
+# --- PEFT ---------------------------------------------------------------------------------------------------------------------
+
+
+def adapted(model, seed=3):
+    """A LoRA adapter that changes the text."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    torch.manual_seed(seed)
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False))
+    return wrapped.eval()
+
+
+@pytest.mark.parametrize("order", ["wrap, then enable", "enable, then wrap"])
+def test_a_lora_model_generates_its_own_text(target, expected, order):
+    if order == "wrap, then enable":
+        model = hf_specdec.enable(adapted(target))
+    else:
+        model = adapted(hf_specdec.enable(target))
+    reference = [model.generate(**padded([row]), **OPTIONS)[0, len(row):].tolist() for row in ROWS]
+    assert reference != expected
+    for draft in (None, perturbed(tiny_llama(1)), ScriptedDraft.knowing([row + new for row, new in zip(ROWS, reference)])):
+        out = model.generate(**padded(ROWS), speculative=True, assistant_model=draft, num_assistant_tokens=4, return_dict_in_generate=True, **OPTIONS)
+        assert out.sequences[:, 13:].tolist() == reference
+        assert out.speculation.new_tokens == [12, 12, 12]
+
+
+def test_a_lora_model_through_the_decoder_object(target):
+    model = adapted(target)
+    reference = model.generate(**padded(ROWS[:1]), **OPTIONS)
+    out = model.generate(**padded(ROWS[:1]), custom_generate=hf_specdec.SpeculativeDecoder(), **OPTIONS)
+    assert torch.equal(out, reference)
+
+
+def test_a_lora_model_is_a_draft_too(target, expected):
+    draft = adapted(perturbed(target))
+    before = {name: tensor.clone() for name, tensor in draft.state_dict().items()}
+    out = speculate(target, ROWS, draft, 4, max_new_tokens=12)
+    assert generated(out, ROWS) == expected
+    assert all(torch.equal(before[name], tensor) for name, tensor in draft.state_dict().items())
+
+
+def test_a_wrapped_model_can_be_disabled(target):
+    model = adapted(target)
+    kind = type(model)
+    assert type(hf_specdec.disable(hf_specdec.enable(model))) is kind

@@ -1,0 +1,264 @@
+"""What comes back: sequences, scores, logits and the trace."""
+
+import json
+import math
+
+import pytest
+import torch
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from hf_specdec import SpeculationTrace, SpeculativeConfig, SpeculativeOutput
+from hf_specdec.drafts import ModelDraft, PromptLookupDraft, UniformDraft
+from tests.helpers import (
+    KnowingTreeDraft, ScriptedDraft, TreeDraft, enabled, generated, padded, perturbed, plain, prompts, repetitive, speculate, tiny_llama,
+)
+
+ROWS = repetitive(13) + prompts(2, 7, seed=2)
+MAX_NEW = 18
+
+
+def drafts(target, **options):
+    texts = plain(target, ROWS, max_new_tokens=MAX_NEW, **options)
+    finished = [row + text for row, text in zip(ROWS, texts)]
+    return {"scripted": ScriptedDraft.knowing(finished, wrong=4), "tree": KnowingTreeDraft(finished), "model": perturbed(target), "lookup": None}
+
+
+every_draft = pytest.mark.parametrize("draft", ["scripted", "tree", "model", "lookup"])
+
+
+def test_a_tensor_comes_back_unless_a_dict_is_asked_for():
+    target = enabled(tiny_llama(1))
+    out = target.generate(**padded(ROWS), speculative=True, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert torch.is_tensor(out) and out.dtype == torch.int64 and out.shape == (3, 17)
+
+
+def test_the_dict_is_transformers_own_kind_and_carries_the_trace():
+    out = speculate(tiny_llama(1), ROWS)
+    assert isinstance(out, SpeculativeOutput) and isinstance(out, GenerateDecoderOnlyOutput)
+    assert isinstance(out.speculation, SpeculationTrace)
+    assert out.scores is None and out.logits is None and torch.equal(out["sequences"], out.sequences)
+
+
+def test_the_sequences_begin_with_the_prompt_as_it_was_passed():
+    inputs = padded(ROWS, pad=5)
+    out = enabled(tiny_llama(1)).generate(**inputs, speculative=True, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert torch.equal(out[:, :13], inputs["input_ids"])
+
+
+# --- scores and logits ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, dict(repetition_penalty=1.5), dict(suppress_tokens=[1, 2, 3])], ids=str)
+@every_draft
+def test_scores_and_logits_are_plain_generates_at_every_committed_position(draft, options):
+    target = tiny_llama(1)
+    wanted = dict(output_scores=True, output_logits=True, max_new_tokens=MAX_NEW, do_sample=False, pad_token_id=0, **options)
+    out = speculate(target, ROWS, drafts(target, **options)[draft], 5, **wanted)
+    for b, row in enumerate(ROWS):
+        stock = target.generate(**padded([row]), return_dict_in_generate=True, **wanted)
+        for ours, theirs in ((out.scores, stock.scores), (out.logits, stock.logits)):
+            assert len(ours) == len(theirs) == MAX_NEW
+            assert all(torch.allclose(a[b], c[0], atol=1e-3, rtol=1e-4) for a, c in zip(ours, theirs))
+
+
+def test_scores_alone_do_not_bring_logits_and_the_reverse():
+    target = tiny_llama(1)
+    assert speculate(target, ROWS, output_scores=True).logits is None
+    assert speculate(target, ROWS, output_logits=True).scores is None
+
+
+def test_rows_that_have_ended_have_no_more_scores_of_their_own_and_the_others_go_on():
+    target = tiny_llama(1)
+    text = plain(target, ROWS)[0]
+    out = speculate(target, ROWS, perturbed(target), 4, eos_token_id=text[3], output_scores=True)
+    assert len(out.scores) == max(out.speculation.new_tokens) and all(step.shape == (3, 61) for step in out.scores)
+
+
+@pytest.mark.parametrize("draft", ["model", "lookup"])
+def test_scores_of_sampled_text_are_the_warped_logits_of_the_committed_prefix(draft):
+    target = tiny_llama(1)
+    made = perturbed(target) if draft == "model" else None
+    out = speculate(target, ROWS, made, 4, seed=2, do_sample=True, temperature=0.5, top_k=7, max_new_tokens=MAX_NEW, output_scores=True)
+    for b, (row, text) in enumerate(zip(ROWS, generated(out, ROWS))):
+        with torch.no_grad():
+            logits = target(input_ids=torch.tensor([row + text])).logits[0, len(row) - 1 : -1] / 0.5
+        kept = logits >= logits.topk(7).values[:, -1:]
+        ours = torch.stack([step[b] for step in out.scores])
+        assert torch.equal(ours.isfinite(), kept) and torch.allclose(ours[kept], logits[kept], atol=1e-3)
+
+
+def test_compute_transition_scores_works_on_the_output():
+    target = enabled(tiny_llama(1))
+    out = speculate(target, ROWS[:1], perturbed(target), 4, seed=2, do_sample=True, output_scores=True)
+    scores = target.compute_transition_scores(out.sequences, out.scores, normalize_logits=True)
+    assert scores.shape == (1, 20) and bool((scores <= 0).all()) and bool(scores.isfinite().all())
+
+
+# --- the trace --------------------------------------------------------------------------------------------------------------
+
+CALLS = {
+    "lookup": lambda target: (None, {}),
+    "model": lambda target: (perturbed(target), {}),
+    "model, sampled": lambda target: (perturbed(target), dict(do_sample=True)),
+    "itself": lambda target: (ModelDraft(target), {}),
+    "uniform": lambda target: (UniformDraft(), dict(do_sample=True)),
+    "tree": lambda target: (KnowingTreeDraft([row + text for row, text in zip(ROWS, plain(target, ROWS))]), {}),
+    "random tree": lambda target: (TreeDraft(), dict(do_sample=True)),
+    "eos": lambda target: (perturbed(target), dict(eos_token_id=plain(target, ROWS)[0][4])),
+}
+
+
+@pytest.mark.parametrize("k", [1, 5, "auto"])
+@pytest.mark.parametrize("call", CALLS)
+def test_the_trace_adds_up(call, k):
+    target = tiny_llama(1)
+    draft, options = CALLS[call](target)
+    out = speculate(target, ROWS, draft, k, seed=3, **options)
+    trace = out.speculation
+    entries = [entry for entries in trace.rounds for entry in entries]
+    for row in range(3):
+        own = [entry for entry in entries if entry.row == row]
+        assert sum(entry.committed for entry in own) == trace.new_tokens[row]
+        assert sum(entry.accepted for entry in own) == int(trace.draft_mask[row].sum())
+        assert all(entry.committed == entry.accepted + 1 for entry in own[:-1])
+        assert own[-1].committed - own[-1].accepted in (0, 1)
+    assert all(0 <= entry.accepted <= entry.proposed <= (k if k != "auto" else 16) for entry in entries)
+    assert 0 <= trace.target_calls - len(trace.rounds) <= ("tree" in call)  # a tree comes after the prompt pass, a chain with it
+    assert trace.proposed == sum(entry.proposed for entry in entries) and trace.accepted == sum(entry.accepted for entry in entries)
+    assert trace.block_efficiency == pytest.approx(sum(trace.new_tokens) / len(entries))
+    assert trace.draft_mask.shape == (3, max(trace.new_tokens)) and trace.draft_mask.dtype == torch.bool
+    if trace.proposed:
+        assert trace.acceptance_rate == pytest.approx(trace.accepted / trace.proposed)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_the_trace_is_json_and_says_what_the_trace_says(call):
+    target = tiny_llama(1)
+    draft, options = CALLS[call](target)
+    trace = speculate(target, ROWS, draft, 4, seed=3, **options).speculation
+    read = json.loads(trace.to_json(), parse_constant=lambda constant: pytest.fail(f"{constant} is not JSON"))
+    assert read["new_tokens"] == trace.new_tokens and read["target_calls"] == trace.target_calls
+    assert read["config"]["num_assistant_tokens"] == 4 and read["lossless"] is True
+    assert len(read["rounds"]) == len(trace.rounds)
+
+
+def test_a_call_without_a_single_proposal_has_no_acceptance_rate_and_is_json_all_the_same():
+    trace = speculate(tiny_llama(1), prompts(1), PromptLookupDraft(min_match=8), 4, max_new_tokens=2).speculation
+    assert trace.proposed == 0 and math.isnan(trace.acceptance_rate)
+    json.loads(trace.to_json(), parse_constant=lambda constant: pytest.fail(f"{constant} is not JSON"))
+
+
+@pytest.mark.parametrize("k", [1, 3, 20, 64])
+def test_num_assistant_tokens_is_obeyed_and_echoed(k):
+    target = tiny_llama(1)
+    trace = speculate(target, ROWS[:1], ModelDraft(target), k, max_new_tokens=70).speculation
+    assert trace.config["num_assistant_tokens"] == k
+    assert [entries[0].proposed for entries in trace.rounds[:-1]] == [k] * (len(trace.rounds) - 1)
+
+
+def test_a_draft_that_is_the_target_is_accepted_whole_and_never_runs_more_than_k_times_a_round():
+    target = tiny_llama(1)
+    trace = speculate(target, ROWS, ModelDraft(target), 4, max_new_tokens=50).speculation
+    assert trace.acceptance_rate == 1.0 and len(trace.rounds) == 10 and trace.block_efficiency == 5.0
+    assert trace.draft_calls <= 4 * len(trace.rounds) + 1
+
+
+def test_a_sampling_draft_that_is_the_target_is_accepted_whole():
+    target = tiny_llama(1)
+    trace = speculate(target, ROWS, ModelDraft(target), 4, seed=1, do_sample=True, temperature=0.8, top_p=0.9, max_new_tokens=50).speculation
+    assert trace.acceptance_rate > 0.999
+
+
+@pytest.mark.parametrize("source", ["prompt_lookup", "uniform", "scripted"])
+def test_every_round_names_its_source(source):
+    draft = {"prompt_lookup": None, "uniform": UniformDraft(), "scripted": ScriptedDraft(lambda row: [])}[source]
+    trace = speculate(tiny_llama(1), ROWS, draft, 3).speculation
+    assert {entry.source for entries in trace.rounds for entry in entries} == {source}
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("lenience", [1.0, 0.5])
+def test_the_trace_says_whether_the_text_is_the_targets_own(lenience, do_sample):
+    trace = speculate(tiny_llama(1), ROWS, lenience=lenience, do_sample=do_sample).speculation
+    assert trace.lossless == (lenience == 1.0) and trace.config["lenience"] == lenience
+
+
+def test_lenient_greedy_text_keeps_to_its_bound():
+    target = tiny_llama(1)
+    out = speculate(target, ROWS, perturbed(target), 4, lenience=0.3, max_new_tokens=40)
+    strict = speculate(target, ROWS, perturbed(target), 4, max_new_tokens=40)
+    for b, (row, text) in enumerate(zip(ROWS, generated(out, ROWS))):
+        with torch.no_grad():
+            p = target(input_ids=torch.tensor([row + text])).logits[0, len(row) - 1 : -1].softmax(-1)
+        said = p.gather(1, torch.tensor(text)[:, None])[:, 0]
+        drafted = out.speculation.draft_mask[b, : len(text)]
+        assert bool((said >= 0.3 * p.max(-1).values - 1e-4).all())
+        assert torch.equal(said[~drafted], p.max(-1).values[~drafted])
+    assert out.speculation.acceptance_rate > strict.speculation.acceptance_rate
+
+
+def test_the_settings_may_come_as_true_as_a_dict_as_a_config_or_beside_it():
+    target = enabled(tiny_llama(1))
+    options = dict(return_dict_in_generate=True, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    calls = [
+        dict(speculative=True, num_assistant_tokens=3), dict(speculative={"num_assistant_tokens": 3}),
+        dict(speculative=SpeculativeConfig(num_assistant_tokens=3)), dict(speculative=SpeculativeConfig(), num_assistant_tokens=3),
+        dict(speculative={"num_assistant_tokens": 9}, num_assistant_tokens=3),
+    ]
+    for call in calls:
+        assert target.generate(**padded(ROWS), **call, **options).speculation.config["num_assistant_tokens"] == 3
+
+
+@pytest.mark.parametrize("name", ["prompt_lookup", "uniform"])
+def test_the_draft_may_be_named_in_the_config(name):
+    trace = speculate(tiny_llama(1), ROWS, speculative={"draft": name}).speculation
+    assert {entry.source for entries in trace.rounds for entry in entries} == {name} and trace.config["draft"] == name
+
+
+# --- random numbers ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_seed_repeats_a_call_and_torchs_own_seed_does_too():
+    target = tiny_llama(1)
+    options = dict(do_sample=True, temperature=1.5)
+    a, b, c = (generated(speculate(target, ROWS, seed=seed, **options), ROWS) for seed in (5, 5, 6))
+    assert a == b != c
+    torch.manual_seed(7)
+    d = generated(speculate(target, ROWS, **options), ROWS)
+    e = generated(speculate(target, ROWS, **options), ROWS)
+    torch.manual_seed(7)
+    assert d == generated(speculate(target, ROWS, **options), ROWS) != e
+
+
+def test_a_seeded_call_leaves_torchs_generator_alone():
+    target = tiny_llama(1)
+    before = torch.get_rng_state()
+    speculate(target, ROWS, TreeDraft(), seed=5, do_sample=True)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_k_auto_with_a_seed_repeats_itself_round_by_round():
+    target = tiny_llama(1)
+    first, second = (speculate(target, ROWS, perturbed(target), "auto", seed=3, do_sample=True, max_new_tokens=60) for _ in range(2))
+    assert first.speculation.rounds == second.speculation.rounds and torch.equal(first.sequences, second.sequences)
+
+
+@pytest.mark.parametrize("largest", [1, 5, 30])
+def test_k_auto_never_exceeds_its_largest(largest):
+    target = tiny_llama(1)
+    speculative = {"max_auto_tokens": largest, "seed": 0}
+    trace = speculate(target, ROWS[:1], ModelDraft(target), "auto", max_new_tokens=90, speculative=speculative).speculation
+    proposed = {entry.proposed for entries in trace.rounds for entry in entries}
+    assert max(proposed) <= largest
+
+
+def test_k_auto_speculates_where_a_free_draft_is_right_and_stops_where_it_is_wrong():
+    target, row = tiny_llama(1), prompts(9)
+    (text,) = plain(target, row, max_new_tokens=150)
+    right = ScriptedDraft.knowing([row[0] + text])
+    wrong = ScriptedDraft(lambda tokens: [(token + 1) % 61 for token in right.script(tokens)])
+    right.cost_ratio = wrong.cost_ratio = 0.05
+    traces = [speculate(target, row, draft, "auto", seed=0, max_new_tokens=150).speculation for draft in (right, wrong)]
+    assert traces[0].block_efficiency > 4
+    plain_rounds = [entries[0].proposed == 0 for entries in traces[1].rounds]
+    assert sum(plain_rounds) > 100 and traces[1].proposed < 100

@@ -1,0 +1,133 @@
+"""The slot cache: whatever was drafted, rejected or taken from a tree, the next logits are those of a fresh pass."""
+
+import pytest
+import torch
+
+from hf_specdec.cached_model import CachedModel
+from hf_specdec.proposal import Proposal
+from hf_specdec.tree import Tree
+from tests.architectures import FAMILIES
+from tests.helpers import VOCAB, prompts
+
+CLOSE = dict(atol=2e-4, rtol=2e-4)
+KINDS = {"full": "Llama", "sliding": "Mistral", "hybrid": "Gemma 3 (text)", "chunked": "Llama 4 (text, chunked)", "learned positions": "GPT-2",
+         "one K/V head": "GPT-BigCode (one K/V head)", "latent": "DeepSeek-V3"}
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def made(kind: str):
+    return next(family for family in FAMILIES if family.name == KINDS[kind]).model("eager")
+
+
+@torch.no_grad()
+def fresh(model, tokens: list[int]) -> torch.Tensor:
+    """Logits after the last token, from a pass of its own."""
+    return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1]
+
+
+def proposal(tree: Tree, batch: int, sizes: list[int] | None = None, seed: int = 0) -> Proposal:
+    tokens = torch.randint(1, VOCAB, (batch, len(tree)), generator=torch.Generator().manual_seed(seed))
+    return Proposal(tree, tokens, None, sizes or [len(tree)] * batch)
+
+
+def check_scores(model, cached: CachedModel, rows: list[list[int]], drafted: Proposal) -> None:
+    """Every node has the logits of its own path, alone."""
+    with torch.no_grad():
+        logits = cached.score(rows, drafted)
+    for b, row in enumerate(rows):
+        for node in range(drafted.sizes[b] + 1):
+            path = [int(drafted.tokens[b, step - 1]) for step in drafted.tree.path(node)]
+            assert torch.allclose(logits[b, node], fresh(model, row + path), **CLOSE), (b, node)
+
+
+def take(cached: CachedModel, rows: list[list[int]], drafted: Proposal, leaves: list[int], extra: int = 5) -> None:
+    """Accept the path to leaves[b] and append one more token."""
+    on_path = torch.zeros(len(rows), len(drafted.tree) + 1, dtype=torch.bool)
+    for b, leaf in enumerate(leaves):
+        path = drafted.tree.path(leaf)
+        on_path[b, [0, *path]] = True
+        rows[b] += [int(drafted.tokens[b, step - 1]) for step in path] + [extra + b]
+    cached.commit([int(path.sum()) for path in on_path], drafted.tree, on_path)
+
+
+TREES = [Tree.chain(4), Tree((0, 0, 1, 1, 2, 4)), Tree((0, 0, 0, 0))]
+
+
+@every_kind
+@pytest.mark.parametrize("tree", TREES, ids=["chain", "tree", "siblings"])
+def test_every_node_of_every_ragged_row_has_the_logits_of_its_own_path_round_after_round(kind, tree):
+    model, rows = made(kind), prompts(9, 3, 14)
+    cached = CachedModel(model, 60)
+    last = len(tree)
+    for round, leaves in enumerate(([last, 0, 1], [0, last, last], [2, 1, 0])):
+        drafted = proposal(tree, 3, seed=round)
+        check_scores(model, cached, rows, drafted)
+        take(cached, rows, drafted, leaves)
+        assert cached.lengths == [len(row) - 1 for row in rows]
+    check_scores(model, cached, rows, proposal(Tree.chain(0), 3))
+
+
+@every_kind
+def test_rows_may_propose_different_numbers_of_tokens(kind):
+    model, rows = made(kind), prompts(9, 3, 14)
+    cached = CachedModel(model, 60)
+    for round, sizes in enumerate(([4, 0, 2], [0, 4, 1])):
+        drafted = proposal(Tree.chain(4), 3, sizes, seed=round)
+        check_scores(model, cached, rows, drafted)
+        take(cached, rows, drafted, sizes)
+
+
+@every_kind
+def test_rejected_tokens_leave_no_trace(kind):
+    model, rows = made(kind), prompts(9, 3)
+    cached = CachedModel(model, 60)
+    for round in range(4):
+        drafted = proposal(Tree.chain(6), 2, seed=round)
+        check_scores(model, cached, rows, drafted)
+        take(cached, rows, drafted, [0, 0])
+
+
+def test_rows_that_leave_do_not_disturb_those_that_stay():
+    model, rows = made("full"), prompts(9, 3, 14)
+    cached = CachedModel(model, 60)
+    for stay in ([0, 2], [1]):
+        drafted = proposal(Tree((0, 0, 1)), len(rows))
+        check_scores(model, cached, rows, drafted)
+        take(cached, rows, drafted, [3, 2, 0][: len(rows)])
+        cached.keep(stay)
+        rows = [rows[b] for b in stay]
+    check_scores(model, cached, rows, proposal(Tree.chain(2), 1))
+
+
+def test_a_row_forgets_what_is_cropped():
+    model, rows = made("full"), prompts(9, 5)
+    cached = CachedModel(model, 60)
+    check_scores(model, cached, rows, proposal(Tree.chain(3), 2))
+    take(cached, rows, proposal(Tree.chain(3), 2), [3, 3])
+    cached.crop([10, 6])
+    rows = [rows[0][:10] + [7, 8], rows[1][:6] + [9]]
+    check_scores(model, cached, rows, proposal(Tree.chain(2), 2, seed=4))
+
+
+@pytest.mark.parametrize("attn", ["eager", "sdpa"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_short_row_beside_a_long_one_makes_no_nan_in_half_precision(attn, dtype):
+    model = FAMILIES[0].model(attn).to(dtype)
+    cached = CachedModel(model, 90)
+    with torch.no_grad():
+        logits = cached.score(prompts(70, 1), proposal(Tree((0, 0, 1)), 2))
+    assert bool(logits.isfinite().all())
+
+
+def test_one_round_is_one_forward_and_a_tree_on_a_new_prompt_two():
+    model, rows = made("full"), prompts(9, 3)
+    cached = CachedModel(model, 60)
+    with torch.no_grad():
+        cached.score(rows, proposal(Tree.chain(3), 2))
+        assert cached.calls == 1
+        cached.commit([1, 1], Tree.chain(3), torch.tensor([[True, False, False, False]] * 2))
+        cached.score([row + [5] for row in rows], proposal(Tree((0, 0)), 2))
+        assert cached.calls == 2
+        other = CachedModel(model, 60)
+        other.score(rows, proposal(Tree((0, 0)), 2))
+    assert other.calls == 2

@@ -1,0 +1,48 @@
+"""`SpeculativeConfig` as data."""
+
+import dataclasses
+import json
+
+import pytest
+
+from hf_specdec import SpeculativeConfig
+
+CONFIGS = [SpeculativeConfig(), SpeculativeConfig(num_assistant_tokens=5, draft="uniform", acceptance="greedy", lenience=0.25, seed=3, max_auto_tokens=9),
+           SpeculativeConfig(seed=[1, 2, 3]), SpeculativeConfig(num_assistant_tokens=64, lenience=1)]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=range(len(CONFIGS)))
+def test_a_config_survives_dict_json_and_file(config, tmp_path):
+    assert SpeculativeConfig.from_dict(config.to_dict()) == config
+    assert SpeculativeConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    path = config.save_pretrained(tmp_path / "new" / "folder")
+    assert path.name == "speculative_config.json"
+    assert SpeculativeConfig.from_pretrained(path) == SpeculativeConfig.from_pretrained(path.parent) == config
+
+
+def test_a_config_is_frozen_and_can_be_a_key():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        SpeculativeConfig().lenience = 0.5
+    assert len({SpeculativeConfig(), SpeculativeConfig(), SpeculativeConfig(seed=[1])}) == 2
+
+
+@pytest.mark.parametrize("k", [1, 64, "auto"])
+def test_the_ends_of_the_range_of_k_are_in_range(k):
+    assert SpeculativeConfig(num_assistant_tokens=k).num_assistant_tokens == k
+
+
+def test_the_default_is_exact():
+    config = SpeculativeConfig()
+    assert (config.lenience, config.acceptance, config.num_assistant_tokens, config.draft) == (1.0, "auto", "auto", "prompt_lookup")
+
+
+def test_an_override_of_none_changes_nothing():
+    given = SpeculativeConfig(num_assistant_tokens=3, lenience=0.5)
+    assert SpeculativeConfig.resolve(given, num_assistant_tokens=None) == given
+    assert SpeculativeConfig.resolve(given, lenience=0.7) == SpeculativeConfig(num_assistant_tokens=3, lenience=0.7)
+    assert SpeculativeConfig.resolve(True) == SpeculativeConfig.resolve(None) == SpeculativeConfig()
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(OSError, match="speculative_config.json"):
+        SpeculativeConfig.from_pretrained(tmp_path)
