@@ -254,11 +254,10 @@ PER_ROW = {
     "encoder_repetition_penalty": dict(encoder_repetition_penalty=1.5),
     "encoder_no_repeat_ngram_size": dict(encoder_no_repeat_ngram_size=1),
 }
-WHOLE_BATCH = pytest.mark.xfail(strict=True, reason="the processor holds the prompts of the whole batch, and is not cut to its row")
 
 
 @pytest.mark.parametrize("draft", ["prompt_lookup", "model"])
-@pytest.mark.parametrize("name", [pytest.param(name, marks=WHOLE_BATCH if name.startswith("encoder") else ()) for name in PER_ROW])
+@pytest.mark.parametrize("name", PER_ROW)
 def test_processors_treat_a_row_as_in_a_batch_of_its_own(name, draft):
     target = llama()
     options = {**PER_ROW[name], "eos_token_id": ending(target)[:2]}

@@ -45,7 +45,7 @@ class CachedModel:
         if proposal is None:
             proposal = Proposal.from_lists([[] for _ in rows], self.device)
         if not proposal.tree.is_chain and max(map(len, fresh)) > 1:
-            self._feed([tokens[:-1] for tokens in fresh])
+            self.feed([tokens[:-1] for tokens in fresh])
             fresh = [tokens[-1:] for tokens in fresh]
         self.fresh, n = [len(tokens) for tokens in fresh], len(proposal.tree)
         sizes = [own + size for own, size in zip(self.fresh, proposal.sizes)]
@@ -63,7 +63,7 @@ class CachedModel:
         self.lengths = [length + step for length, step in zip(self.lengths, advance)]
         return logits
 
-    def _feed(self, rows: list[list[int]]) -> None:
+    def feed(self, rows: list[list[int]]) -> None:
         """Cache tokens (ragged, some rows may have none) without asking for logits."""
         sizes = [len(tokens) for tokens in rows]
         last = torch.zeros((len(rows), 1), dtype=torch.long, device=self.device)
@@ -159,7 +159,6 @@ class CachedModel:
     def keep(self, rows: list[int]) -> None:
         """Only these rows go on."""
         self.lengths = [self.lengths[row] for row in rows]
-        self.fresh = [self.fresh[row] for row in rows]
         for layer in self.cache.layers:
             layer.keep(torch.tensor(rows))
 
@@ -195,7 +194,8 @@ def assemble_cache(config, rows: list[list], columns: list[list[int]], width: in
         for pieces in zip(*parts):
             out = pieces[0].new_zeros((len(pieces), pieces[0].shape[0], width, pieces[0].shape[2]))
             for b, piece in enumerate(pieces):
-                out[b, :, columns[b][: piece.shape[1]]] = piece
+                places = [column for column in columns[b][: piece.shape[1]] if column < width]
+                out[b, :, places] = piece[:, : len(places)]
             buffers.append(out)
         layers.append(tuple(buffers))
     return compat.write_cache(config, layers, into)

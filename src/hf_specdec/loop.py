@@ -112,6 +112,10 @@ class SpeculativeLoop:
     def _part_with(self, done: list[bool]) -> None:
         """Drop the rows that are done; the others go on without them."""
         if self.want_cache:
+            early = [ended and left > 0 for ended, left in zip(done, self.sequences.room())]
+            if len(done) > 1 and any(early):  # what ends a row before the others do is cached like every token before it
+                self.target.feed([row.tokens[-1:] if ended else [] for row, ended in zip(self.sequences.active, early)])
+                self.target.calls -= 1  # housekeeping, not a verification
             for b, row in enumerate(self.sequences.active):
                 if done[b]:
                     self.cached_rows[row.index] = self.target.row(b)

@@ -54,8 +54,8 @@ class Proposal:
     def check(self, batch: int, vocab_size: int, draft: str) -> None:
         """Raise ValueError, naming the draft, unless shapes, ids and laws are what they have to be."""
         if not isinstance(self, Proposal) or not torch.is_tensor(self.tokens):
-            raise ValueError(f"draft {draft!r} returned {type(self).__name__} where a Proposal of tensors is expected; "
-                             f"Proposal.from_lists makes one.")
+            raise ValueError(f"draft {draft!r} returned {type(self).__name__}, not a Proposal of tensors; a draft must return tokens "
+                             f"[{batch}, N] and probs None or [{batch}, N, {vocab_size}] that sum to 1.")
         n = len(self.tree)
 
         def wrong(what: str):

@@ -195,3 +195,38 @@ def test_a_draft_is_told_of_the_end_of_the_call(target):
 
 def test_no_test_of_this_file_has_left_a_module_of_the_folder_behind():
     assert not [name for name in sys.modules if name.startswith("transformers_modules") and name.endswith("speculative")]
+
+
+# --- inputs of the model that a draft cannot follow -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["position_ids", "token_type_ids"])
+@pytest.mark.parametrize("family", ["GPT-2", "CodeGen"])
+def test_positions_and_token_types_of_the_callers_own_are_honoured_or_refused_but_never_ignored(family, name):
+    from tests.architectures import FAMILIES
+
+    model = next(line for line in FAMILIES if line.name == family).model("eager")
+    own = {"position_ids": torch.arange(13)[None] + 5, "token_type_ids": torch.full((1, 13), 7)}[name]
+    reference = model.generate(**padded(ROWS[:1]), **{name: own}, **OPTIONS)
+    try:
+        out = hf_specdec.enable(model).generate(**padded(ROWS[:1]), **{name: own}, speculative=True, **OPTIONS)
+    except ValueError as error:
+        assert name in str(error)
+    else:
+        assert torch.equal(out, reference)
+
+
+def test_a_mask_that_transformers_infers_from_the_padding_is_used(target):
+    inputs = {"input_ids": padded(ROWS)["input_ids"]}
+    stock = target.generate(**inputs, **OPTIONS)
+    assert torch.equal(hf_specdec.enable(target).generate(**inputs, speculative=True, **OPTIONS), stock)
+
+
+@pytest.mark.parametrize("way", ["positional", "inputs=", "bool mask", "inference mode"])
+def test_other_ways_to_call_generate(target, expected, way):
+    ids, model = torch.tensor(ROWS[:1]), hf_specdec.enable(target)
+    with torch.inference_mode(way == "inference mode"):
+        arguments = {"positional": ((ids,), {}), "inputs=": ((), dict(inputs=ids)), "inference mode": ((ids,), {}),
+                     "bool mask": ((ids,), dict(attention_mask=torch.ones_like(ids, dtype=torch.bool)))}[way]
+        out = model.generate(*arguments[0], **arguments[1], speculative=True, **OPTIONS)
+    assert out[:, 13:].tolist() == expected[:1]

@@ -237,6 +237,13 @@ def test_a_seeded_call_leaves_torchs_generator_alone():
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_a_greedy_call_leaves_torchs_generator_alone():
+    target = tiny_llama(1)
+    before = torch.get_rng_state()
+    speculate(target, ROWS, perturbed(target))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_k_auto_with_a_seed_repeats_itself_round_by_round():
     target = tiny_llama(1)
     first, second = (speculate(target, ROWS, perturbed(target), "auto", seed=3, do_sample=True, max_new_tokens=60) for _ in range(2))
