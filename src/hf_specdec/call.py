@@ -131,6 +131,8 @@ class Call:
             if len(seed) != batch:
                 raise ValueError(f"seed: {len(seed)} seeds for {batch} rows; give one per row, or a single int.")
             return list(seed)
+        if seed is None and not self.generation.do_sample:
+            seed = 0  # greedy decoding leaves torch's generator alone
         if seed is None:
             seed = int(torch.randint(2**62, ()))
         return [(seed + row) % 2**63 for row in range(batch)]
@@ -161,11 +163,15 @@ def _check_call(model, input_ids, processors, generation, model_kwargs: dict, tr
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(generation, name, None) and generation.return_dict_in_generate:
             raise ValueError(f"{name}=True: not available from a pass that scores several tokens. Drop it, or use speculative=False.")
-    known = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position", "token_type_ids",
+    known = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position",
              "output_attentions", "output_hidden_states"}
     for name, value in model_kwargs.items():
         if value is not None and name not in known:
             raise ValueError(f"{name}: this model input is not supported with speculative=True. Drop it, or use speculative=False.")
+    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+    real = torch.ones_like(input_ids).bool() if mask is None else mask[:, -input_ids.shape[1]:].bool()
+    if positions is not None and positions.shape == real.shape and not torch.equal(positions[real], (real.cumsum(-1) - 1)[real]):
+        raise ValueError("position_ids: the loop counts positions itself, from each row's first token. Drop it, or use speculative=False.")
     cache = model_kwargs.get("past_key_values")
     if cache is not None:
         compat.check_cache(cache)
