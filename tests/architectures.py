@@ -104,7 +104,7 @@ FAMILIES = [
     Family("OLMo3", "olmo3", {**_LLAMA, **_HYBRID}, window="hybrid"),
     Family("OLMoE", "olmoe", {**_LLAMA, "num_experts": 4, "num_experts_per_tok": 2}),
     Family("Persimmon", "persimmon", _HEADS),
-    Family("Phi-MoE", "phimoe", {**_LLAMA, **_MOE, **_WINDOW}, window="sliding"),
+    Family("Phi-MoE", "phimoe", {**_LLAMA, **_MOE, **_WINDOW}, window="sliding", spread=0.2),
     Family("Qwen2-MoE", "qwen2_moe", {**_LLAMA, **_EXPERTS, "shared_expert_intermediate_size": 16}),
     Family("Seed-OSS", "seed_oss", {**_LLAMA, "head_dim": 8}),
     Family("SmolLM3", "smollm3", {**_LLAMA, "no_rope_layers": [1, 0]}),
