@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from functools import lru_cache
 
+from transformers import CTRLLMHeadModel
+
 import hf_specdec
 from tests.helpers import VOCAB, KnowingTreeDraft, build, generated, perturbed, plain, prompts, repetitive, speculate
 
@@ -77,7 +79,8 @@ FAMILIES = [
     Family("Arcee", "arcee", _LLAMA),
     Family("BioGPT", "biogpt", {**_HEADS, **_UNTIED}),
     Family("Cohere2", "cohere2", {**_LLAMA, **_HYBRID, "logit_scale": 1.0}, window="hybrid"),
-    Family("CTRL", "ctrl", dict(_UNTIED, vocab_size=VOCAB, n_embd=32, dff=48, n_layer=2, n_head=4, n_positions=128)),
+    Family("CTRL", "ctrl", dict(_UNTIED, vocab_size=VOCAB, n_embd=32, dff=48, n_layer=2, n_head=4, n_positions=128),
+           ragged=CTRLLMHeadModel._supports_sdpa),  # transformers 5.10 has only the code that makes its own masks
     Family("DeepSeek-V2", "deepseek_v2", {**_LATENT, "head_dim": 8}),
     Family("DeepSeek-V3", "deepseek_v3", _LATENT),
     Family("DiffLlama", "diffllama", _LLAMA),

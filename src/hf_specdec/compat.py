@@ -83,7 +83,9 @@ def _for_row(processor: LogitsProcessor, row: int, pad: int, batch: int) -> Logi
 # --- what a model accepts ---------------------------------------------------------------------------------------------
 
 _KNOWN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+_KNOWN_BLOCKS = {"attention"}
 _OWN_MASK = {"bloom", "mpt", "gpt_neo"}
+_OWN_MASK_BEFORE_SDPA = {"ctrl"}  # takes a 4-D mask since it has sdpa attention; transformers 5.10 reads a 2-D one only
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 
@@ -118,7 +120,8 @@ def traits_of(model: PreTrainedModel, role: str) -> ModelTraits:
     name = f"{role}: {type(model).__name__}"
     _refuse_what_cannot_roll_back(model, config, name)
     forward = inspect.signature(model.forward).parameters
-    own_mask = config.model_type in _OWN_MASK or getattr(config, "alibi", False)
+    own_mask = config.model_type in _OWN_MASK or getattr(config, "alibi", False) \
+        or config.model_type in _OWN_MASK_BEFORE_SDPA and not model._supports_sdpa
     head = model.get_output_embeddings()
     return ModelTraits(
         masks=_masks(config),
@@ -132,7 +135,8 @@ def traits_of(model: PreTrainedModel, role: str) -> ModelTraits:
 def _refuse_what_cannot_roll_back(model: PreTrainedModel, config: Any, name: str) -> None:
     if model.config.is_encoder_decoder:
         raise ValueError(f"{name} is an encoder-decoder model; speculative=True takes decoder-only models. Use speculative=False.")
-    strange = sorted(set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS)
+    strange = sorted(set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS) \
+        or sorted(set(getattr(config, "layers_block_type", None) or ()) - _KNOWN_BLOCKS - _KNOWN_LAYERS)  # transformers 5.10
     if getattr(model, "_is_stateful", False) or strange:
         what = f"layers of type {strange}" if strange else "a recurrent state"
         raise ValueError(f"{name} has {what}, which cannot be rolled back after a rejected token. Use speculative=False.")
