@@ -79,6 +79,8 @@ def test_a_package_lists_every_name_once_and_at_most_ten(package):
 def test_a_name_that_is_not_there_is_an_attribute_error():
     with pytest.raises(AttributeError, match="OracleDraft"):
         drafts.OracleDraft  # noqa: B018
+    with pytest.raises(AttributeError, match="'hf_specdec' has no attribute 'speculate'"):
+        hf_specdec.speculate  # noqa: B018
 
 
 # --- cycles ---------------------------------------------------------------------------------------------------------------

@@ -185,6 +185,7 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.generation import CandidateGenerator, GenerateDecoderOnlyOutput, logits_process
 before, generate, state = set(sys.modules), GenerationMixin.generate, torch.get_rng_state()
 import hf_specdec
+hf_specdec.enable
 assert GenerationMixin.generate is generate and torch.equal(torch.get_rng_state(), state), "a side effect"
 print("\\n".join(sorted(set(sys.modules) - before)))
 """
@@ -192,9 +193,14 @@ print("\\n".join(sorted(set(sys.modules) - before)))
 
 @lru_cache(maxsize=None)
 def loaded() -> list[str]:
-    """Modules that `import hf_specdec` loads beside transformers' own."""
+    """Modules that the public names load beside transformers' own."""
+    return after(IMPORT)
+
+
+def after(program: str) -> list[str]:
+    """The words that a Python of its own prints."""
     environment = {"PYTHONPATH": str(SOURCE.parent), "PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, env=environment, timeout=300)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 
@@ -207,6 +213,17 @@ def test_importing_has_no_side_effects_and_loads_no_leaf():
 @pytest.mark.parametrize("name", ["triton", "matplotlib", "typer", "rich", "datasets", "scipy", "torch._inductor", "torch.utils.cpp_extension", "setuptools"])
 def test_importing_loads_neither_compilers_nor_what_only_leaves_need(name):
     assert not [module for module in loaded() if module == name or module.startswith(name + ".")]
+
+
+@pytest.mark.parametrize("module", ["hf_specdec", "hf_specdec.cli"])
+def test_importing_the_package_or_its_command_line_loads_no_model_library(module):
+    found = set(after(f"import sys, {module}\nprint(*sys.modules)"))
+    assert module in found and not found & {"torch", "transformers", "numpy", "safetensors", "hf_specdec.integration"}
+
+
+def test_the_public_names_are_listed_before_they_are_loaded():
+    assert set(hf_specdec.__all__) <= set(after("import hf_specdec\nprint(*dir(hf_specdec))"))
+    assert after("import hf_specdec\nprint(hf_specdec.SpeculativeConfig(), hf_specdec.__version__)")[-1] == hf_specdec.__version__
 
 
 def test_importing_loads_no_draft_before_it_is_asked_for():

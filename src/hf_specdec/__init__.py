@@ -1,9 +1,34 @@
 """hf_specdec: speculative decoding inside transformers' `generate()` that does not change what it generates."""
 
-from .call import SpeculativeOutput
-from .config import SpeculativeConfig
-from .integration import SpeculativeDecoder, disable, enable
-from .trace import SpeculationTrace
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .call import SpeculativeOutput
+    from .config import SpeculativeConfig
+    from .integration import SpeculativeDecoder, disable, enable
+    from .trace import SpeculationTrace
 
 __version__ = "0.1.0"
 __all__ = ["SpeculationTrace", "SpeculativeConfig", "SpeculativeDecoder", "SpeculativeOutput", "disable", "enable"]
+
+# Imported when first asked for (PEP 562): torch and transformers take seconds, which `hf-specdec --help` has no use for.
+_HOMES = {
+    "SpeculationTrace": ".trace",
+    "SpeculativeConfig": ".config",
+    "SpeculativeDecoder": ".integration",
+    "SpeculativeOutput": ".call",
+    "disable": ".integration",
+    "enable": ".integration",
+}
+
+
+def __getattr__(name: str):
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value = getattr(import_module(_HOMES[name], __name__), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
