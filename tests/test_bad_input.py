@@ -110,6 +110,8 @@ OPTIONS = [
     *[("lenience", value, LENIENCE_REMEDY) for value in (0, -1, 1.5, NAN, float("inf"), "x", True)],
     *[("max_auto_tokens", value, ("max_auto_tokens", "1..64")) for value in (0, 65, "auto")],
     *[("seed", value, ("seed", "must be an int", "one such int per row")) for value in (-1, 2**63, 1.0, "x", True, [1, -1])],
+    *[(name, value, (name, repr(value), "choose one of")) for name in ("draft", "acceptance") for value in ([1], {}, 3, NAN)],
+    ("draft", UniformDraft(), ("draft", "choose one of", "pass the draft as assistant_model")),
     ("acceptance", "greedier", ("acceptance", "choose one of", "speculative_sampling")),
     ("draft", "oracle", ("draft", "choose one of", "prompt_lookup")),
     ("num_assistant_token", 4, ("num_assistant_token'", "the options are", "num_assistant_tokens")),
@@ -121,8 +123,10 @@ def test_a_wrong_option_is_refused_as_dict_key_and_in_a_config_file(name, value,
     model = enabled(tiny_llama())
     with refused(model, words=words):
         call(model, speculative={name: value})
+    if isinstance(value, Draft):
+        return
     (tmp_path / "speculative_config.json").write_text(json.dumps({name: value}))
-    with pytest.raises(ValueError, match=f"{name}|not a finite number"):
+    with pytest.raises(ValueError, match=f"speculative_config.json: .*{name}"):
         SpeculativeConfig.from_pretrained(tmp_path)
 
 
@@ -142,11 +146,11 @@ def test_an_unknown_argument_of_generate_is_named():
 
 
 @pytest.mark.parametrize("text", ['{"lenience": NaN}', '{"lenience": Infinity}', '{"lenience": -Infinity}', '{"lenience": 1e999}',
-                                  '{"num_assistant_tokens": NaN}', '{"seed": 1e999}'])
-def test_a_number_in_a_config_file_that_is_not_finite_is_refused(text, tmp_path):
+                                  '{"num_assistant_tokens": NaN}', '{"seed": 1e999}', '{"seed": [1, NaN]}', '{"max_auto_tokens": NaN}'])
+def test_a_number_in_a_config_file_that_is_not_finite_is_refused_with_its_key(text, tmp_path):
     path = tmp_path / "speculative_config.json"
     path.write_text(text)
-    with pytest.raises(ValueError, match="finite|must be"):
+    with pytest.raises(ValueError, match=f"speculative_config.json: {next(iter(json.loads(text)))}=.*must be"):
         SpeculativeConfig.from_pretrained(path)
     assert path.read_text() == text
 
@@ -237,6 +241,21 @@ def test_a_draft_with_another_tokenizer_is_refused(other):
         SpeculativeDecoder(draft, tokenizer=LETTERS, assistant_tokenizer=other)
 
 
+def test_the_drafts_tokenizer_alone_is_not_passed_over():
+    model, draft = enabled(tiny_llama()), tiny_llama(1)
+    words = ("assistant_tokenizer", "needs tokenizer=", "another tokenizer is not supported yet")
+    with refused(model, draft, words=words):
+        call(model, assistant_model=draft, assistant_tokenizer=LETTERS)
+    with refused(model, draft, words=words):
+        SpeculativeDecoder(draft, assistant_tokenizer=LETTERS)
+
+
+def test_the_targets_tokenizer_alone_is_as_welcome_as_in_a_plain_call():
+    model = tiny_llama()
+    expected = model.generate(**padded(ROWS), max_new_tokens=5, do_sample=False, pad_token_id=0, tokenizer=LETTERS)
+    assert torch.equal(call(model, assistant_model=perturbed(model), tokenizer=LETTERS), expected)
+
+
 def test_an_equal_tokenizer_is_not_refused():
     model = tiny_llama()
     tokens = call(model, assistant_model=perturbed(model), tokenizer=LETTERS, assistant_tokenizer=tokenizer(*"abcdef"))
@@ -289,6 +308,20 @@ CALLS = {
     "static cache by config": (lambda m: dict(generation_config=GenerationConfig(cache_implementation="offloaded_static", max_new_tokens=5)),
                                ("cache_implementation", "Leave cache_implementation unset")),
     "cache longer than the prompt": (lambda m: dict(past_key_values=filled(m)), ("past_key_values", "input_ids", "must be the whole conversation")),
+    **{f"{name} cache by name": (lambda m, name=name: dict(cache_implementation=name), ("cache_implementation", name, "Leave cache_implementation unset"))
+       for name in ("hybrid", "sliding_window", "quantized", "paged", "dynamic_full")},
+    "contrastive search": (lambda m: dict(penalty_alpha=0.6, top_k=4), ("penalty_alpha=0.6", "contrastive search", "use speculative=False")),
+    "contrastive search by config": (lambda m: dict(generation_config=GenerationConfig(penalty_alpha=0.6, top_k=4, max_new_tokens=5)),
+                                     ("penalty_alpha=0.6", "contrastive search", "use speculative=False")),
+    "stock prompt lookup": (lambda m: dict(prompt_lookup_num_tokens=3), ("prompt_lookup_num_tokens=3", "Drop it", "num_assistant_tokens")),
+    "stock prompt lookup by config": (lambda m: dict(generation_config=GenerationConfig(prompt_lookup_num_tokens=3, max_new_tokens=5)),
+                                      ("prompt_lookup_num_tokens=3", "Drop it", "num_assistant_tokens")),
+    "stock prompt lookup, two rows": (lambda m: dict(inputs=padded(prompts(5, 4)), prompt_lookup_num_tokens=3), ("prompt_lookup_num_tokens=3",)),
+    "early exit": (lambda m: dict(assistant_early_exit=1), ("assistant_early_exit=1", "smaller assistant_model")),
+    "DoLa": (lambda m: dict(dola_layers="low"), ("dola_layers='low'", "use speculative=False")),
+    "forced words": (lambda m: dict(force_words_ids=[[3]]), ("force_words_ids", "constrained beam search", "use speculative=False")),
+    "stock schedule": (lambda m: dict(num_assistant_tokens_schedule="constant"), ("num_assistant_tokens_schedule='constant'", "Drop it", "num_assistant_tokens")),
+    "stock confidence": (lambda m: dict(assistant_confidence_threshold=0.3), ("assistant_confidence_threshold=0.3", "Drop it")),
     "custom_generate": (lambda m: dict(custom_generate=SpeculativeDecoder()),
                         ("custom_generate", "speculative=", "pass custom_generate=SpeculativeDecoder(...) alone")),
     "text streamer for two rows": (lambda m: dict(inputs=padded(prompts(5, 4)), streamer=TextStreamer(LETTERS)),
@@ -325,13 +358,39 @@ def test_a_call_that_cannot_be_served_is_refused(name):
         call(model, **options)
 
 
-@pytest.mark.parametrize("name", ["beams", "prompt beyond the context", "static cache", "classifier-free guidance"])
+@pytest.mark.parametrize("name", ["beams", "prompt beyond the context", "static cache", "classifier-free guidance",
+                                  "contrastive search", "contrastive search by config", "stock prompt lookup", "DoLa", "forced words"])
 def test_the_hook_refuses_what_the_override_refuses(name):
     arguments, words = CALLS[name]
     model = tiny_llama()
     options = {"inputs": padded(ROWS), "max_new_tokens": 5, **arguments(model)}
     with refused(model, words=words):
         model.generate(**options.pop("inputs"), **options, custom_generate=SpeculativeDecoder())
+
+
+@pytest.mark.parametrize(("name", "value"), [("prompt_lookup_num_tokens", 3), ("penalty_alpha", 0.6)])
+def test_what_the_models_own_config_asks_for_is_refused_too(name, value):
+    model = enabled(tiny_llama())
+    setattr(model.generation_config, name, value)
+    with refused(model, words=(f"{name}={value}", "Drop it")):
+        call(model)
+
+
+def test_what_asks_for_nothing_is_not_refused():
+    model = tiny_llama()
+    tokens = call(model, penalty_alpha=0, prompt_lookup_num_tokens=None, cache_implementation="dynamic", num_assistant_tokens_schedule=None)
+    assert tokens[0, 12:].tolist() == plain(model, ROWS, max_new_tokens=5)[0]
+
+
+def test_arguments_by_position_are_arguments_all_the_same():
+    model, config = enabled(tiny_llama()), GenerationConfig(max_new_tokens=5, do_sample=False, pad_token_id=0)
+    ids = torch.tensor(ROWS)
+    assert model.generate(ids, config, speculative=True)[0, 12:].tolist() == plain(model, ROWS, max_new_tokens=5)[0]
+    config.cache_implementation = "hybrid"
+    with refused(model, words=("cache_implementation='hybrid'",)):
+        model.generate(ids, config, speculative=True)
+    with pytest.raises(TypeError, match="generation_config"):
+        model.generate(ids, config, generation_config=config, speculative=True)
 
 
 def test_a_refused_cache_is_handed_back_as_it_was():

@@ -23,7 +23,7 @@ LINES = [
     {"cached_model", "acceptance.base"},
     {"probe", "acceptance.*", "drafts.base"},
     {"drafts.*", "acceptance"},
-    {"drafts", "loop"},
+    {"drafts", "loop", "arguments"},
     {"call"},
     {"integration"},
     {""},

@@ -9,12 +9,12 @@ import torch
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from . import compat, registry
+from .arguments import check_call, check_vocabulary
 from .cached_model import CachedModel, assemble_cache
 from .distributions import Sampler
 from .drafts.base import Context, Draft
 from .loop import SpeculativeLoop
 from .noise import Noise
-from .probe import check_batch
 from .schedule import AutoSchedule, FixedSchedule
 from .sequences import Sequences
 from .trace import SpeculationTrace
@@ -33,8 +33,8 @@ class Call:
         self.decoder, self.model, self.config = decoder, model, decoder.config
         self.input_ids, self.generation = input_ids, generation_config
         self.traits = compat.traits_of(compat.unwrap(model), "target")
-        _check_vocabulary(decoder.draft, self.traits)
-        _check_call(model, input_ids, processors, generation_config, model_kwargs, self.traits)
+        check_vocabulary(decoder.draft, self.traits)
+        check_call(model, input_ids, processors, generation_config, model_kwargs, self.traits)
         mask = model_kwargs.get("attention_mask")
         mask = torch.ones_like(input_ids) if mask is None else mask[:, -input_ids.shape[1]:]
         self.columns = [keep.nonzero()[:, 0].tolist() for keep in mask.bool()]  # of every row, what is not padding
@@ -136,51 +136,6 @@ class Call:
         if seed is None:
             seed = int(torch.randint(2**62, ()))
         return [(seed + row) % 2**63 for row in range(batch)]
-
-
-def _check_vocabulary(draft: Draft, traits: compat.ModelTraits) -> None:
-    """Sizes may differ by padding, no more."""
-    own = getattr(getattr(draft, "traits", None), "vocab_size", traits.vocab_size)
-    if min(own, traits.vocab_size) < 0.9 * max(own, traits.vocab_size):
-        raise ValueError(f"assistant_model has a vocabulary of {own} tokens, the target one of {traits.vocab_size}: not the same "
-                         f"tokenizer. Speculative decoding needs a draft with the target's tokenizer.")
-
-
-def _check_call(model, input_ids, processors, generation, model_kwargs: dict, traits: compat.ModelTraits) -> None:
-    """Everything that can be refused is refused here, before any forward."""
-    if (generation.num_beams or 1) > 1:
-        raise ValueError(f"num_beams={generation.num_beams}: speculative=True does greedy decoding and sampling. Use num_beams=1.")
-    if model_kwargs.get("inputs_embeds") is not None:
-        raise ValueError("inputs_embeds: the draft needs token ids. Pass input_ids.")
-    if input_ids.ndim != 2 or input_ids.shape[1] == 0:
-        raise ValueError("input_ids: the prompt is empty; give at least one token per row.")
-    if traits.max_positions and input_ids.shape[1] >= traits.max_positions:
-        raise ValueError(f"input_ids: the prompt has {input_ids.shape[1]} tokens and the target's context is {traits.max_positions}. "
-                         f"Shorten the prompt.")
-    if generation.cache_implementation not in (None, "dynamic"):
-        raise ValueError(f"cache_implementation={generation.cache_implementation!r}: the speculative loop keeps a cache of its own, "
-                         f"which can roll back. Leave cache_implementation unset.")
-    for name in ("output_attentions", "output_hidden_states"):
-        if getattr(generation, name, None) and generation.return_dict_in_generate:
-            raise ValueError(f"{name}=True: not available from a pass that scores several tokens. Drop it, or use speculative=False.")
-    known = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position",
-             "output_attentions", "output_hidden_states"}
-    for name, value in model_kwargs.items():
-        if value is not None and name not in known:
-            raise ValueError(f"{name}: this model input is not supported with speculative=True. Drop it, or use speculative=False.")
-    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
-    real = torch.ones_like(input_ids).bool() if mask is None else mask[:, -input_ids.shape[1]:].bool()
-    if positions is not None and positions.shape == real.shape and not torch.equal(positions[real], (real.cumsum(-1) - 1)[real]):
-        raise ValueError("position_ids: the loop counts positions itself, from each row's first token. Drop it, or use speculative=False.")
-    cache = model_kwargs.get("past_key_values")
-    if cache is not None:
-        compat.check_cache(cache)
-        if cache.get_seq_length() >= input_ids.shape[1]:
-            raise ValueError(f"past_key_values holds {cache.get_seq_length()} tokens and input_ids {input_ids.shape[1]}; input_ids must be "
-                             f"the whole conversation, with at least one token that is not cached yet.")
-    compat.check_rope(compat.unwrap(model), generation.max_length, "target")
-    compat.check_processors(processors)
-    check_batch(compat.unwrap(model), traits, input_ids.shape[0], "target")
 
 
 def _warn_if_nothing_is_accepted(trace: SpeculationTrace, draft: Draft) -> None:

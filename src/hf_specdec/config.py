@@ -42,9 +42,9 @@ class SpeculativeConfig:
         if self.num_assistant_tokens != "auto":
             _check_count("num_assistant_tokens", self.num_assistant_tokens, ' or "auto"')
         _check_count("max_auto_tokens", self.max_auto_tokens)
-        if self.draft not in DRAFTS:
-            raise ValueError(f"draft={self.draft!r} is not known; choose one of {sorted(DRAFTS)}.")
-        if self.acceptance not in ("auto", *ACCEPTANCE):
+        if not isinstance(self.draft, str) or self.draft not in DRAFTS:
+            raise ValueError(f"draft={self.draft!r} is not known; choose one of {sorted(DRAFTS)}, or pass the draft as assistant_model.")
+        if not isinstance(self.acceptance, str) or self.acceptance not in ("auto", *ACCEPTANCE):
             raise ValueError(f"acceptance={self.acceptance!r} is not known; choose one of {['auto', *sorted(ACCEPTANCE)]}.")
         lenience = self.lenience
         if isinstance(lenience, bool) or not isinstance(lenience, (int, float)) or not math.isfinite(lenience) or not 0 < lenience <= 1:
@@ -74,7 +74,7 @@ class SpeculativeConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "SpeculativeConfig":
         known = [field.name for field in fields(cls)]
-        unknown = sorted(set(values) - set(known))
+        unknown = sorted(set(values) - set(known), key=str)
         if unknown:
             raise ValueError(f"unknown speculative option {unknown[0]!r}; the options are {known}.")
         return cls(**values)
@@ -92,17 +92,16 @@ class SpeculativeConfig:
         """Read `speculative_config.json` from `folder` (or the named file). Unknown keys and non-finite numbers raise."""
         path = Path(folder)
         path = path / CONFIG_NAME if path.is_dir() else path
-
-        def refuse(constant: str):
-            raise ValueError(f"{path}: {constant} is not a finite number.")
-
         try:
-            values = json.loads(path.read_text(), parse_constant=refuse)
+            values = json.loads(path.read_text())
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}: not a JSON file ({error}). Write it with SpeculativeConfig.save_pretrained.") from error
         if not isinstance(values, dict):
             raise ValueError(f"{path}: expected a JSON object.")
-        return cls.from_dict(values)
+        try:
+            return cls.from_dict(values)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
 
 
 def _check_count(name: str, value: Any, also: str = "") -> None:

@@ -7,6 +7,7 @@ the class itself is never touched. The subclass is made again when a copy or a p
 from __future__ import annotations
 
 import copy
+import inspect
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -16,11 +17,13 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, Sto
 from transformers.generation import MaxLengthCriteria
 
 from . import compat, registry
+from .arguments import check_arguments
 from .call import Call
 from .config import SpeculativeConfig
 from .drafts.base import Draft
 
 _OPTIONS = ("num_assistant_tokens", "lenience", "acceptance")
+_STOCK = inspect.signature(GenerationMixin.generate)
 
 
 # --- enable, disable --------------------------------------------------------------------------------------------------
@@ -84,16 +87,24 @@ def _generate(model, stock, *args, speculative=None, assistant_model=None, **kwa
             raise ValueError("assistant_model is a hf_specdec Draft, which plain generate() does not know; pass speculative=True too.")
         given = {} if assistant_model is None else {"assistant_model": assistant_model}
         return stock(*args, **given, **kwargs)
+    kwargs = _named(args, kwargs)
+    assistant_model = kwargs.pop("assistant_model", assistant_model)
     options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
     config = SpeculativeConfig.resolve(speculative, **options)
     bound = {name: kwargs.pop(name, None) for name in ("streamer", "tokenizer", "assistant_tokenizer", "stop_strings")}
     if kwargs.pop("custom_generate", None) is not None:
         raise ValueError("custom_generate cannot be combined with speculative=; pass custom_generate=SpeculativeDecoder(...) alone.")
-    _refuse_cache_implementation(kwargs)
+    check_arguments(kwargs)
     decoder = SpeculativeDecoder(assistant_model, config, **bound)
     decoder.put_prompt, decoder.cache_is_given = True, kwargs.get("past_key_values") is not None
     with decoder.stop_strings_taken_over(compat.unwrap(model), kwargs) as kwargs:
-        return stock(*args, custom_generate=decoder, **kwargs)
+        return stock(custom_generate=decoder, **kwargs)
+
+
+def _named(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a call of `generate` by name, those that were passed by position, too."""
+    named = _STOCK.bind_partial(None, *args, **kwargs).arguments
+    return {name: value for name, value in {**named, **named.get("kwargs", {})}.items() if name not in ("self", "kwargs")}
 
 
 # --- the decoding method ----------------------------------------------------------------------------------------------
@@ -104,7 +115,7 @@ class SpeculativeDecoder:
 
     draft: a model, a `Draft`, or None (the config's default draft). config: `SpeculativeConfig`, dict or None.
     streamer, tokenizer, stop_strings: `generate()` does not hand these to a custom decoding method, so pass them here.
-    assistant_tokenizer: if given with `tokenizer`, the two vocabularies are compared.
+    assistant_tokenizer: the draft's; its vocabulary is compared with that of `tokenizer`, which has to be given with it.
     """
 
     def __init__(self, draft: PreTrainedModel | Draft | None = None, config: SpeculativeConfig | dict | None = None, *,
@@ -171,21 +182,14 @@ def _as_draft(draft: Any, config: SpeculativeConfig) -> Draft:
     raise TypeError(f"assistant_model: expected a transformers model or a hf_specdec Draft, got {type(draft).__name__}.")
 
 
-def _refuse_cache_implementation(kwargs: dict[str, Any]) -> None:
-    """Before transformers makes the cache that the call would not use."""
-    for name in (kwargs.get("cache_implementation"), getattr(kwargs.get("generation_config"), "cache_implementation", None)):
-        if name not in (None, "dynamic"):
-            raise ValueError(f"cache_implementation={name!r}: the speculative loop keeps a cache of its own, which can roll back. "
-                             f"Leave cache_implementation unset.")
-
-
 def _check_tokenizers(tokenizer, assistant_tokenizer) -> None:
-    if tokenizer is None or assistant_tokenizer is None:
+    if assistant_tokenizer is None:
         return
+    if tokenizer is None:
+        raise ValueError("assistant_tokenizer needs tokenizer=, the target's tokenizer, beside it: the two are compared, because a "
+                         "draft with another tokenizer is not supported yet.")
     ours, theirs = tokenizer.get_vocab(), assistant_tokenizer.get_vocab()
     different = [token for token in ours.keys() & theirs.keys() if ours[token] != theirs[token]]
     if different or len(ours.keys() ^ theirs.keys()) > max(64, len(ours) // 100):
         raise ValueError("assistant_tokenizer: the draft's vocabulary is not the target's; speculative decoding needs a draft "
-                         "with the same tokenizer.")
-
-
+                         "with the same tokenizer (others are not supported yet).")

@@ -1,0 +1,95 @@
+"""What a speculative call may be asked for: everything that can be refused is refused here, by name and before any forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import compat
+from .drafts.base import Draft
+from .probe import check_batch
+
+# Arguments that ask transformers for another way of decoding, and what to do instead.
+_OTHER_WAYS = {
+    "prompt_lookup_num_tokens": "speculative=True looks the prompt up by itself where it is given no draft. Drop it, and say "
+                                "num_assistant_tokens for a fixed number of tokens.",
+    "assistant_early_exit": "the target's first layers cannot be the draft. Pass a smaller assistant_model, or use speculative=False.",
+    "use_mtp": "the model's own prediction heads cannot be the draft. Drop it, or use speculative=False.",
+    "penalty_alpha": "contrastive search is another way of decoding. Drop it, or use speculative=False.",
+    "dola_layers": "DoLa is another way of decoding. Drop it, or use speculative=False.",
+    "constraints": "constrained beam search is another way of decoding. Drop it, or use speculative=False.",
+    "force_words_ids": "constrained beam search is another way of decoding. Drop it, or use speculative=False.",
+}
+# Arguments that tune transformers' own drafting. Configs carry defaults of them, so they are refused as arguments only.
+_OTHER_TUNING = ("num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind",
+                 "max_matching_ngram_size")
+
+
+def check_arguments(kwargs: dict[str, Any]) -> None:
+    """What `generate` was called with, before transformers does anything with it."""
+    for name in _OTHER_TUNING:
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{name}={kwargs[name]!r}: this tunes transformers' own assisted decoding and means nothing to "
+                             f"speculative=True. Drop it; num_assistant_tokens says how many tokens are drafted.")
+    config = kwargs.get("generation_config")
+    for option in (kwargs.get, lambda name: getattr(config, name, None)):
+        _check_way_of_decoding(option)
+        _check_cache_implementation(option("cache_implementation"))
+
+
+def _check_way_of_decoding(option: Callable[[str], Any]) -> None:
+    for name, remedy in _OTHER_WAYS.items():
+        if option(name):
+            raise ValueError(f"{name}={option(name)!r}: {remedy}")
+
+
+def _check_cache_implementation(name: str | None) -> None:
+    if name not in (None, "dynamic"):
+        raise ValueError(f"cache_implementation={name!r}: the speculative loop keeps a cache of its own, which can roll back. "
+                         f"Leave cache_implementation unset.")
+
+
+def check_vocabulary(draft: Draft, traits: compat.ModelTraits) -> None:
+    """Sizes may differ by padding, no more."""
+    own = getattr(getattr(draft, "traits", None), "vocab_size", traits.vocab_size)
+    if min(own, traits.vocab_size) < 0.9 * max(own, traits.vocab_size):
+        raise ValueError(f"assistant_model has a vocabulary of {own} tokens, the target one of {traits.vocab_size}: not the same "
+                         f"tokenizer. Speculative decoding needs a draft with the target's tokenizer.")
+
+
+def check_call(model, input_ids, processors, generation, model_kwargs: dict, traits: compat.ModelTraits) -> None:
+    """What transformers has made of the call, its model's own config included."""
+    if (generation.num_beams or 1) > 1:
+        raise ValueError(f"num_beams={generation.num_beams}: speculative=True does greedy decoding and sampling. Use num_beams=1.")
+    if model_kwargs.get("inputs_embeds") is not None:
+        raise ValueError("inputs_embeds: the draft needs token ids. Pass input_ids.")
+    if input_ids.ndim != 2 or input_ids.shape[1] == 0:
+        raise ValueError("input_ids: the prompt is empty; give at least one token per row.")
+    if traits.max_positions and input_ids.shape[1] >= traits.max_positions:
+        raise ValueError(f"input_ids: the prompt has {input_ids.shape[1]} tokens and the target's context is {traits.max_positions}. "
+                         f"Shorten the prompt.")
+    _check_way_of_decoding(lambda name: getattr(generation, name, None))
+    _check_cache_implementation(generation.cache_implementation)
+    for name in ("output_attentions", "output_hidden_states"):
+        if getattr(generation, name, None) and generation.return_dict_in_generate:
+            raise ValueError(f"{name}=True: not available from a pass that scores several tokens. Drop it, or use speculative=False.")
+    known = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position",
+             "output_attentions", "output_hidden_states"}
+    for name, value in model_kwargs.items():
+        if value is not None and name not in known:
+            raise ValueError(f"{name}: this model input is not supported with speculative=True. Drop it, or use speculative=False.")
+    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+    real = torch.ones_like(input_ids).bool() if mask is None else mask[:, -input_ids.shape[1]:].bool()
+    if positions is not None and positions.shape == real.shape and not torch.equal(positions[real], (real.cumsum(-1) - 1)[real]):
+        raise ValueError("position_ids: the loop counts positions itself, from each row's first token. Drop it, or use speculative=False.")
+    cache = model_kwargs.get("past_key_values")
+    if cache is not None:
+        compat.check_cache(cache)
+        if cache.get_seq_length() >= input_ids.shape[1]:
+            raise ValueError(f"past_key_values holds {cache.get_seq_length()} tokens and input_ids {input_ids.shape[1]}; input_ids must be "
+                             f"the whole conversation, with at least one token that is not cached yet.")
+    compat.check_rope(compat.unwrap(model), generation.max_length, "target")
+    compat.check_processors(processors)
+    check_batch(compat.unwrap(model), traits, input_ids.shape[0], "target")
