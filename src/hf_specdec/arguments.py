@@ -67,9 +67,6 @@ def check_call(model, input_ids, processors, generation, model_kwargs: dict, tra
         raise ValueError("inputs_embeds: the draft needs token ids. Pass input_ids.")
     if input_ids.ndim != 2 or input_ids.shape[1] == 0:
         raise ValueError("input_ids: the prompt is empty; give at least one token per row.")
-    if traits.max_positions and input_ids.shape[1] >= traits.max_positions:
-        raise ValueError(f"input_ids: the prompt has {input_ids.shape[1]} tokens and the target's context is {traits.max_positions}. "
-                         f"Shorten the prompt.")
     _check_way_of_decoding(lambda name: getattr(generation, name, None))
     _check_cache_implementation(generation.cache_implementation)
     for name in ("output_attentions", "output_hidden_states"):
@@ -82,6 +79,9 @@ def check_call(model, input_ids, processors, generation, model_kwargs: dict, tra
             raise ValueError(f"{name}: this model input is not supported with speculative=True. Drop it, or use speculative=False.")
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
     real = torch.ones_like(input_ids).bool() if mask is None else mask[:, -input_ids.shape[1]:].bool()
+    longest = int(real.sum(-1).max())
+    if traits.max_positions and longest > traits.max_positions:
+        raise ValueError(f"input_ids: the prompt has {longest} tokens and the target's context is {traits.max_positions}. Shorten the prompt.")
     if positions is not None and positions.shape == real.shape and not torch.equal(positions[real], (real.cumsum(-1) - 1)[real]):
         raise ValueError("position_ids: the loop counts positions itself, from each row's first token. Drop it, or use speculative=False.")
     cache = model_kwargs.get("past_key_values")

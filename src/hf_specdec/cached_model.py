@@ -35,6 +35,11 @@ class CachedModel:
         self.fresh: list[int] = []
         self.calls, self.seconds = 0, 0.0
 
+    def room(self, rows: list[list[int]], room: list[int]) -> list[int]:
+        """`room`, the tokens that each row may still get, such that drafted tokens stay in the model's context while the row does."""
+        limit = self.traits.max_positions
+        return [min(left, limit - len(row) + 1) if limit and len(row) <= limit else left for row, left in zip(rows, room)]
+
     # --- forward passes -----------------------------------------------------------------------------------------------
 
     def score(self, rows: list[list[int]], proposal: Proposal | None = None) -> torch.Tensor:

@@ -128,7 +128,7 @@ def traits_of(model: PreTrainedModel, role: str) -> ModelTraits:
         own_positions=own_mask or "position_ids" not in forward,
         logits_to_keep="logits_to_keep" in forward,
         vocab_size=head.weight.shape[0] if getattr(head, "weight", None) is not None else config.vocab_size,
-        max_positions=getattr(config, "max_position_embeddings", None),
+        max_positions=getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None),
     )
 
 

@@ -41,7 +41,8 @@ class SpeculativeLoop:
         round that forward is the prompt pass, too."""
         begin = perf_counter()
         self.noise.round += 1
-        rows, room = self.sequences.tokens, self.sequences.room()
+        rows = self.sequences.tokens
+        room = self.target.room(rows, self.sequences.room())
 
         k = self.schedule.next_k(self.draft.evidence(self.context), room)
         proposal = self.draft.propose(self.context, k)

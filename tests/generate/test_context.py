@@ -1,0 +1,80 @@
+"""The end of the model's context: what fits is generated as plain generate does it, drafted tokens never reach beyond, and what
+cannot fit is refused."""
+
+from functools import lru_cache
+
+import pytest
+import torch
+
+from tests.architectures import FAMILIES
+from tests.helpers import ScriptedDraft, enabled, generated, padded, perturbed, plain, prompts, speculate
+
+LIMIT = 128  # of every model of the table
+BOUND = ["GPT-2", "OPT", "GPT-J", "CTRL", "MPT"]  # positions of their own; the others go on beyond the limit, as in a plain call
+every_model = pytest.mark.parametrize("name", ["Llama", "Falcon (ALiBi)", *BOUND])
+
+
+@lru_cache
+def made(name: str):
+    return next(family for family in FAMILIES if family.name == name).model("eager")
+
+
+def longer(model, row: list[int], n: int) -> ScriptedDraft:
+    """A draft that is right until plain generate ends, and then goes on."""
+    (text,) = plain(model, [row], max_new_tokens=n)
+    return ScriptedDraft(lambda tokens: (row + text + [1] * 64)[len(tokens):])
+
+
+@every_model
+@pytest.mark.parametrize("new", [1, 2, 4])
+def test_a_prompt_that_fits_is_continued_up_to_the_last_position(name, new):
+    model, (row,) = made(name), prompts(LIMIT + 1 - new)
+    for draft in (longer(model, row, new), perturbed(model), None):
+        out = speculate(model, [row], draft, 8, max_new_tokens=new)
+        assert generated(out, [row]) == plain(model, [row], max_new_tokens=new)
+
+
+@every_model
+def test_a_row_that_ends_before_the_limit_is_not_disturbed_by_drafts_that_would_reach_beyond(name):
+    model, (row,) = made(name), prompts(LIMIT - 4)
+    (text,) = plain(model, [row], max_new_tokens=5)
+    out = speculate(model, [row], longer(model, row, 5), 16, max_new_tokens=60, eos_token_id=text[4])
+    assert generated(out, [row]) == plain(model, [row], max_new_tokens=5, eos_token_id=text[4])
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT-2", "OPT"])
+def test_rows_of_a_batch_reach_the_limit_one_by_one(name):
+    model, rows = made(name), prompts(LIMIT, LIMIT - 1, 9)
+    if name != "Llama":
+        rows = prompts(LIMIT - 3, LIMIT - 5, 9)
+    out = speculate(model, rows, perturbed(model), 8, max_new_tokens=4)
+    assert generated(out, rows) == plain(model, rows, max_new_tokens=4)
+
+
+def test_rotary_models_go_on_beyond_the_limit_as_in_a_plain_call():
+    model, (row,) = made("Llama"), prompts(LIMIT)
+    out = speculate(model, [row], longer(model, row, 12), 4, max_new_tokens=12)
+    assert generated(out, [row]) == plain(model, [row], max_new_tokens=12)
+    assert out.speculation.accepted > 4
+
+
+@every_model
+def test_a_prompt_beyond_the_limit_is_refused(name):
+    model = enabled(made(name))
+    with pytest.raises(ValueError, match=f"input_ids: the prompt has {LIMIT + 1} tokens and the target's context is {LIMIT}. Shorten"):
+        model.generate(**padded(prompts(LIMIT + 1)), speculative=True, max_new_tokens=1)
+
+
+def test_padding_does_not_count():
+    model, (row,) = made("GPT-2"), prompts(LIMIT)
+    inputs = {"input_ids": torch.tensor([[0, 0, *row]]), "attention_mask": torch.tensor([[0, 0, *[1] * LIMIT]])}
+    out = enabled(model).generate(**inputs, speculative=True, max_new_tokens=1, pad_token_id=0)
+    assert out[:, LIMIT + 2:].tolist() == plain(model, [row], max_new_tokens=1)
+
+
+def test_without_a_length_the_prompt_has_to_leave_room_as_in_a_plain_call():
+    model = enabled(made("GPT-2"))
+    with pytest.raises(ValueError, match="max_length"):
+        model.generate(**padded(prompts(LIMIT)), speculative=True)
+    out = model.generate(**padded(prompts(LIMIT - 1)), speculative=True, pad_token_id=0)
+    assert out.shape == (1, LIMIT)
