@@ -76,7 +76,7 @@ def _round(blocks: torch.Tensor, exponent: torch.Tensor, fmt: Format) -> torch.T
     if fmt.is_integer:
         code = torch.round(magnitude / fmt.step).clamp(max=fmt.max_code)
         return torch.where(scaled < 0, -code, code).to(torch.int16).bitwise_and(0xFF).to(torch.uint8)
-    binade = (torch.frexp(magnitude).exponent - 1).clamp(min=fmt.emin)
+    binade = torch.where(magnitude > 0, torch.frexp(magnitude).exponent - 1, fmt.emin).clamp(min=fmt.emin)
     steps = torch.round(torch.ldexp(magnitude, (fmt.mantissa_bits - binade).double()))
     code = (steps + ((binade - fmt.emin) << fmt.mantissa_bits)).clamp(max=fmt.max_code)
     return (code.to(torch.uint8)) | (torch.signbit(scaled).to(torch.uint8) << (fmt.bits - 1))
@@ -87,7 +87,8 @@ def _least_error(blocks: torch.Tensor, floor: torch.Tensor, fmt: Format) -> torc
     for step in (0, 1, -1):  # ties keep the earlier one
         exponent = (floor + step).clamp(-SCALE_BIAS, SCALE_BIAS)
         values = fmt.values.to(blocks.device)[_round(blocks, exponent, fmt).int()].double()
-        error = (torch.ldexp(values, exponent.double()) - blocks.double()).square().sum(-1, keepdim=True)
+        squares = (torch.ldexp(values, exponent.double()) - blocks.double()).square()
+        error = sum(squares.unbind(-1)).unsqueeze(-1)  # one after another: the C quantiser adds them in this order, too
         best = exponent if least is None else torch.where(error < least, exponent, best)
         least = error if least is None else torch.minimum(error, least)
     return best

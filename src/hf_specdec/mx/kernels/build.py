@@ -1,0 +1,71 @@
+"""Where the compiled kernels come from: built with the package, else at first use by the system's compiler into a cache."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).parent
+SOURCES = HERE / "csrc"
+FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=off", "-fPIC", "-shared", "-fopenmp")
+
+
+class BuildError(RuntimeError):
+    """No compiler, or one that failed: the message holds all that it printed."""
+
+
+def cache_dir() -> Path:
+    """$HF_SPECDEC_CACHE, else hf_specdec under $XDG_CACHE_HOME or ~/.cache; the libraries lie in its folder `kernels`."""
+    own = os.environ.get("HF_SPECDEC_CACHE")
+    base = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_specdec"
+    return base / "kernels"
+
+
+def packaged_library() -> Path | None:
+    """The library that was built when the package was installed, if it was."""
+    suffix = sysconfig.get_config_var("EXT_SUFFIX") or ".so"
+    path = HERE / f"_mx{suffix}"
+    return path if path.is_file() else None
+
+
+def compiler() -> str:
+    """The C compiler: $CC, else cc, gcc or clang. Raises BuildError where there is none."""
+    for name in (os.environ.get("CC"), "cc", "gcc", "clang"):
+        if name and shutil.which(name):
+            return shutil.which(name)
+    raise BuildError("there is no C compiler: neither $CC nor cc, gcc or clang was found")
+
+
+def build() -> Path:
+    """Compile the sources, unless the cache has them as they are now, and return the library's path.
+
+    Atomic: it is written under another name and moved into place, so that processes can build at the same time.
+    Raises BuildError with the compiler's whole message.
+    """
+    command = [compiler(), *FLAGS, *sorted(str(path) for path in SOURCES.glob("*.c"))]
+    target = cache_dir() / f"mx-{_fingerprint(command)}.so"
+    if target.is_file():
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            fresh = Path(folder) / target.name
+            done = subprocess.run([*command, "-o", str(fresh)], capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise BuildError(f"{' '.join(command)} failed with exit code {done.returncode}:\n{done.stderr}{done.stdout}")
+            os.replace(fresh, target)
+    except OSError as error:
+        raise BuildError(f"the kernels could not be built in {target.parent}: {error}") from error
+    return target
+
+
+def _fingerprint(command: list[str]) -> str:
+    digest = hashlib.sha256("\0".join([command[0], *FLAGS]).encode())
+    for path in sorted(SOURCES.iterdir()):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]

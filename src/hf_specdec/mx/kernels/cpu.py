@@ -1,0 +1,212 @@
+"""The compiled CPU kernels: which code path runs, and the calls, in terms of tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import warnings
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from ..formats import BLOCK, FORMATS, SCALE_RULES, Format
+from .build import BuildError, build, packaged_library
+
+ROWS = 16  # of a tile
+ABI = 1
+PATHS = ("portable", "avx2", "avx512f", "avx512_bf16")  # as in csrc/mx.h
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_NUMBERS = {name: number for number, name in enumerate((*FORMATS, "bf16"))}
+
+
+class Layer(ctypes.Structure):
+    """struct mx_layer of csrc/mx.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("codes", "scales", "tail_codes", "tail_scales", "bias", "values")),
+        ("n", ctypes.c_int64),
+        ("k", ctypes.c_int64),
+        ("format", ctypes.c_int32),
+        ("bits", ctypes.c_int32),
+    ]
+
+
+@lru_cache(maxsize=1)
+def library() -> ctypes.CDLL | None:
+    """The loaded library; None, after one warning, where it can neither be found nor built, or is switched off."""
+    if os.environ.get("HF_SPECDEC_MX_KERNELS", "").lower() in ("off", "0", "none"):
+        _state["reason"] = "switched off by $HF_SPECDEC_MX_KERNELS"
+        return None
+    try:
+        path = packaged_library() or build()
+        _state["library"] = str(path)
+        return _load(path)
+    except (BuildError, OSError) as error:
+        _state["reason"] = str(error)
+        warnings.warn(
+            f"MX kernels are not available, so that MX weights are dequantised once and multiplied by torch: {error}",
+            stacklevel=3,
+        )
+        return None
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    """The library, bound to the OpenMP that torch has loaded: a second one would fight it for the processors."""
+    for runtime in _openmp_runtimes():
+        with contextlib.suppress(OSError):
+            ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
+            break
+    lib = ctypes.CDLL(str(path))
+    if lib.mx_abi() != ABI:
+        raise OSError(f"{path} has interface {lib.mx_abi()}, not {ABI}: reinstall the package, or delete the file.")
+    pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    lib.mx_linear.argtypes = [pointer, pointer, pointer, size, number, number, number]
+    lib.mx_tile.argtypes = [pointer, pointer, pointer, pointer, size, size, number, number, number]
+    lib.mx_tile.restype = lib.mx_dequantize.restype = None
+    lib.mx_dequantize.argtypes = [pointer, size, size, pointer, number, number]
+    lib.mx_quantize.argtypes = [
+        pointer, number, size, size, number, number, pointer, pointer, pointer, pointer, number
+    ]  # fmt: skip
+    lib.mx_quantize.restype = size
+    lib.mx_read.argtypes = [pointer, size, number]
+    lib.mx_read.restype = ctypes.c_uint64
+    return lib
+
+
+def _openmp_runtimes() -> list[str]:
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return []
+    found = re.findall(r"\s(/\S*/(?:libgomp|libiomp5|libomp)[^/\s]*)$", maps, re.MULTILINE)
+    return [*dict.fromkeys(found), "libgomp.so.1"]
+
+
+_state: dict = {"path": None, "forced": None, "reason": None, "library": None}
+
+
+def kernel_path() -> int:
+    """The number of the code path in use: the forced one, that of $HF_SPECDEC_MX_PATH, else the widest there is."""
+    if _state["path"] is None:
+        wanted = _state["forced"] or os.environ.get("HF_SPECDEC_MX_PATH")
+        _state["path"] = _number_of(wanted) if wanted else max(i for i in range(len(PATHS)) if library().mx_has_path(i))
+    return _state["path"]
+
+
+def _number_of(name: str) -> int:
+    if name not in PATHS:
+        raise ValueError(f"path={name!r} is no kernel path. Take one of: {', '.join(PATHS)}.")
+    if library() is None or not library().mx_has_path(PATHS.index(name)):
+        raise ValueError(f"path={name!r} cannot run here. {kernel_info()['reason'] or 'This processor lacks the instructions.'}")
+    return PATHS.index(name)
+
+
+def set_kernel_path(name: str | None) -> None:
+    """Force a code path (`portable`, `avx2`, `avx512f`, `avx512_bf16`); None goes back to the widest one.
+
+    Raises ValueError for an unknown name, or one that this processor cannot run.
+    """
+    if name is not None:
+        _number_of(name)
+    _state["forced"], _state["path"] = name, None
+
+
+def kernel_info() -> dict:
+    """What runs here, for people: the code path in use and why, those available, the library, and torch's threads."""
+    lib = library()
+    available = [name for i, name in enumerate(PATHS) if lib is not None and lib.mx_has_path(i)]
+    if lib is None:
+        path, why = "torch", _state["reason"]
+    else:
+        forced = _state["forced"] or os.environ.get("HF_SPECDEC_MX_PATH")
+        path, why = PATHS[kernel_path()], "forced" if forced else "the widest instructions this processor has"
+    return {
+        "path": path,
+        "why": why,
+        "available": available,
+        "library": _state["library"],
+        "reason": _state["reason"],
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None or tensor.numel() == 0 else tensor.data_ptr()
+
+
+@lru_cache(maxsize=None)
+def _values(name: str) -> torch.Tensor:
+    table = torch.zeros(256)
+    if name in FORMATS:
+        table[: 2 ** FORMATS[name].bits] = FORMATS[name].values
+    return table
+
+
+def quantize(weight: torch.Tensor, fmt: Format, rule: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Packed codes uint8 `[N, K * bits / 8]` and scales uint8 `[N, K/32]`, as `codec.encode` and `packing.pack` make them.
+
+    Raises ValueError that names the first row with a NaN or an infinity.
+    """
+    weight = weight.detach().contiguous()
+    n, k = weight.shape
+    threads = torch.get_num_threads()
+    codes = torch.empty(n, k * fmt.bits // 8, dtype=torch.uint8)
+    scales = torch.empty(n, k // BLOCK, dtype=torch.uint8)
+    scratch = torch.empty(threads * 6 * k, dtype=torch.uint8)
+    bad = library().mx_quantize(
+        weight.data_ptr(), DTYPES[weight.dtype], n, k, _NUMBERS[fmt.name], SCALE_RULES.index(rule),
+        _values(fmt.name).data_ptr(), codes.data_ptr(), scales.data_ptr(), scratch.data_ptr(), threads,
+    )  # fmt: skip
+    if bad >= 0:
+        raise ValueError(f"row {bad} holds a NaN or an infinity, which MX blocks cannot keep.")
+    return codes, scales
+
+
+def tile(codes: torch.Tensor, scales: torch.Tensor, bits: int, back: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Packed codes and scales of `16 * n` rows in tile order (csrc/mx.h), as new tensors of the same shape; `back` undoes it."""
+    codes, scales = codes.contiguous(), scales.contiguous()
+    new_codes, new_scales = torch.empty_like(codes), torch.empty_like(scales)
+    k = codes.shape[1] * 8 // bits
+    library().mx_tile(
+        codes.data_ptr(), _address(scales), new_codes.data_ptr(), new_scales.data_ptr(), codes.shape[0], k, bits, back,
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return new_codes, new_scales
+
+
+class Kernel:
+    """One layer's weights as the library wants them. Holds on to the tensors whose addresses it has taken."""
+
+    def __init__(self, name: str, bits: int, n: int, k: int, codes, scales, tail, bias: torch.Tensor | None):
+        self.bias = None if bias is None else bias.detach().float().contiguous()
+        self.kept = codes, scales, tail, _values(name)
+        tail = tail or (None, None)
+        self.layer = Layer(
+            _address(codes), _address(scales), _address(tail[0]), _address(tail[1]), _address(self.bias),
+            _values(name).data_ptr(), n, k, _NUMBERS[name], bits,
+        )  # fmt: skip
+        self.address = ctypes.addressof(self.layer)
+        self.n, self.k = n, k
+        self.multiply = library().mx_linear
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """`x [..., K]` times the weights, plus the bias: `[..., N]` in x's dtype (float32, bfloat16 or float16)."""
+        if not x.is_contiguous():
+            x = x.contiguous()
+        out = x.new_empty((*x.shape[:-1], self.n))
+        rows = x.numel() // self.k
+        if rows and self.multiply(
+            self.address, x.data_ptr(), out.data_ptr(), rows, DTYPES[x.dtype], kernel_path(), torch.get_num_threads()
+        ):
+            raise MemoryError(f"no memory for {rows} rows of activations.")
+        return out
+
+    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        """The weights `[N, K]` in `dtype`."""
+        out = torch.empty(self.n, self.k, dtype=dtype)
+        groups = -(-self.n // ROWS)
+        library().mx_dequantize(self.address, 0, groups, out.data_ptr(), DTYPES[dtype], torch.get_num_threads())
+        return out

@@ -1,0 +1,76 @@
+/* Half a tile of codes to eight vectors of bfloat16 words. Tables are looked up by permutation: 32, 64 or 2 x 64 entries. */
+#ifndef HF_SPECDEC_MX_AVX512_H
+#define HF_SPECDEC_MX_AVX512_H
+
+#include <immintrin.h>
+
+#include "mx.h"
+
+typedef struct {
+    __m512i part[4];
+} mx_table;
+
+#define LOAD(p, i) _mm512_loadu_si512((const void *)((p) + 64 * (i)))
+#define KEEP(v) __asm__("" : "+v"(v)) /* loaded once: compilers would read it again for every use */
+
+MX_INLINE __attribute__((target("avx512f,avx512bw"))) mx_table mx_load_table(const mx_job *job) {
+    mx_table table;
+    for (int i = 0; i < 4; i++) table.part[i] = LOAD((const uint8_t *)job->table, i);
+    return table;
+}
+
+/* vpermi2w reads six bits of each index and ignores the rest, so that codes need no masking. */
+#define LOOK64(t, code, i) _mm512_permutex2var_epi16((t)->part[i], code, (t)->part[(i) + 1])
+
+/* An 8-bit code: the 128 magnitudes lie in two tables, chosen by bit 6 of `magnitude`; `sign` has it in bit 15. */
+#define LOOK128(t, magnitude, sign)                                                                                  \
+    _mm512_ternarylogic_epi32(_mm512_mask_blend_epi16(_mm512_test_epi16_mask(magnitude, _mm512_set1_epi16(0x40)),     \
+                                                      LOOK64(t, magnitude, 0), LOOK64(t, magnitude, 2)),              \
+                              sign, _mm512_set1_epi16((short)0x8000), 0xF8)
+
+#define DECODE_HALF(NAME, TARGET, SPLIT2, SPLIT7)                                                                    \
+    MX_INLINE __attribute__((target(TARGET))) void NAME(const uint8_t *p, const mx_table *t, __m512i w[8],            \
+                                                        const int bits, const int integer) {                         \
+        if (bits == 4) {                                                                                             \
+            for (int j = 0; j < 2; j++) {                                                                            \
+                __m512i a = LOAD(p, j); KEEP(a);                                                                              \
+                w[4 * j] = _mm512_permutexvar_epi16(a, t->part[0]);                                                  \
+                w[4 * j + 1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(a, 4), t->part[0]);                        \
+                w[4 * j + 2] = _mm512_permutexvar_epi16(_mm512_srli_epi16(a, 8), t->part[0]);                        \
+                w[4 * j + 3] = _mm512_permutexvar_epi16(_mm512_srli_epi16(a, 12), t->part[0]);                       \
+            }                                                                                                        \
+        } else if (bits == 6) {                                                                                      \
+            __m512i a = LOAD(p, 0), b = LOAD(p, 1), c = LOAD(p, 2); KEEP(a); KEEP(b); KEEP(c);                                                  \
+            w[0] = LOOK64(t, a, 0);                                                                                  \
+            w[1] = LOOK64(t, _mm512_srli_epi16(a, 6), 0);                                                            \
+            w[2] = LOOK64(t, SPLIT2(a, c), 0);                                                                       \
+            w[3] = LOOK64(t, b, 0);                                                                                  \
+            w[4] = LOOK64(t, _mm512_srli_epi16(b, 6), 0);                                                            \
+            w[5] = LOOK64(t, c, 0);                                                                                  \
+            w[6] = LOOK64(t, _mm512_srli_epi16(c, 6), 0);                                                            \
+            w[7] = LOOK64(t, SPLIT7(b, c), 0);                                                                       \
+        } else if (bits == 8) {                                                                                      \
+            for (int j = 0; j < 4; j++) {                                                                            \
+                __m512i a = LOAD(p, j); KEEP(a); __m512i m = integer ? _mm512_abs_epi8(a) : a;                                        \
+                w[2 * j] = LOOK128(t, m, _mm512_slli_epi16(a, 8));                                                   \
+                w[2 * j + 1] = LOOK128(t, _mm512_srli_epi16(m, 8), a);                                               \
+            }                                                                                                        \
+        } else {                                                                                                     \
+            for (int j = 0; j < 8; j++) w[j] = LOAD(p, j);                                                           \
+        }                                                                                                            \
+    }
+
+/* Codes 2 and 7 of a half are split over two words: four bits on top of one, two in the last one. */
+#define SPLIT2_VBMI2(a, c) _mm512_shrdi_epi16(a, _mm512_srli_epi16(c, 12), 12)
+#define SPLIT7_VBMI2(b, c) _mm512_shrdi_epi16(b, _mm512_srli_epi16(c, 14), 12)
+#define SPLIT2_BW(a, c) \
+    _mm512_ternarylogic_epi32(_mm512_srli_epi16(a, 12), _mm512_srli_epi16(c, 8), _mm512_set1_epi16(0x30), 0xF8)
+#define SPLIT7_BW(b, c) \
+    _mm512_ternarylogic_epi32(_mm512_srli_epi16(b, 12), _mm512_srli_epi16(c, 10), _mm512_set1_epi16(0x30), 0xF8)
+
+/* 16 scale bytes to float32; byte 0 is 2^-127, whose bits are 1 << 22. */
+MX_INLINE __attribute__((target("avx512f,avx512bw"))) __m512 mx_load_scales(const uint8_t *p) {
+    __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
+    return _mm512_castsi512_ps(_mm512_max_epu32(_mm512_slli_epi32(bytes, 23), _mm512_set1_epi32(1 << 22)));
+}
+#endif

@@ -1,0 +1,176 @@
+/* bfloat16 activations on AVX-512 BF16 and VBMI2. One row's result is made by the same instructions in the same order
+ * whatever the number of rows: per block of 32, sixteen dot products into a fresh sum, then sum * scale into the total. */
+#include "mx.h"
+
+/* Rows of x, [m, k] bfloat16, in chunks of eight (the last one may be shorter): in a chunk, the pair of inputs 2j and 2j + 1
+ * of its first row, of its second row, and so on, then the next pair: what the loop below reads one after another. */
+void mx_pack_pairs(const uint32_t *x, uint32_t *packed, int64_t m, int64_t k) {
+    for (int64_t m0 = 0; m0 < m; m0 += 8) {
+        const int64_t rows = m - m0 < 8 ? m - m0 : 8;
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t j = 0; j < k / 2; j++) packed[m0 * k / 2 + j * rows + r] = x[(m0 + r) * k / 2 + j];
+    }
+}
+
+#if defined(__x86_64__)
+#include <stdlib.h>
+
+#include "avx512.h"
+
+#define TARGET_BF16 "avx512f,avx512bw,avx512vl,avx512bf16,avx512vbmi2"
+#define AHEAD 2048 /* bytes of codes that are asked for in advance */
+
+DECODE_HALF(decode_half, TARGET_BF16, SPLIT2_VBMI2, SPLIT7_VBMI2)
+
+MX_INLINE __attribute__((target(TARGET_BF16))) void store_row(const mx_job *job, int64_t m, int64_t group, __m512 total) {
+    const mx_layer *l = job->layer;
+    int64_t first = group * MX_ROWS, left = l->n - first;
+    __mmask16 mask = left >= MX_ROWS ? 0xffff : (__mmask16)((1 << left) - 1);
+    if (l->bias) total = _mm512_add_ps(total, _mm512_maskz_loadu_ps(mask, l->bias + first));
+    if (job->out_dtype == MX_DT_BF16)
+        _mm256_mask_storeu_epi16((uint16_t *)job->out + m * l->n + first, mask, (__m256i)_mm512_cvtneps_pbh(total));
+    else
+        _mm512_mask_storeu_ps((float *)job->out + m * l->n + first, mask, total);
+}
+
+/* Row groups group .. group + groups - 1 times rows m0 .. m0 + rows - 1 of x. Two groups at once, where there are few rows,
+ * keep the dot-product unit busy: each of them is a chain of dependent sums. */
+MX_INLINE __attribute__((target(TARGET_BF16))) void multiply(const mx_job *job, int64_t group, int64_t m0, const int groups,
+                                                            const int rows, const int bits, const int integer) {
+    const mx_layer *l = job->layer;
+    const int64_t k = l->k, blocks = k / MX_BLOCK;
+    const int half_bytes = 32 * bits;
+    const mx_table table = mx_load_table(job);
+    const int32_t *x = (const int32_t *)job->x + m0 * k / 2; /* pairs, packed as in mx_pack_pairs */
+    const uint8_t *codes[2], *scales[2];
+    for (int g = 0; g < groups; g++) codes[g] = mx_group_codes(l, group + g), scales[g] = mx_group_scales(l, group + g);
+    __m512 total[2][8];
+    for (int g = 0; g < groups; g++)
+        for (int m = 0; m < rows; m++) total[g][m] = _mm512_setzero_ps();
+    for (int64_t b = 0; b < blocks; b++, x += rows * MX_BLOCK / 2) {
+        __m512 sum[2][8];
+        for (int g = 0; g < groups; g++)
+            for (int m = 0; m < rows; m++) sum[g][m] = _mm512_setzero_ps();
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+#pragma GCC unroll 2
+            for (int g = 0; g < groups; g++) {
+                __m512i w[8];
+                const uint8_t *at = codes[g] + (2 * b + half) * half_bytes;
+                decode_half(at, &table, w, bits, integer);
+                for (int line = 0; line < half_bytes; line += 64) _mm_prefetch((const char *)at + line + AHEAD, _MM_HINT_T0);
+#pragma GCC unroll 8
+                for (int v = 0; v < 8; v++)
+#pragma GCC unroll 8
+                    for (int m = 0; m < rows; m++) {
+                        __m512i pair = _mm512_set1_epi32(x[(8 * half + v) * rows + m]);
+                        sum[g][m] = _mm512_dpbf16_ps(sum[g][m], (__m512bh)w[v], (__m512bh)pair);
+                    }
+            }
+        }
+        for (int g = 0; g < groups; g++) {
+            __m512 scale = bits == 16 ? _mm512_setzero_ps() : mx_load_scales(scales[g] + b * MX_ROWS);
+            for (int m = 0; m < rows; m++)
+                total[g][m] = bits == 16 ? _mm512_add_ps(total[g][m], sum[g][m])
+                                         : _mm512_fmadd_ps(sum[g][m], scale, total[g][m]);
+        }
+    }
+    for (int g = 0; g < groups; g++)
+        for (int m = 0; m < rows; m++) store_row(job, m0 + m, group + g, total[g][m]);
+}
+
+/* Many rows of x: stretches of PANEL blocks are decoded once, into the first-level cache, and multiplied by all of them. The
+ * order of the sums is that of `multiply`. */
+#define PANEL 16
+#define WIDE 32 /* rows above which decoding once pays for writing the result down */
+
+MX_INLINE __attribute__((target(TARGET_BF16))) void panel_rows(const __m512i *w, const __m512 *scale, const int32_t *x,
+                                                              float *totals, int64_t blocks, const int rows, const int bits) {
+    __m512 total[8];
+    for (int m = 0; m < rows; m++) total[m] = _mm512_loadu_ps(totals + m * MX_ROWS);
+    for (int64_t b = 0; b < blocks; b++, w += 16, x += rows * 16) {
+        __m512 sum[8];
+        for (int m = 0; m < rows; m++) sum[m] = _mm512_setzero_ps();
+#pragma GCC unroll 16
+        for (int v = 0; v < 16; v++)
+#pragma GCC unroll 8
+            for (int m = 0; m < rows; m++)
+                sum[m] = _mm512_dpbf16_ps(sum[m], (__m512bh)w[v], (__m512bh)_mm512_set1_epi32(x[v * rows + m]));
+        for (int m = 0; m < rows; m++)
+            total[m] = bits == 16 ? _mm512_add_ps(total[m], sum[m]) : _mm512_fmadd_ps(sum[m], scale[b], total[m]);
+    }
+    for (int m = 0; m < rows; m++) _mm512_storeu_ps(totals + m * MX_ROWS, total[m]);
+}
+
+MX_INLINE __attribute__((target(TARGET_BF16))) void multiply_wide(const mx_job *job, int64_t group, float *totals,
+                                                                 const int bits, const int integer) {
+    const mx_layer *l = job->layer;
+    const int64_t blocks = l->k / MX_BLOCK;
+    const int half_bytes = 32 * bits;
+    const mx_table table = mx_load_table(job);
+    const uint8_t *codes = mx_group_codes(l, group), *scales = mx_group_scales(l, group);
+    __m512i w[16 * PANEL];
+    __m512 scale[PANEL];
+    __builtin_memset(totals, 0, (size_t)job->m * MX_ROWS * sizeof(float));
+    for (int64_t b0 = 0; b0 < blocks; b0 += PANEL) {
+        const int64_t count = blocks - b0 < PANEL ? blocks - b0 : PANEL;
+        for (int64_t b = 0; b < count; b++) {
+            for (int line = 0; line < 2 * half_bytes; line += 64)
+                _mm_prefetch((const char *)codes + (b0 + b) * 2 * half_bytes + line + AHEAD, _MM_HINT_T0);
+            decode_half(codes + (b0 + b) * 2 * half_bytes, &table, w + 16 * b, bits, integer);
+            decode_half(codes + (b0 + b) * 2 * half_bytes + half_bytes, &table, w + 16 * b + 8, bits, integer);
+            scale[b] = bits == 16 ? _mm512_setzero_ps() : mx_load_scales(scales + (b0 + b) * MX_ROWS);
+        }
+        for (int64_t m0 = 0; m0 < job->m; m0 += 8) {
+            const int64_t rows = job->m - m0 < 8 ? job->m - m0 : 8;
+            const int32_t *x = (const int32_t *)job->x + m0 * l->k / 2 + b0 * 16 * rows;
+#define PANEL_ROWS(R) case R: panel_rows(w, scale, x, totals + m0 * MX_ROWS, count, R, bits); break;
+            switch (rows) {
+                PANEL_ROWS(1) PANEL_ROWS(2) PANEL_ROWS(3) PANEL_ROWS(4) PANEL_ROWS(5) PANEL_ROWS(6) PANEL_ROWS(7) PANEL_ROWS(8)
+            }
+        }
+    }
+    for (int64_t m = 0; m < job->m; m++) store_row(job, m, group, _mm512_loadu_ps(totals + m * MX_ROWS));
+}
+
+#define SIDE_BY_SIDE(G, R) case R: multiply(job, group, 0, G, R, bits, integer); break;
+#define ROWS(R) case R: multiply(job, group, m0, 1, R, bits, integer); break;
+
+MX_INLINE __attribute__((target(TARGET_BF16))) void run(const mx_job *job, int64_t group, int64_t last, const int bits,
+                                                       const int integer) {
+    float *totals = job->m > WIDE ? malloc((size_t)job->m * MX_ROWS * sizeof(float)) : NULL;
+    for (int step = 1; group < last; group += step) {
+        step = job->m <= 4 && group + 2 <= last ? 2 : 1;
+        if (totals) {
+            multiply_wide(job, group, totals, bits, integer);
+        } else if (step == 2) {
+            switch (job->m) { SIDE_BY_SIDE(2, 1) SIDE_BY_SIDE(2, 2) SIDE_BY_SIDE(2, 3) SIDE_BY_SIDE(2, 4) }
+        } else {
+            for (int64_t m0 = 0; m0 < job->m; m0 += 8) /* once, unless there was no memory for `totals` */
+                switch (job->m - m0 < 8 ? job->m - m0 : 8) {
+                    ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8)
+                }
+        }
+    }
+    free(totals);
+}
+
+#define WIDTH(NAME, BITS, INTEGER)                                                                                   \
+    static __attribute__((target(TARGET_BF16), noinline)) void NAME(const mx_job *job, int64_t first, int64_t last) { \
+        run(job, first, last, BITS, INTEGER);                                                                        \
+    }
+WIDTH(bits4, 4, 0)
+WIDTH(bits6, 6, 0)
+WIDTH(bits8, 8, 0)
+WIDTH(integers, 8, 1)
+WIDTH(dense, 16, 0)
+
+void mx_run_avx512_bf16(const mx_job *job, int64_t first, int64_t last) {
+    const mx_layer *l = job->layer;
+    if (l->bits == 4) bits4(job, first, last);
+    else if (l->bits == 6) bits6(job, first, last);
+    else if (l->bits == 16) dense(job, first, last);
+    else if (l->format == MX_INT8) integers(job, first, last);
+    else bits8(job, first, last);
+}
+#endif

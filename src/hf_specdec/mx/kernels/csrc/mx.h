@@ -1,0 +1,95 @@
+/* The kernel library of hf_specdec.mx: a plain C interface, loaded with ctypes.
+ *
+ * Layout. Weights [N, K] lie in tiles of 16 rows by one MX block of 32 inputs; the tiles of a row group follow one another
+ * along K. A tile is 16 vectors of 32 words of 16 bits. Word 2 * row + parity of vector v holds the code of that row and of
+ * input 2 * v + parity: read as 32-bit lanes, a vector is 16 rows times an adjacent pair of inputs, which is what a bfloat16
+ * dot-product instruction takes, and no lane ever has to be summed with another. Codes narrower than a word are packed
+ * vector over vector (pack_half in tiles.c); a tile has as many bytes as its codes have in the stored order.
+ * Scales: 16 bytes a tile, one per row, in an array of their own.
+ */
+#ifndef HF_SPECDEC_MX_H
+#define HF_SPECDEC_MX_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define MX_BLOCK 32
+#define MX_ROWS 16
+#define MX_INLINE static inline __attribute__((always_inline))
+
+enum mx_format { MX_E4M3, MX_E5M2, MX_E3M2, MX_E2M3, MX_E2M1, MX_INT8, MX_BF16 };
+enum mx_dtype { MX_DT_F32, MX_DT_BF16, MX_DT_F16 };
+enum mx_path { MX_PORTABLE, MX_AVX2, MX_AVX512F, MX_AVX512_BF16, MX_PATHS };
+
+typedef struct {
+    const uint8_t *codes, *scales;           /* the full row groups */
+    const uint8_t *tail_codes, *tail_scales; /* one more group, filled up with zeros, if N is no multiple of 16 */
+    const float *bias;                       /* [N], or NULL */
+    const float *values;                     /* [256]: what each code is worth before its scale */
+    int64_t n, k;
+    int32_t format, bits;
+} mx_layer;
+
+/* One stretch of row groups times m rows of x; x is packed bfloat16 (MX_AVX512_BF16) or float32 (the others). */
+typedef struct {
+    const mx_layer *layer;
+    const void *x;
+    void *out; /* [m, n] of out_dtype */
+    int64_t m;
+    int out_dtype;
+    uint16_t table[128]; /* the values of the codes (without their sign, if they have 8 bits) as bfloat16, repeated */
+} mx_job;
+
+typedef void (*mx_run)(const mx_job *, int64_t first_group, int64_t last_group);
+void mx_run_portable(const mx_job *, int64_t, int64_t);
+void mx_run_avx2(const mx_job *, int64_t, int64_t);
+void mx_run_avx512f(const mx_job *, int64_t, int64_t);
+void mx_run_avx512_bf16(const mx_job *, int64_t, int64_t);
+void mx_pack_pairs(const uint32_t *x, uint32_t *packed, int64_t m, int64_t k);
+
+MX_INLINE int64_t mx_tile_bytes(int bits) { return MX_ROWS * MX_BLOCK * bits / 8; }
+
+MX_INLINE const uint8_t *mx_group_codes(const mx_layer *l, int64_t group) {
+    return group < l->n / MX_ROWS ? l->codes + group * (l->k / MX_BLOCK) * mx_tile_bytes(l->bits) : l->tail_codes;
+}
+
+MX_INLINE const uint8_t *mx_group_scales(const mx_layer *l, int64_t group) {
+    return group < l->n / MX_ROWS ? l->scales + group * (l->k / MX_BLOCK) * MX_ROWS : l->tail_scales;
+}
+
+MX_INLINE float mx_from_bits(uint32_t bits) {
+    float value;
+    __builtin_memcpy(&value, &bits, 4);
+    return value;
+}
+
+MX_INLINE uint32_t mx_bits(float value) {
+    uint32_t bits;
+    __builtin_memcpy(&bits, &value, 4);
+    return bits;
+}
+
+/* E8M0: 2^(b - 127); byte 0 is a subnormal; NaN (0xFF) never reaches a kernel: such layers are dequantised. */
+MX_INLINE float mx_scale(uint8_t b) { return mx_from_bits(b ? (uint32_t)b << 23 : 1u << 22); }
+
+MX_INLINE uint16_t mx_to_bf16(float value) {
+    uint32_t bits = mx_bits(value);
+    if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16 | 0x40);
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+uint16_t mx_to_f16(float value);
+float mx_from_f16(uint16_t bits);
+
+/* Store `count` results of row m, from output `first` on. */
+MX_INLINE void mx_store(const mx_job *job, int64_t m, int64_t first, const float *values, int64_t count) {
+    const mx_layer *l = job->layer;
+    for (int64_t i = 0; i < count; i++) {
+        float y = values[i] + (l->bias ? l->bias[first + i] : 0.0f);
+        int64_t at = m * l->n + first + i;
+        if (job->out_dtype == MX_DT_F32) ((float *)job->out)[at] = y;
+        else if (job->out_dtype == MX_DT_BF16) ((uint16_t *)job->out)[at] = mx_to_bf16(y);
+        else ((uint16_t *)job->out)[at] = mx_to_f16(y);
+    }
+}
+#endif

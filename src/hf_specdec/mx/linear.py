@@ -1,0 +1,224 @@
+"""`MXLinear`: a Linear layer whose weights stay packed in memory and are decompressed inside the product."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from .formats import BLOCK, DEFAULT_FORMAT, DEFAULT_RULE, SCALE_NAN, Format, get_format
+from .kernels import cpu
+from .ops import STORED, TILES, product
+from .packed import PackedMatrix, quantize
+
+
+class MXLinear(nn.Module):
+    """`y = x @ W^T + b` with W in an MX format.
+
+    `weight` is uint8 `[out_features, in_features * bits / 8]` and `weight_scale` uint8 `[out_features, in_features / 32]`.
+    They are saved in the stored order (least significant bit first); on a CPU that has the kernels they lie in the kernels'
+    tiles while in use (`layout`), in the same memory. A row of x gives the same bits at every number of rows.
+    """
+
+    def __init__(self, in_features, out_features, bias=True, format=DEFAULT_FORMAT, device=None, dtype=None):
+        super().__init__()
+        self.format: Format = get_format(format)
+        if in_features % BLOCK:
+            raise ValueError(f"in_features={in_features} is no multiple of the MX block of {BLOCK}.")
+        self.in_features, self.out_features = in_features, out_features
+        columns = 0 if self.format.is_dense else in_features // BLOCK
+        self.weight = self._bytes(out_features, in_features * self.format.bits // 8, device)
+        self.weight_scale = self._bytes(out_features, columns, device)
+        self.bias = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None
+        self.layout = STORED
+        self._forget()
+
+    @staticmethod
+    def _bytes(rows: int, columns: int, device) -> nn.Parameter:
+        return nn.Parameter(torch.zeros(rows, columns, dtype=torch.uint8, device=device), requires_grad=False)
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, format=DEFAULT_FORMAT, scale_rule: str = DEFAULT_RULE) -> MXLinear:
+        """The layer, compressed. It keeps the bias as it is. Raises what `quantize` raises."""
+        layer = cls(linear.in_features, linear.out_features, bias=False, format=format, device="meta")
+        layer.set_packed(quantize(linear.weight, format, scale_rule))
+        layer.bias = linear.bias
+        layer.train(linear.training)
+        return layer
+
+    def set_packed(self, packed: PackedMatrix) -> None:
+        """Take over the codes and scales of a matrix of this layer's shape and format: its memory is the layer's from now on."""
+        self._check_packed(packed)
+        self.weight = nn.Parameter(packed.codes, requires_grad=False)
+        self.weight_scale = nn.Parameter(packed.scales, requires_grad=False)
+        self.layout = STORED
+        self._forget()
+        self.prepare()
+
+    def prepare(self) -> MXLinear:
+        """Put the bytes into the order of the kernels, if there are any: once, in place. `forward` does it otherwise, but not
+        while a compiler traces it."""
+        if self.weight.device.type == "cpu":
+            self._cpu_kernel()
+        return self
+
+    def _check_packed(self, packed: PackedMatrix) -> None:
+        shape = (self.out_features, self.in_features)
+        if packed.format != self.format or packed.shape != shape or packed.scales.shape != self.weight_scale.shape:
+            raise ValueError(
+                f"a {self.format.name} matrix of shape {shape} is wanted, with scales {tuple(self.weight_scale.shape)}; "
+                f"got {packed.format.name} {packed.shape} with scales {tuple(packed.scales.shape)}."
+            )
+
+    # ---- the weights, as numbers and as stored ----
+
+    def packed(self) -> PackedMatrix:
+        """Codes and scales in the stored order; copies, if the layer holds them in tiles."""
+        codes, scales = self.weight.detach(), self.weight_scale.detach()
+        if self.layout == TILES:
+            codes, scales = self._reordered(codes, scales, back=True)
+        return PackedMatrix(codes, scales, self.format)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The weights `[out_features, in_features]` in `dtype`."""
+        kernel = self._cpu_kernel() if dtype in cpu.DTYPES else None
+        return self.packed().dequantize(dtype) if kernel is None else kernel.dequantize(dtype)
+
+    def to_linear(self, dtype: torch.dtype) -> nn.Linear:
+        """A dense layer with these weights in `dtype` and the same bias."""
+        linear = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        linear.weight = nn.Parameter(self.dequantize(dtype), requires_grad=False)
+        linear.bias = self.bias
+        return linear.train(self.training)
+
+    # ---- the product ----
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[..., out_features]` from `x [..., in_features]`, float32, bfloat16 or float16, on the weights' device."""
+        if torch.compiler.is_compiling():
+            return product(x, self)
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        self._check_input(x)
+        if torch.is_grad_enabled() and (x.requires_grad or (self.bias is not None and self.bias.requires_grad)):
+            return product(x, self.prepare())
+        kernel = self._kernel(x)
+        return kernel(x) if kernel is not None else F.linear(x, self._dense(x.dtype), self._bias(x.dtype))
+
+    def _check_input(self, x: torch.Tensor) -> None:
+        if x.dtype not in cpu.DTYPES:
+            raise TypeError(f"x is {x.dtype}; MX layers take float32, bfloat16 or float16: convert it with x.to(dtype).")
+        if x.device != self.weight.device:
+            raise ValueError(f"x is on {x.device} and the MX weights are on {self.weight.device}: move one of them.")
+        if x.shape[-1] != self.in_features:
+            raise ValueError(f"x has {x.shape[-1]} features; this layer takes {self.in_features}.")
+
+    def _bias(self, dtype: torch.dtype) -> torch.Tensor | None:
+        return None if self.bias is None else self.bias.to(dtype)
+
+    def _kernel(self, x: torch.Tensor):
+        """What multiplies x: the CPU kernels, those of a GPU, or None where neither can."""
+        if x.is_cuda:
+            return self._gpu_kernel(x)
+        return self._cpu_kernel()
+
+    def _cpu_kernel(self) -> cpu.Kernel | None:
+        bias = self.bias
+        key = (self.weight.data_ptr(), None if bias is None else (bias.data_ptr(), bias.is_inference() or bias._version))
+        if self._known is not None and self._known[0] == key:
+            return self._known[1]
+        kernel = None
+        if self.weight.device.type == "cpu" and cpu.library() is not None and not self._has_specials():
+            self._to_tiles()
+            kernel = cpu.Kernel(
+                self.format.name, self.format.bits, self.out_features, self.in_features,
+                self.weight, self.weight_scale, self._tail, bias,
+            )  # fmt: skip
+        self._known = key, kernel
+        return kernel
+
+    def _gpu_kernel(self, x: torch.Tensor):
+        from .kernels import gpu
+
+        if self._known is None or self._known[0] != "gpu":
+            self._known = "gpu", gpu.kernel(self.packed(), self.bias)
+        kernel = self._known[1]
+        return kernel if kernel is not None and kernel.takes(x) else None
+
+    def _has_specials(self) -> bool:
+        """Codes that no kernel looks up: NaN scales, infinities and NaNs, and the integer -128. `quantize` makes none."""
+        if self.layout == TILES:
+            return False  # looked for before
+        if bool((self.weight_scale == SCALE_NAN).any()):
+            return True
+        if self.format.bits != 8:
+            return False
+        magnitude = self.weight & 0x7F
+        if self.format.is_integer:
+            return bool((self.weight == 0x80).any())
+        return bool((magnitude > self.format.max_code).any())
+
+    def _dense(self, dtype: torch.dtype) -> torch.Tensor:
+        """The weights in `dtype`, kept: for machines without kernels."""
+        if self._kept is None or self._kept.dtype != dtype or self._kept.device != self.weight.device:
+            self._kept = self.packed().dequantize(dtype)
+        return self._kept
+
+    # ---- tiles ----
+
+    def _to_tiles(self) -> None:
+        if self.layout == TILES:
+            return
+        full = self.out_features // cpu.ROWS * cpu.ROWS
+        codes, scales = self.weight.detach(), self.weight_scale.detach()
+        if full < self.out_features:
+            rows = [F.pad(part[full:], (0, 0, 0, full + cpu.ROWS - self.out_features)) for part in (codes, scales)]
+            self._tail = cpu.tile(*rows, self.format.bits)
+        tiled = self._reordered(codes, scales)
+        codes.copy_(tiled[0])
+        scales.copy_(tiled[1])
+        self.layout = TILES
+
+    def to_stored(self) -> None:
+        """Put the bytes back into the stored order, in place."""
+        if self.layout == TILES:
+            packed = self.packed()
+            self.weight.detach().copy_(packed.codes)
+            self.weight_scale.detach().copy_(packed.scales)
+            self.layout = STORED
+        self._forget()
+
+    def _reordered(self, codes, scales, back: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies with the full groups of 16 rows in the other order; what is left of them stays as it is."""
+        full = self.out_features // cpu.ROWS * cpu.ROWS
+        head = cpu.tile(codes[:full], scales[:full], self.format.bits, back) if full else (codes[:0], scales[:0])
+        return torch.cat([head[0], codes[full:]]), torch.cat([head[1], scales[full:]])
+
+    def _forget(self) -> None:
+        self._tail = self._known = self._kept = None
+
+    # ---- what torch does to modules ----
+
+    def _apply(self, fn, recurse=True):
+        probe = self.weight.new_empty(0)
+        if fn(probe).device != probe.device:
+            self.to_stored()
+        self._known = None
+        return super()._apply(fn, recurse)
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.layout == TILES:
+            packed = self.packed()
+            destination[prefix + "weight"], destination[prefix + "weight_scale"] = packed.codes, packed.scales
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        self.to_stored()
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self.prepare()
+
+    def __getstate__(self):
+        return {**self.__dict__, "_known": None, "_kept": None}
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, format={self.format.name}"

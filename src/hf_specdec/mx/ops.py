@@ -1,0 +1,90 @@
+"""The product as operators that torch's compiler and autograd see. Eager inference calls the kernels without this detour."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from .formats import get_format
+from .kernels import cpu
+from .packed import PackedMatrix
+
+STORED, TILES = "stored", "tiles16"  # the order of a layer's bytes
+
+
+def product(x: torch.Tensor, layer) -> torch.Tensor:
+    """`layer(x)` for an `MXLinear`, differentiable in x and the bias (the weights are constants)."""
+    tail = layer._tail or (None, None)
+    return mx_linear(x, layer.weight, layer.weight_scale, *tail, layer.bias, layer.format.name, layer.out_features, layer.layout)
+
+
+@torch.library.custom_op("hf_specdec::mx_linear", mutates_args=())
+def mx_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    tail: torch.Tensor | None,
+    tail_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    format: str,
+    out_features: int,
+    layout: str,
+) -> torch.Tensor:
+    """`[..., out_features]` from `x [..., in_features]`; bytes as `MXLinear` holds them."""
+    if layout == TILES:
+        return _tiled(weight, weight_scale, tail, tail_scale, bias, format, out_features, x.shape[-1])(x)
+    w = PackedMatrix(weight, weight_scale, get_format(format)).dequantize(x.dtype)
+    return F.linear(x, w, None if bias is None else bias.to(x.dtype))
+
+
+def _tiled(weight, weight_scale, tail, tail_scale, bias, format, out_features, in_features) -> cpu.Kernel:
+    pair = None if tail is None else (tail, tail_scale)
+    return cpu.Kernel(format, get_format(format).bits, out_features, in_features, weight, weight_scale, pair, bias)
+
+
+@mx_linear.register_fake
+def _(x, weight, weight_scale, tail, tail_scale, bias, format, out_features, layout):
+    return x.new_empty((*x.shape[:-1], out_features))
+
+
+@torch.library.custom_op("hf_specdec::mx_input_gradient", mutates_args=())
+def mx_input_gradient(
+    gradient: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    tail: torch.Tensor | None,
+    tail_scale: torch.Tensor | None,
+    format: str,
+    in_features: int,
+    layout: str,
+) -> torch.Tensor:
+    """`gradient @ W`: the weights are decompressed for it and not kept."""
+    if layout == TILES:
+        n = gradient.shape[-1]
+        w = _tiled(weight, weight_scale, tail, tail_scale, None, format, n, in_features).dequantize(gradient.dtype)
+    else:
+        w = PackedMatrix(weight, weight_scale, get_format(format)).dequantize(gradient.dtype)
+    return gradient @ w
+
+
+@mx_input_gradient.register_fake
+def _(gradient, weight, weight_scale, tail, tail_scale, format, in_features, layout):
+    return gradient.new_empty((*gradient.shape[:-1], in_features))
+
+
+def _setup(ctx, inputs, output):
+    x, weight, weight_scale, tail, tail_scale, bias, ctx.format, _, ctx.layout = inputs
+    ctx.in_features, ctx.bias_dtype = x.shape[-1], None if bias is None else bias.dtype
+    ctx.save_for_backward(weight, weight_scale, tail, tail_scale)
+
+
+def _backward(ctx, gradient):
+    of_x = of_bias = None
+    if ctx.needs_input_grad[0]:
+        of_x = mx_input_gradient(gradient, *ctx.saved_tensors, ctx.format, ctx.in_features, ctx.layout)
+    if ctx.bias_dtype is not None and ctx.needs_input_grad[5]:
+        of_bias = gradient.flatten(0, -2).sum(0).to(ctx.bias_dtype)
+    return of_x, None, None, None, None, of_bias, None, None, None
+
+
+mx_linear.register_autograd(_backward, setup_context=_setup)
