@@ -27,6 +27,7 @@ from transformers import (
 import hf_specdec
 from hf_specdec import SpeculativeConfig, SpeculativeDecoder
 from hf_specdec.drafts import Draft, ModelDraft, NGramDraft, PromptLookupDraft, UniformDraft
+from hf_specdec.kv_cache import SlotPlan
 from hf_specdec.proposal import Proposal
 from hf_specdec.tree import Tree
 
@@ -500,6 +501,54 @@ def test_more_tokens_than_were_asked_for_do_not_change_the_text():
 
     out = speculate(model, rows, Eager.knowing(texts), 2, max_new_tokens=10)
     assert generated(out, rows) == plain(model, rows, max_new_tokens=10)
+
+
+class Greedy(Draft):
+    """Proposes the same proposal whatever it is asked for."""
+
+    name = "greedy"
+
+    def __init__(self, make):
+        self.make = make
+
+    def propose(self, context, k):
+        return self.make(len(context.rows), context.vocab_size)
+
+
+def bush(n: int) -> Tree:
+    return Tree(tuple((node - 1) // 3 for node in range(1, n + 1)))
+
+
+@pytest.mark.parametrize("tree", [Tree.chain(257), bush(300)], ids=["chain", "tree"])
+def test_a_proposal_of_more_than_256_nodes_is_refused(tree):
+    model = enabled(tiny_llama())
+    draft = Greedy(lambda batch, vocab: Proposal(tree, tokens(batch, len(tree)), None, [len(tree)] * batch))
+    with refused(model, words=("draft 'greedy'", f"{len(tree)} nodes", "at most 256", "Propose what `k` asks for")):
+        call(model, assistant_model=draft, num_assistant_tokens=3, max_new_tokens=9)
+
+
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("tree", [Tree.chain(256), bush(256)], ids=["chain", "tree"])
+def test_a_proposal_of_256_nodes_leaves_the_text_as_it_is(tree, do_sample, monkeypatch):
+    model, rows, slots = tiny_llama(), prompts(5, 3), []
+    draft = Greedy(lambda b, v: Proposal(tree, tokens(b, len(tree)), laws(b, v, len(tree)) if do_sample else None, [len(tree)] * b))
+    lay = SlotPlan.lay
+    monkeypatch.setattr(SlotPlan, "lay", lambda plan, *args: (lay(plan, *args), slots.append(plan.visible)))
+    out = speculate(model, rows, draft, 2, seed=0, max_new_tokens=10, do_sample=do_sample)
+    assert out.speculation.new_tokens == [10, 10]
+    assert max(slots) <= 5 + 10 + (len(tree) if not tree.is_chain else 0)
+    if not do_sample:
+        assert generated(out, rows) == plain(model, rows, max_new_tokens=10)
+
+
+def test_what_a_row_has_no_room_for_is_cut_off():
+    chain, tree = Proposal.chain(tokens(2, 6), laws(2, 9, 6)), Proposal(Tree((0, 0, 1, 3, 2)), tokens(2, 5), None, [5, 4], "x")
+    cut = chain.within([2, 4])
+    assert (len(cut.tree), cut.sizes, cut.tokens.shape, cut.probs.shape) == (4, [2, 4], (2, 4), (2, 4, 9))
+    cut = tree.within([1, 2])
+    assert (cut.tree.parents, cut.sizes, cut.probs, cut.source) == ((0, 0, 1), [2, 3], None, "x")
+    assert chain.within([6, 9]) is chain and tree.within([3, 3]) is tree
+    assert tree.within([0, 0]).sizes == [0, 0] and tree.within([0, 0]).tokens.shape == (2, 0)
 
 
 # --- Ctrl-C and exceptions ----------------------------------------------------------------------------------------------

@@ -40,6 +40,10 @@ class CachedModel:
         limit = self.traits.max_positions
         return [min(left, limit - len(row) + 1) if limit and len(row) <= limit else left for row, left in zip(rows, room)]
 
+    def beyond(self, rows: list[list[int]]) -> bool:
+        """Whether the last token of a row lies beyond the model's context: it may have been generated, but cannot be fed."""
+        return self.traits.max_positions is not None and max(map(len, rows), default=0) > self.traits.max_positions
+
     # --- forward passes -----------------------------------------------------------------------------------------------
 
     def score(self, rows: list[list[int]], proposal: Proposal | None = None) -> torch.Tensor:
@@ -113,8 +117,9 @@ class CachedModel:
         if level:
             positions = (depths + plan.start)[None]
         else:
-            starts, last = torch.tensor([self.lengths, sizes], device=device)
-            positions = starts[:, None] + torch.minimum(depths, last[:, None] - 1)
+            deepest = [size - 1 if chain else max(tree.depths[:size]) for size in sizes]
+            starts, last = torch.tensor([self.lengths, deepest], device=device)
+            positions = starts[:, None] + torch.minimum(depths, last[:, None])
         slots = torch.arange(plan.visible, device=device)
         if chain:
             slot_positions, seen = slots[None, None], slots <= positions[..., None]

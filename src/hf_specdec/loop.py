@@ -48,6 +48,7 @@ class SpeculativeLoop:
         proposal = self.draft.propose(self.context, k)
         if not self.draft.trusted:
             Proposal.check(proposal, len(rows), self.context.vocab_size, self.draft.name)
+            proposal = proposal.within([left - 1 for left in room])
         drafted = perf_counter()
 
         logits = self.target.score(rows, proposal).to(self.context.device)
@@ -112,9 +113,10 @@ class SpeculativeLoop:
 
     def _part_with(self, done: list[bool]) -> None:
         """Drop the rows that are done; the others go on without them."""
+        early = [len(done) > 1 and ended and left > 0 for ended, left in zip(done, self.sequences.room())]
+        self.want_cache &= not self.target.beyond([row.tokens for row, ended in zip(self.sequences.active, early) if ended])
         if self.want_cache:
-            early = [ended and left > 0 for ended, left in zip(done, self.sequences.room())]
-            if len(done) > 1 and any(early):  # what ends a row before the others do is cached like every token before it
+            if any(early):  # what ends a row before the others do is cached like every token before it
                 self.target.feed([row.tokens[-1:] if ended else [] for row, ended in zip(self.sequences.active, early)])
                 self.target.calls -= 1  # housekeeping, not a verification
             for b, row in enumerate(self.sequences.active):

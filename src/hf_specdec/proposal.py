@@ -8,6 +8,8 @@ import torch
 
 from .tree import Tree
 
+MAX_NODES = 256  # of one proposal; with them go a mask and logits for every node
+
 
 @dataclass
 class Proposal:
@@ -51,12 +53,24 @@ class Proposal:
         sizes = torch.tensor(self.sizes, device=self.tokens.device)
         return torch.arange(len(self.tree), device=self.tokens.device) < sizes[:, None]
 
+    def within(self, depths: list[int]) -> "Proposal":
+        """Every row without what comes after its first node deeper than depths[b], which there is no room to commit."""
+        if max(self.tree.depths) <= min(depths):
+            return self
+        sizes = [next((i for i, depth in enumerate(self.tree.depths[1 : size + 1]) if depth > most), size)
+                 for size, most in zip(self.sizes, depths)]
+        n = max(sizes)
+        probs = None if self.probs is None else self.probs[:, :n]
+        return Proposal(self.tree.truncate(n), self.tokens[:, :n], probs, sizes, self.source)
+
     def check(self, batch: int, vocab_size: int, draft: str) -> None:
         """Raise ValueError, naming the draft, unless shapes, ids and laws are what they have to be."""
         if not isinstance(self, Proposal) or not torch.is_tensor(self.tokens):
             raise ValueError(f"draft {draft!r} returned {type(self).__name__}, not a Proposal of tensors; a draft must return tokens "
                              f"[{batch}, N] and probs None or [{batch}, N, {vocab_size}] that sum to 1.")
         n = len(self.tree)
+        if n > MAX_NODES:
+            raise ValueError(f"draft {draft!r} returned {n} nodes; one pass takes at most {MAX_NODES}. Propose what `k` asks for.")
 
         def wrong(what: str):
             return ValueError(f"draft {draft!r} returned {what}; a draft must return tokens [{batch}, {n}] with ids in "

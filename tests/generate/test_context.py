@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.architectures import FAMILIES
-from tests.helpers import ScriptedDraft, enabled, generated, padded, perturbed, plain, prompts, speculate
+from tests.helpers import KnowingTreeDraft, ScriptedDraft, enabled, generated, padded, perturbed, plain, prompts, speculate
 
 LIMIT = 128  # of every model of the table
 BOUND = ["GPT-2", "OPT", "GPT-J", "CTRL", "MPT"]  # positions of their own; the others go on beyond the limit, as in a plain call
@@ -40,6 +40,39 @@ def test_a_row_that_ends_before_the_limit_is_not_disturbed_by_drafts_that_would_
     (text,) = plain(model, [row], max_new_tokens=5)
     out = speculate(model, [row], longer(model, row, 5), 16, max_new_tokens=60, eos_token_id=text[4])
     assert generated(out, [row]) == plain(model, [row], max_new_tokens=5, eos_token_id=text[4])
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT-2", "OPT", "GPT-J"])
+@pytest.mark.parametrize("wrong", [3, 50])
+def test_a_draft_that_proposes_more_than_it_is_asked_for_does_not_reach_beyond_either(name, wrong):
+    model, rows = made(name), prompts(LIMIT - 9, LIMIT - 12)
+    finished = [row + text for row, text in zip(rows, plain(model, rows, max_new_tokens=10))]
+
+    class Long(ScriptedDraft):
+        def propose(self, context, k):
+            return super().propose(context, [30] * len(k))
+
+    class Bush(KnowingTreeDraft):
+        def propose(self, context, k):
+            return super().propose(context, [30] * len(k))
+
+    more = [text + [1] * 40 for text in finished]
+    for draft in (Long.knowing(more, wrong=wrong), Bush(more, (0, 0, 1, 3, 4, 2, 5, 7, 8, 9, 10), wrong)):
+        for rows_of_call in (rows, rows[:1]):
+            out = speculate(model, rows_of_call, draft, 2, max_new_tokens=10)
+            assert generated(out, rows_of_call) == [text[len(row):] for row, text in zip(rows_of_call, finished)]
+            assert out.speculation.accepted > 0
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT-2", "OPT", "GPT-J"])
+def test_a_deep_tree_for_one_row_does_not_push_another_one_over_the_limit(name):
+    model, rows = made(name), prompts(LIMIT - 1, LIMIT - 30, seed=6)
+    eos = plain(model, rows[:1], max_new_tokens=2)[0][1]
+    texts = plain(model, rows[:1], max_new_tokens=2, eos_token_id=eos) + plain(model, rows[1:], max_new_tokens=12, eos_token_id=eos)
+    draft = KnowingTreeDraft([row + text + [1] * 40 for row, text in zip(rows, texts)], (0, 0, 0, 1, 4, 5, 6, 7))
+    out = speculate(model, rows, draft, 8, max_new_tokens=12, eos_token_id=eos)
+    assert generated(out, rows) == texts and len(texts[0]) <= 2 < len(texts[1])
+    assert (out.past_key_values is None) == (len(texts[0]) == 2)  # a token beyond the context cannot be cached
 
 
 @pytest.mark.parametrize("name", ["Llama", "GPT-2", "OPT"])

@@ -67,7 +67,8 @@ class Draft(CandidateGenerator):
         return [0] * len(context.rows)
 
     def propose(self, context: Context, k: list[int]) -> Proposal:
-        """At most k[b] candidate tokens for row b."""
+        """At most k[b] candidate tokens for row b. More than that, up to 256 nodes, are judged as well, but what lies deeper than
+        the row has room for is cut off."""
         raise NotImplementedError
 
     def prior(self, strength: int) -> tuple[float, float]:
