@@ -41,12 +41,11 @@ class Call:
         self.prompts = [row[columns].tolist() for row, columns in zip(input_ids, self.columns)]
         if min(map(len, self.prompts)) == 0:
             raise ValueError("input_ids: a row without a token cannot be continued; give every row at least one.")
-        self.padding = [input_ids.shape[1] - len(row) for row in self.prompts]
         if hasattr(decoder.streamer, "put") and len(self.prompts) > 1:
             raise ValueError(f"streamer: a text streamer takes one row, this call has {len(self.prompts)}. Pass a callable "
                              f"streamer(row, tokens, drafted).")
         self.max_new = generation_config.max_length - input_ids.shape[1]
-        self.processors = compat.processors_per_row(processors, self.padding)
+        self.processors = compat.processors_per_row(processors, input_ids, self.prompts)
         self.cache = model_kwargs.get("past_key_values")
         self.given = self.cache is not None and (
             decoder.cache_is_given or self.cache.get_seq_length() > 0 or getattr(self.cache, "_is_user_defined", False)

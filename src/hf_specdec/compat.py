@@ -49,26 +49,22 @@ def check_processors(processors: Sequence[LogitsProcessor]) -> None:
             )
 
 
-def processors_per_row(processors: Sequence[LogitsProcessor], padding: list[int]) -> list[list[LogitsProcessor]]:
-    """One list per row, for prefixes without padding: lengths that transformers counted from the padded start are shifted by
-    the row's padding, and per-row functions are bound to their row."""
+def processors_per_row(processors: Sequence[LogitsProcessor], input_ids: torch.Tensor,
+                       prompts: list[list[int]]) -> list[list[LogitsProcessor]]:
+    """One list per row, for prefixes without padding: lengths that transformers counted from the padded start of input_ids [B, P]
+    are shifted by the row's padding, and what belongs to one row is bound to it. prompts: the rows without padding."""
     if not processors:
         return []
-    return [[_for_row(processor, row, pad, len(padding)) for processor in processors] for row, pad in enumerate(padding)]
+    return [[_for_row(processor, row, input_ids, prompt) for processor in processors] for row, prompt in enumerate(prompts)]
 
 
-def _for_row(processor: LogitsProcessor, row: int, pad: int, batch: int) -> LogitsProcessor:
+def _for_row(processor: LogitsProcessor, row: int, input_ids: torch.Tensor, prompt: list[int]) -> LogitsProcessor:
+    batch, pad = len(input_ids), input_ids.shape[1] - len(prompt)
     if isinstance(processor, lp.PrefixConstrainedLogitsProcessor) and batch > 1:
         allowed = processor._prefix_allowed_tokens_fn
         return lp.PrefixConstrainedLogitsProcessor(lambda _, tokens: allowed(row, tokens), 1)
-    if isinstance(processor, lp.EncoderRepetitionPenaltyLogitsProcessor) and batch > 1:
-        own = copy.copy(processor)
-        own.encoder_input_ids = processor.encoder_input_ids[row : row + 1, pad:]
-        return own
-    if isinstance(processor, lp.EncoderNoRepeatNGramLogitsProcessor) and batch > 1:
-        own = copy.copy(processor)
-        own.batch_size, own.generated_ngrams = 1, processor.generated_ngrams[row : row + 1]
-        return own
+    if isinstance(processor, (lp.EncoderRepetitionPenaltyLogitsProcessor, lp.EncoderNoRepeatNGramLogitsProcessor)):
+        return _for_prompt(processor, row, input_ids, input_ids.new_tensor([prompt]))
     attribute = _COUNTED_FROM_THE_PADDED_START.get(type(processor))
     value = getattr(processor, attribute, None) if attribute else None
     if value is None or (pad == 0 and not torch.is_tensor(value)):
@@ -77,6 +73,22 @@ def _for_row(processor: LogitsProcessor, row: int, pad: int, batch: int) -> Logi
     if torch.is_tensor(value) and value.ndim == 1 and len(value) == batch:
         value = value[row : row + 1]
     setattr(own, attribute, (value - pad).clamp(min=0) if torch.is_tensor(value) else max(value - pad, 0))
+    return own
+
+
+def _for_prompt(processor: LogitsProcessor, row: int, input_ids: torch.Tensor, prompt: torch.Tensor) -> LogitsProcessor:
+    """A processor made of the padded prompts, one of which serves all its num_return_sequences rows, as if it were made of the row's
+    `prompt` [1, L] alone. One that a user has made of something else keeps it, row by row."""
+    own, padded = copy.copy(processor), input_ids[row : row + 1]
+    if isinstance(processor, lp.EncoderRepetitionPenaltyLogitsProcessor):
+        ids = processor.encoder_input_ids
+        ids = ids[row * len(ids) // len(input_ids)][None]
+        own.encoder_input_ids = prompt if torch.equal(ids, padded) else ids
+        return own
+    own.batch_size, own.generated_ngrams = 1, [processor.generated_ngrams[row * processor.batch_size // len(input_ids)]]
+    of_padded, of_prompt = (lp.EncoderNoRepeatNGramLogitsProcessor(own.ngram_size, ids).generated_ngrams for ids in (padded, prompt))
+    if own.generated_ngrams == of_padded:
+        own.generated_ngrams = of_prompt
     return own
 
 

@@ -69,7 +69,12 @@ def test_a_deep_tree_for_one_row_does_not_push_another_one_over_the_limit(name):
     model, rows = made(name), prompts(LIMIT - 1, LIMIT - 30, seed=6)
     eos = plain(model, rows[:1], max_new_tokens=2)[0][1]
     texts = plain(model, rows[:1], max_new_tokens=2, eos_token_id=eos) + plain(model, rows[1:], max_new_tokens=12, eos_token_id=eos)
-    draft = KnowingTreeDraft([row + text + [1] * 40 for row, text in zip(rows, texts)], (0, 0, 0, 1, 4, 5, 6, 7))
+
+    class Whole(KnowingTreeDraft):
+        def propose(self, context, k):
+            return super().propose(context, [8] * len(k))
+
+    draft = Whole([row + text + [1] * 40 for row, text in zip(rows, texts)], (0, 0, 0, 1, 4, 5, 6, 7))
     out = speculate(model, rows, draft, 8, max_new_tokens=12, eos_token_id=eos)
     assert generated(out, rows) == texts and len(texts[0]) <= 2 < len(texts[1])
     assert (out.past_key_values is None) == (len(texts[0]) == 2)  # a token beyond the context cannot be cached

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, WatermarkingConfig
+from transformers import (
+    EncoderNoRepeatNGramLogitsProcessor, EncoderRepetitionPenaltyLogitsProcessor, LogitsProcessor, LogitsProcessorList, WatermarkingConfig,
+)
 
 from tests.helpers import (
-    VOCAB, KnowingTreeDraft, ScriptedDraft, generated, perturbed, plain, prompts, repetitive, speculate, tiny_llama,
+    VOCAB, KnowingTreeDraft, ScriptedDraft, generated, padded, perturbed, plain, prompts, repetitive, speculate, tiny_llama,
 )
 
 ROWS = repetitive(13) + prompts(2, 7, seed=2)
@@ -68,6 +70,31 @@ def test_every_option_of_the_table_but_the_first_changes_the_text(options):
     target = tiny_llama(1)
     changed = plain(target, ROWS, max_new_tokens=MAX_NEW, **options) != plain(target, ROWS, max_new_tokens=MAX_NEW)
     assert changed == bool(options)
+
+
+# The reference is plain generate of every row alone: in a batch it takes padding for a part of the prompt, and transformers 5.10
+# gives encoder_repetition_penalty to the first of num_return_sequences only.
+@pytest.mark.parametrize("options", [dict(encoder_repetition_penalty=3.0), dict(encoder_no_repeat_ngram_size=1)], ids=str)
+@pytest.mark.parametrize("returned", [1, 3])
+@pytest.mark.parametrize("rows", [ROWS, ROWS[:1]], ids=["ragged", "alone"])
+def test_processors_made_of_the_prompt_follow_each_row_to_all_its_returned_sequences(options, returned, rows):
+    target = tiny_llama(1)
+    settings = dict(max_new_tokens=MAX_NEW, do_sample=True, top_k=1, num_return_sequences=returned, **options)  # greedy, as it is sampled
+    expected = plain(target, rows, max_new_tokens=MAX_NEW, **options)
+    assert expected != plain(target, rows, max_new_tokens=MAX_NEW)
+    out = speculate(target, rows, perturbed(target), 4, seed=0, **settings)
+    assert generated(out, rows) == [text for text in expected for _ in range(returned)]
+    if len(rows) == 1 and (returned == 1 or "encoder_no_repeat_ngram_size" in options):
+        assert torch.equal(out.sequences, target.generate(**padded(rows), **settings, pad_token_id=0))
+
+
+@pytest.mark.parametrize("make", [EncoderRepetitionPenaltyLogitsProcessor, EncoderNoRepeatNGramLogitsProcessor])
+def test_such_a_processor_of_the_users_own_keeps_what_it_was_made_of(make):
+    target, rows = tiny_llama(1), prompts(6, 6, seed=2)
+    sources, strength = torch.tensor(prompts(30, 30, seed=9)), 3.0 if make is EncoderRepetitionPenaltyLogitsProcessor else 1
+    out = speculate(target, rows, perturbed(target), 4, logits_processor=LogitsProcessorList([make(strength, sources)]))
+    expected = [plain(target, [row], logits_processor=LogitsProcessorList([make(strength, source[None])]))[0] for row, source in zip(rows, sources)]
+    assert generated(out, rows) == expected != plain(target, rows)
 
 
 def test_min_length_counts_what_plain_generate_counts():
