@@ -104,6 +104,22 @@ def test_min_length_counts_what_plain_generate_counts():
     assert generated(out, row) == plain(target, row, **options)
 
 
+@pytest.mark.parametrize("draft", ["scripted", "tree", "model", "lookup"])
+def test_min_length_of_a_ragged_batch_counts_the_padded_prompt_as_plain_generate_does(draft):
+    target = tiny_llama(1)
+    options = dict(min_length=20, eos_token_id=list(range(1, 30)), max_new_tokens=MAX_NEW)
+    stock = target.generate(**padded(ROWS), do_sample=False, pad_token_id=0, **options)
+    out = speculate(target, ROWS, drafts(target, plain(target, ROWS, **options))[draft], 4, **options)
+    assert torch.equal(out.sequences, stock)
+    assert generated(out, ROWS) != plain(target, ROWS, **options)  # a row alone counts its own tokens only
+
+
+def test_min_new_tokens_and_max_new_tokens_count_each_rows_own():
+    target = tiny_llama(1)
+    options = dict(min_new_tokens=7, eos_token_id=list(range(1, 30)), max_new_tokens=MAX_NEW)
+    assert generated(speculate(target, ROWS, None, 4, **options), ROWS) == plain(target, ROWS, **options)
+
+
 def test_forced_bos_token_comes_after_a_single_token():
     target, row = tiny_llama(1), [[5]]
     options = dict(forced_bos_token_id=9, max_new_tokens=6)
