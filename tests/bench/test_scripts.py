@@ -1,6 +1,10 @@
 """The scripts under benchmarks/ run, on toys and with small counts; their figures are measured elsewhere."""
 
+import ast
 import json
+import re
+import sys
+import tomllib
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
@@ -15,6 +19,26 @@ def script(name: str):
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def required(*extras: str) -> set[str]:
+    """Names that the package requires, with these extras."""
+    project = tomllib.loads((SCRIPTS.parent / "pyproject.toml").read_text())["project"]
+    lines = project["dependencies"] + [line for extra in extras for line in project["optional-dependencies"][extra]]
+    return {re.match(r"[\w.-]+", line)[0].lower() for line in lines}
+
+
+@pytest.mark.parametrize("path", sorted(SCRIPTS.glob("*.py")), ids=lambda path: path.stem)
+def test_what_a_script_imports_at_its_top_is_required_by_the_package_for_development(path):
+    imports = [node for node in ast.parse(path.read_text()).body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    names = {(alias.name if isinstance(node, ast.Import) else node.module).split(".")[0] for node in imports for alias in node.names}
+    assert names - set(sys.stdlib_module_names) - {"hf_specdec"} <= required("dev", "demo")
+
+
+@pytest.mark.parametrize("file", ["constraints.txt", "constraints-lowest.txt"])
+def test_what_the_tests_need_is_pinned(file):
+    pinned = {line.partition("==")[0].lower() for line in (SCRIPTS.parent / file).read_text().splitlines()}
+    assert required("dev", "demo") - pinned <= {"ruff"}
 
 
 def test_overhead_compares_every_engine_with_the_bare_forwards(tmp_path):
