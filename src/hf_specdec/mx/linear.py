@@ -7,21 +7,21 @@ from torch import nn
 from torch.nn import functional as F
 
 from .formats import BLOCK, DEFAULT_FORMAT, DEFAULT_RULE, SCALE_NAN, Format, get_format
-from .kernels import cpu
-from .ops import STORED, TILES, product
+from .kernels import cpu, gpu
+from .ops import PLANES, STORED, TILES, multiply_dense, product
 from .packed import PackedMatrix, quantize
 
 
-class MXLinear(nn.Module):
+class MXLinear(nn.Linear):
     """`y = x @ W^T + b` with W in an MX format.
 
     `weight` is uint8 `[out_features, in_features * bits / 8]` and `weight_scale` uint8 `[out_features, in_features / 32]`.
-    They are saved in the stored order (least significant bit first); on a CPU that has the kernels they lie in the kernels'
-    tiles while in use (`layout`), in the same memory. A row of x gives the same bits at every number of rows.
+    They are saved in the stored order (least significant bit first). In use they lie as the kernels read them (`layout`): on a
+    CPU in tiles, in the same memory; on a GPU in planes, and `weight` is empty then. A row of x gives the same bits at every number of rows.
     """
 
     def __init__(self, in_features, out_features, bias=True, format=DEFAULT_FORMAT, device=None, dtype=None):
-        super().__init__()
+        nn.Module.__init__(self)
         self.format: Format = get_format(format)
         if in_features % BLOCK:
             raise ValueError(f"in_features={in_features} is no multiple of the MX block of {BLOCK}.")
@@ -40,11 +40,15 @@ class MXLinear(nn.Module):
     @classmethod
     def from_linear(cls, linear: nn.Linear, format=DEFAULT_FORMAT, scale_rule: str = DEFAULT_RULE) -> MXLinear:
         """The layer, compressed. It keeps the bias as it is. Raises what `quantize` raises."""
-        layer = cls(linear.in_features, linear.out_features, bias=False, format=format, device="meta")
-        layer.set_packed(quantize(linear.weight, format, scale_rule))
+        return cls.from_packed(quantize(linear.weight, format, scale_rule), linear)
+
+    @classmethod
+    def from_packed(cls, packed: PackedMatrix, linear: nn.Linear) -> MXLinear:
+        """A layer with these weights, and the bias and mode of `linear`. The matrix's memory becomes the layer's."""
+        layer = cls(linear.in_features, linear.out_features, bias=False, format=packed.format, device="meta")
         layer.bias = linear.bias
-        layer.train(linear.training)
-        return layer
+        layer.set_packed(packed)
+        return layer.train(linear.training)
 
     def set_packed(self, packed: PackedMatrix) -> None:
         """Take over the codes and scales of a matrix of this layer's shape and format: its memory is the layer's from now on."""
@@ -60,6 +64,10 @@ class MXLinear(nn.Module):
         while a compiler traces it."""
         if self.weight.device.type == "cpu":
             self._cpu_kernel()
+        elif self.layout == STORED and self.weight.is_cuda and gpu.has_kernel(self.format):
+            self._planes = gpu.to_planes(self.packed())
+            self.weight.data, self.weight_scale.data = self.weight.new_empty(0), self.weight.new_empty(0)
+            self.layout = PLANES
         return self
 
     def _check_packed(self, packed: PackedMatrix) -> None:
@@ -73,7 +81,9 @@ class MXLinear(nn.Module):
     # ---- the weights, as numbers and as stored ----
 
     def packed(self) -> PackedMatrix:
-        """Codes and scales in the stored order; copies, if the layer holds them in tiles."""
+        """Codes and scales in the stored order; copies, if the layer holds them otherwise."""
+        if self.layout == PLANES:
+            return gpu.from_planes(self._planes, self.format)
         codes, scales = self.weight.detach(), self.weight_scale.detach()
         if self.layout == TILES:
             codes, scales = self._reordered(codes, scales, back=True)
@@ -102,8 +112,11 @@ class MXLinear(nn.Module):
         self._check_input(x)
         if torch.is_grad_enabled() and (x.requires_grad or (self.bias is not None and self.bias.requires_grad)):
             return product(x, self.prepare())
-        kernel = self._kernel(x)
-        return kernel(x) if kernel is not None else F.linear(x, self._dense(x.dtype), self._bias(x.dtype))
+        kernel = self._cpu_kernel()
+        if kernel is not None:
+            return kernel(x)
+        self.prepare()
+        return product(x, self) if self.layout == PLANES else multiply_dense(x, self._dense(x.dtype), self.bias)
 
     def _check_input(self, x: torch.Tensor) -> None:
         if x.dtype not in cpu.DTYPES:
@@ -112,15 +125,6 @@ class MXLinear(nn.Module):
             raise ValueError(f"x is on {x.device} and the MX weights are on {self.weight.device}: move one of them.")
         if x.shape[-1] != self.in_features:
             raise ValueError(f"x has {x.shape[-1]} features; this layer takes {self.in_features}.")
-
-    def _bias(self, dtype: torch.dtype) -> torch.Tensor | None:
-        return None if self.bias is None else self.bias.to(dtype)
-
-    def _kernel(self, x: torch.Tensor):
-        """What multiplies x: the CPU kernels, those of a GPU, or None where neither can."""
-        if x.is_cuda:
-            return self._gpu_kernel(x)
-        return self._cpu_kernel()
 
     def _cpu_kernel(self) -> cpu.Kernel | None:
         bias = self.bias
@@ -136,14 +140,6 @@ class MXLinear(nn.Module):
             )  # fmt: skip
         self._known = key, kernel
         return kernel
-
-    def _gpu_kernel(self, x: torch.Tensor):
-        from .kernels import gpu
-
-        if self._known is None or self._known[0] != "gpu":
-            self._known = "gpu", gpu.kernel(self.packed(), self.bias)
-        kernel = self._known[1]
-        return kernel if kernel is not None and kernel.takes(x) else None
 
     def _has_specials(self) -> bool:
         """Codes that no kernel looks up: NaN scales, infinities and NaNs, and the integer -128. `quantize` makes none."""
@@ -180,12 +176,14 @@ class MXLinear(nn.Module):
         self.layout = TILES
 
     def to_stored(self) -> None:
-        """Put the bytes back into the stored order, in place."""
+        """Put the bytes back into the stored order."""
+        packed = self.packed()
         if self.layout == TILES:
-            packed = self.packed()
             self.weight.detach().copy_(packed.codes)
             self.weight_scale.detach().copy_(packed.scales)
-            self.layout = STORED
+        elif self.layout == PLANES:
+            self.weight.data, self.weight_scale.data = packed.codes, packed.scales
+        self.layout = STORED
         self._forget()
 
     def _reordered(self, codes, scales, back: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -195,7 +193,7 @@ class MXLinear(nn.Module):
         return torch.cat([head[0], codes[full:]]), torch.cat([head[1], scales[full:]])
 
     def _forget(self) -> None:
-        self._tail = self._known = self._kept = None
+        self._tail = self._planes = self._known = self._kept = None
 
     # ---- what torch does to modules ----
 
@@ -203,12 +201,12 @@ class MXLinear(nn.Module):
         probe = self.weight.new_empty(0)
         if fn(probe).device != probe.device:
             self.to_stored()
-        self._known = None
+        self._known = self._kept = None
         return super()._apply(fn, recurse)
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.layout == TILES:
+        if self.layout != STORED:
             packed = self.packed()
             destination[prefix + "weight"], destination[prefix + "weight_scale"] = packed.codes, packed.scales
 

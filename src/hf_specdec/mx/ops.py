@@ -6,14 +6,16 @@ import torch
 from torch.nn import functional as F
 
 from .formats import get_format
-from .kernels import cpu
+from .kernels import cpu, gpu
 from .packed import PackedMatrix
 
-STORED, TILES = "stored", "tiles16"  # the order of a layer's bytes
+STORED, TILES, PLANES = "stored", "tiles16", "planes"  # the order of a layer's bytes
 
 
 def product(x: torch.Tensor, layer) -> torch.Tensor:
     """`layer(x)` for an `MXLinear`, differentiable in x and the bias (the weights are constants)."""
+    if layer.layout == PLANES:
+        return mx_planes(x, *layer._planes, layer.bias, layer.format.name, layer.out_features)
     tail = layer._tail or (None, None)
     return mx_linear(x, layer.weight, layer.weight_scale, *tail, layer.bias, layer.format.name, layer.out_features, layer.layout)
 
@@ -33,8 +35,12 @@ def mx_linear(
     """`[..., out_features]` from `x [..., in_features]`; bytes as `MXLinear` holds them."""
     if layout == TILES:
         return _tiled(weight, weight_scale, tail, tail_scale, bias, format, out_features, x.shape[-1])(x)
-    w = PackedMatrix(weight, weight_scale, get_format(format)).dequantize(x.dtype)
-    return F.linear(x, w, None if bias is None else bias.to(x.dtype))
+    return multiply_dense(x, PackedMatrix(weight, weight_scale, get_format(format)).dequantize(x.dtype), bias)
+
+
+def multiply_dense(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """torch's own product, with a bias of any dtype."""
+    return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
 
 
 def _tiled(weight, weight_scale, tail, tail_scale, bias, format, out_features, in_features) -> cpu.Kernel:
@@ -88,3 +94,48 @@ def _backward(ctx, gradient):
 
 
 mx_linear.register_autograd(_backward, setup_context=_setup)
+
+
+@torch.library.custom_op("hf_specdec::mx_planes", mutates_args=())
+def mx_planes(
+    x: torch.Tensor,
+    nibbles: torch.Tensor,
+    twos: torch.Tensor | None,
+    scales: torch.Tensor,
+    k: int,
+    bias: torch.Tensor | None,
+    format: str,
+    out_features: int,
+) -> torch.Tensor:
+    """`mx_linear` for weights in planes, on a GPU."""
+    return gpu.multiply(x, _planes(nibbles, twos, scales, k), format, bias)
+
+
+def _planes(nibbles, twos, scales, k):
+    from .kernels.triton_mx import Planes
+
+    return Planes(nibbles, twos, scales, k)
+
+
+@mx_planes.register_fake
+def _(x, nibbles, twos, scales, k, bias, format, out_features):
+    return x.new_empty((*x.shape[:-1], out_features))
+
+
+def _setup_planes(ctx, inputs, output):
+    _, nibbles, twos, scales, ctx.k, bias, ctx.format, _ = inputs
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.save_for_backward(nibbles, twos, scales)
+
+
+def _backward_planes(ctx, gradient):
+    of_x = of_bias = None
+    if ctx.needs_input_grad[0]:
+        packed = gpu.from_planes(_planes(*ctx.saved_tensors, ctx.k), get_format(ctx.format))
+        of_x = gradient @ packed.dequantize(gradient.dtype)
+    if ctx.bias_dtype is not None and ctx.needs_input_grad[5]:
+        of_bias = gradient.flatten(0, -2).sum(0).to(ctx.bias_dtype)
+    return of_x, None, None, None, None, of_bias, None, None
+
+
+mx_planes.register_autograd(_backward_planes, setup_context=_setup_planes)

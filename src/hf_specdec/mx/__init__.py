@@ -1,0 +1,30 @@
+"""MX weights: `nn.Linear` weights in OCP Microscaling formats, packed in memory and decompressed inside the product.
+
+    from hf_specdec import mx
+    mx.compress(model)                                        # in place, MXFP6 E2M3
+    model.save_pretrained(folder)
+    model = mx.load(AutoModelForCausalLM, folder)             # or from_pretrained, once hf_specdec.mx is imported
+
+Importing this package registers the quantisation method "mx" with transformers.
+"""
+
+from .compress import compress, dequantize
+from .formats import FORMATS, SCALE_RULES
+from .kernels.cpu import kernel_info, set_kernel_path
+from .linear import MXLinear
+from .packed import PackedMatrix, quantize
+from .quantizer import MXConfig, load
+
+__all__ = [
+    "FORMATS",
+    "SCALE_RULES",
+    "MXConfig",
+    "MXLinear",
+    "PackedMatrix",
+    "compress",
+    "dequantize",
+    "kernel_info",
+    "load",
+    "quantize",
+    "set_kernel_path",
+]

@@ -1,0 +1,45 @@
+"""A layer's weights on a GPU: the Triton kernel for a few rows, decompression and the library's product for many."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from ..formats import Format, get_format
+from ..packed import PackedMatrix
+
+FEW_ROWS = 32
+
+
+def has_kernel(fmt: Format) -> bool:
+    """Whether Triton is there and has a kernel for this format (MXFP6 and MXFP4)."""
+    try:
+        from . import triton_mx
+    except ImportError:
+        return False
+    return fmt.name in triton_mx.FORMATS
+
+
+def to_planes(packed: PackedMatrix):
+    """The weights as the kernel reads them (triton_mx.Planes): as many bytes, in another order."""
+    from . import triton_mx
+
+    return triton_mx.to_planes(packed.codes, packed.scales, packed.format.bits)
+
+
+def from_planes(planes, fmt: Format) -> PackedMatrix:
+    """The inverse of `to_planes`."""
+    from . import triton_mx
+
+    return PackedMatrix(*triton_mx.from_planes(planes), fmt)
+
+
+def multiply(x: torch.Tensor, planes, format: str, bias: torch.Tensor | None) -> torch.Tensor:
+    """`[..., N]` from `x [..., K]`: by the kernel up to 32 rows of 16-bit numbers, else by the weights in x's dtype."""
+    from . import triton_mx
+
+    bias = None if bias is None else bias.to(x.dtype)
+    rows = x.numel() // x.shape[-1]
+    if x.dtype in triton_mx.DTYPES and 0 < rows <= FEW_ROWS:
+        return triton_mx.linear(x, planes, format, bias)
+    return F.linear(x, from_planes(planes, get_format(format)).dequantize(x.dtype), bias)
