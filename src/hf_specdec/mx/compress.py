@@ -12,8 +12,11 @@ from torch import nn
 from .formats import DEFAULT_FORMAT, DEFAULT_RULE, Format, check_rule, get_format
 from .linear import MXLinear
 from .packed import quantize
-from .plan import Choice, plan
+from .plan import Choice, check_skip, check_some, plan
 from .report import CompressionReport, LayerReport, weight_error
+
+
+NOT_FINITE = "{} holds a NaN or an infinity, which MX blocks cannot keep: leave the layer out with skip=, or mend the weights."
 
 
 def compress(
@@ -35,13 +38,14 @@ def compress(
     call has quantised, weights that are not finite (it names the layer), and a model in which nothing can be compressed.
     """
     check_rule(scale_rule)
+    skip = check_skip(skip)
     choices = plan(model, format, skip, lm_head)
     _check(model, choices)
     report = CompressionReport()
     console = Console(stderr=True)
-    for choice in track(choices, "Compressing", console=console, transient=True, disable=not console.is_terminal):
-        report.layers.append(_compress_layer(model, choice, scale_rule, measure))
-    _untie(model)
+    for _ in track(range(len(choices)), "Compressing", console=console, transient=True, disable=not console.is_terminal):
+        report.layers.append(compress_layer(model, choices.pop(0), scale_rule, measure))  # nothing else holds the dense one
+    untie(model)
     model.mx_report = report
     if hasattr(model, "config") and hasattr(model, "save_pretrained"):
         from .quantizer import MXConfig, attach
@@ -55,10 +59,12 @@ def dequantize(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, MXLinear)]
     if not layers:
         raise ValueError("model has no MX layers to dequantise.")
-    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    given, dtype = dtype, getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if given is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"dtype={given!r} is no floating-point type of torch: take float32, bfloat16 or float16.")
     dtype = dtype or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     for name, layer in layers:
-        _replace(model, name, layer.to_linear(dtype))
+        replace(model, name, layer.to_linear(dtype))
     _forget(model)
     return model
 
@@ -70,37 +76,52 @@ def _check(model: nn.Module, choices: list[Choice]) -> None:
     if method is not None or getattr(model, "hf_quantizer", None) is not None:
         name = getattr(method, "quant_method", None) or (method or {}).get("quant_method", "another method")
         raise ValueError(f"model is quantised by {getattr(name, 'value', name)}; load it without that to compress it with MX.")
-    chosen = [choice for choice in choices if choice.format is not None]
-    if not chosen:
-        reasons = ", ".join(sorted({choice.reason for choice in choices})) or "it has no nn.Linear layers"
-        raise ValueError(f"model has no layer that can be compressed: {reasons}.")
-    for choice in chosen:
+    if getattr(model, "peft_config", None):
+        raise ValueError("model has adapters on it: compress the model they are for and add them after that, or merge them first.")
+    check_some(choices)
+    for choice in choices:
+        if choice.format is None:
+            continue
         weight = choice.module.weight
         if weight.is_meta:
             raise ValueError(f"{choice.name}.weight is on the meta device: load the model's weights before compressing it.")
         if not bool(weight.isfinite().all()):
-            raise ValueError(f"{choice.name}.weight holds a NaN or an infinity, which MX blocks cannot keep.")
+            raise ValueError(NOT_FINITE.format(f"{choice.name}.weight"))
 
 
-def _compress_layer(model: nn.Module, choice: Choice, scale_rule: str, measure: bool) -> LayerReport:
-    weights = [p for p in choice.module._parameters.values() if p is not None and p.dim() >= 2]
-    before = sum(p.numel() * p.element_size() for p in weights)
-    shape = tuple(weights[0].shape)
+def compress_layer(model: nn.Module, choice: Choice, scale_rule: str, measure: bool) -> LayerReport:
+    """Swap one layer, if it has a format, and say what that did."""
     if choice.format is None:
-        return LayerReport(choice.name, shape, None, before, before, note=choice.reason)
-    linear = choice.module
+        return dense_report(choice.name, choice.module, choice.reason)
+    linear, note = choice.module, ""
+    before = linear.weight.numel() * linear.weight.element_size()
+    if _is_tied(model, linear):
+        before, note = 0, "untied from the embedding, which stays dense"
     packed = quantize(linear.weight, choice.format, scale_rule)
     error = weight_error(linear.weight.detach(), packed) if measure else (None, None)
-    _replace(model, choice.name, MXLinear.from_packed(packed, linear))
-    return LayerReport(choice.name, shape, choice.format.name, before, packed.nbytes, *error)
+    replace(model, choice.name, MXLinear.from_packed(packed, linear))
+    return LayerReport(choice.name, tuple(linear.weight.shape), choice.format.name, before, packed.nbytes, *error, note)
 
 
-def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+def dense_report(name: str, module: nn.Module, reason: str) -> LayerReport:
+    """A module that stays as it is, for that reason."""
+    weights = [p for p in module._parameters.values() if p is not None and p.dim() >= 2]
+    size = sum(p.numel() * p.element_size() for p in weights)
+    return LayerReport(name, tuple(weights[0].shape), None, size, size, note=reason)
+
+
+def _is_tied(model: nn.Module, linear: nn.Linear) -> bool:
+    """Whether the layer's weight is the embedding's, too."""
+    return any(module.weight is linear.weight for module in model.modules() if isinstance(module, nn.Embedding))
+
+
+def replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Put `module` in the place of that name."""
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, module)
 
 
-def _untie(model: nn.Module) -> None:
+def untie(model: nn.Module) -> None:
     """A compressed head no longer shares the embedding's weight: the config must not say that it does."""
     find = getattr(model, "get_output_embeddings", None)
     if find is None or not isinstance(find(), MXLinear):

@@ -97,7 +97,7 @@ class MXLinear(nn.Linear):
     def to_linear(self, dtype: torch.dtype) -> nn.Linear:
         """A dense layer with these weights in `dtype` and the same bias."""
         linear = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
-        linear.weight = nn.Parameter(self.dequantize(dtype), requires_grad=False)
+        linear.weight = nn.Parameter(self.dequantize(dtype))
         linear.bias = self.bias
         return linear.train(self.training)
 

@@ -29,7 +29,7 @@ def plan(model: nn.Module, format: str | Format, skip: Iterable[str], lm_head: s
     left dense unless `lm_head` names a format for it.
     """
     fmt, head_format = get_format(format), None if lm_head is None else get_format(lm_head)
-    patterns = _patterns(skip)
+    patterns = check_skip(skip)
     head = _head(model)
     return [_choose(name, module, fmt, patterns, head, head_format) for name, module in model.named_modules() if _weighs(module)]
 
@@ -69,10 +69,19 @@ def _head(model: nn.Module) -> nn.Module | None:
         return None
 
 
-def _patterns(skip: Iterable[str]) -> tuple[str, ...]:
-    if isinstance(skip, str) or not all(isinstance(name, str) for name in skip):
-        raise TypeError(f'skip must be a sequence of module names, such as ("lm_head",), not {skip!r}.')
-    return tuple(skip)
+def check_skip(skip: Iterable[str]) -> tuple[str, ...]:
+    """`skip` as a tuple. Raises TypeError for a lone string and for what holds no names."""
+    names = tuple(skip) if isinstance(skip, Iterable) and not isinstance(skip, str) else None
+    if names is None or not all(isinstance(name, str) for name in names):
+        raise TypeError(f'skip must be a sequence of module names, such as ("down_proj",), not {skip!r}.')
+    return names
+
+
+def check_some(choices: list[Choice]) -> None:
+    """ValueError with the reasons, if nothing would be compressed."""
+    if not any(choice.format for choice in choices):
+        reasons = ", ".join(sorted({choice.reason for choice in choices})) or "it has no nn.Linear layers"
+        raise ValueError(f"model has no layer that can be compressed: {reasons}.")
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:

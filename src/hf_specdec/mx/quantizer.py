@@ -10,11 +10,13 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from .compress import NOT_FINITE, compress_layer, dense_report, dequantize, replace, untie
 from .formats import DEFAULT_FORMAT, DEFAULT_RULE, check_rule, get_format
 from .linear import MXLinear
 from .packed import quantize
-from .plan import plan
+from .plan import check_skip, check_some, plan
 from .report import CompressionReport, LayerReport, weight_error
+from .stored import check_files
 
 METHOD = "mx"
 VERSION = 1  # of what is saved: the packing and the names of the tensors
@@ -51,7 +53,7 @@ class MXConfig(QuantizationConfigMixin):
         self.quant_method = METHOD
         self.format = get_format(format).name
         self.scale_rule = check_rule(scale_rule)
-        self.skip = list(skip)
+        self.skip = list(check_skip(skip))
         self.lm_head = None if lm_head is None else get_format(lm_head).name
         self.dequantize = bool(dequantize)
         self.version = version
@@ -72,8 +74,10 @@ class MXQuantizer(HfQuantizer):
 
     def __init__(self, quantization_config, **kwargs):
         super().__init__(quantization_config, **kwargs)
-        self.report = CompressionReport()
+        self.formats, self.notes = {}, {}  # of the layers: name to format, or to the reason why there is none
+        self.reports: dict[str, LayerReport] = {}
         self.tied_head = None
+        self.failure: str | None = None
 
     def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:
         module_name, _, tensor = param_name.rpartition(".")
@@ -82,11 +86,15 @@ class MXQuantizer(HfQuantizer):
     def get_quantize_ops(self) -> ConversionOps:
         return _Compress(self)
 
-    def _process_model_before_weight_loading(self, model, **kwargs):
+    def _process_model_before_weight_loading(self, model, checkpoint_files=None, **kwargs):
         config = self.quantization_config
-        self.choices = plan(model, config.format, config.skip, config.lm_head)
+        choices = plan(model, config.format, config.skip, config.lm_head)
+        if not self.pre_quantized:
+            check_some(choices)
+        self.notes = {choice.name: choice.reason for choice in choices if choice.format is None}
+        self.formats = {choice.name: choice.format for choice in choices if choice.format is not None}
         tied = getattr(model, "all_tied_weights_keys", None) or {}
-        for choice in self.choices:
+        for choice in choices:
             if choice.format is None:
                 continue
             if f"{choice.name}.weight" in tied and not self.pre_quantized:
@@ -96,34 +104,40 @@ class MXQuantizer(HfQuantizer):
             layer = MXLinear(
                 linear.in_features, linear.out_features, linear.bias is not None, choice.format, "meta", linear.weight.dtype
             )
-            if not self.pre_quantized:
+            if self.pre_quantized:
+                layer._is_hf_initialized = True  # nothing is made up for what a checkpoint lacks: _check_loaded says so
+            else:
                 layer.weight = linear.weight  # until the real one is read: transformers casts to this one's dtype
-            parent, _, child = choice.name.rpartition(".")
-            setattr(model.get_submodule(parent), child, layer)
+            replace(model, choice.name, layer)
+        if self.pre_quantized:
+            check_files(model, checkpoint_files or ())
         return model
 
     def _process_model_after_weight_loading(self, model, **kwargs):
-        from .compress import _compress_layer, _untie, dequantize
-
-        if self.tied_head is not None:
-            self.report.layers.append(_compress_layer(model, self.tied_head, self.quantization_config.scale_rule, True))
-            _untie(model)
+        if self.failure:
+            raise ValueError(self.failure)
         for name, module in model.named_modules():
             if isinstance(module, MXLinear):
-                _check_loaded(name, module)
+                _check_loaded(name, module, self.pre_quantized)
                 module.prepare()
+        if self.tied_head is not None:
+            head, self.tied_head = self.tied_head, None
+            self.reports[head.name] = compress_layer(model, head, self.quantization_config.scale_rule, True)
+            untie(model)
         if self.quantization_config.dequantize:
             return dequantize(model)
         if not self.pre_quantized:
-            self.report.layers += [
-                LayerReport(c.name, (), None, 0, 0, note=c.reason) for c in self.choices if c.format is None
-            ]
-            model.mx_report = self.report
+            model.mx_report = CompressionReport([self._report(model, name) for name, _ in model.named_modules() if self._has(name)])
+            self.reports = {}
         return model
 
-    def _dequantize(self, model, dtype=None):
-        from .compress import dequantize
+    def _has(self, name: str) -> bool:
+        return name in self.reports or name in self.notes
 
+    def _report(self, model, name: str) -> LayerReport:
+        return self.reports.get(name) or dense_report(name, model.get_submodule(name), self.notes[name])
+
+    def _dequantize(self, model, dtype=None):
         return dequantize(model, dtype)
 
     def is_serializable(self, *args, **kwargs) -> bool:
@@ -149,28 +163,30 @@ class _Compress(ConversionOps):
         weight = next(iter(input_dict.values()))
         weight = weight[0] if isinstance(weight, list) else weight
         module_name = full_layer_name.rpartition(".")[0]
-        fmt = next(c.format for c in self.quantizer.choices if c.name == module_name)
-        try:
-            packed = quantize(weight, fmt, self.quantizer.quantization_config.scale_rule)
-        except ValueError as error:
-            raise ValueError(f"{full_layer_name}: {error}") from error
-        self.quantizer.report.layers.append(
-            LayerReport(
-                module_name, tuple(weight.shape), fmt.name, weight.numel() * weight.element_size(), packed.nbytes,
-                *weight_error(weight, packed),
-            )
+        fmt = self.quantizer.formats[module_name]
+        if not bool(weight.isfinite().all()):  # an error raised here would end in a log: it waits until all is read
+            self.quantizer.failure = self.quantizer.failure or NOT_FINITE.format(full_layer_name)
+            weight = torch.zeros_like(weight)
+        packed = quantize(weight, fmt, self.quantizer.quantization_config.scale_rule)
+        self.quantizer.reports[module_name] = LayerReport(
+            module_name, tuple(weight.shape), fmt.name, weight.numel() * weight.element_size(), packed.nbytes,
+            *weight_error(weight, packed),
         )  # fmt: skip
         return {full_layer_name: packed.codes, f"{module_name}.weight_scale": packed.scales}
 
 
-def _check_loaded(name: str, module: MXLinear) -> None:
-    for tensor in ("weight", "weight_scale"):
-        value = getattr(module, tensor)
-        if value.dtype != torch.uint8 or value.is_meta or not (value.numel() == 0 or getattr(value, "_is_hf_initialized", True)):
+def _check_loaded(name: str, module: MXLinear, pre_quantized: bool) -> None:
+    for tensor, value in module.named_parameters(recurse=False):
+        if tensor == "bias" and not pre_quantized:
+            continue  # transformers has made one
+        if not getattr(value, "_is_hf_initialized", False):
             raise ValueError(
-                f"{name}.{tensor} was not in the checkpoint, or is no MX tensor there: it was not written by this package, or "
-                "a file of it is missing."
+                f"{name}.{tensor} is not in the checkpoint: a file of it is missing, or this package has not written it."
             )
+        if value.is_meta:
+            raise ValueError(f"{name} would be offloaded, which MX layers cannot be: pass a device_map with devices alone.")
+        if tensor != "bias" and value.dtype != torch.uint8:
+            raise ValueError(f"{name}.{tensor} is {value.dtype} in the checkpoint, not torch.uint8: this package has not written it.")
 
 
 def attach(model, config: MXConfig) -> None:
@@ -189,17 +205,27 @@ def detach(model) -> None:
     model.is_quantized = model.config._is_quantized = False
 
 
+# arguments of from_pretrained that say where the config is, too
+_WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
+
+
 def load(auto_class, folder, dequantize: bool = False, **kwargs):
     """`auto_class.from_pretrained(folder, **kwargs)` for a compressed checkpoint, dense if `dequantize`.
 
     (transformers does not take `dequantize` from a `quantization_config` that is passed beside a compressed checkpoint.)
+    Raises ValueError for a folder that holds no MX checkpoint, and for one that is damaged or incomplete.
     """
     from transformers import AutoConfig
 
-    config = kwargs.pop("config", None) or AutoConfig.from_pretrained(folder)
+    where = {name: kwargs[name] for name in _WHERE if name in kwargs}
+    config = kwargs.pop("config", None) or AutoConfig.from_pretrained(folder, **where)
     stored = getattr(config, "quantization_config", None)
     method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
     if method != METHOD:
-        raise ValueError(f"{folder} is not an MX checkpoint: its config has quantization method {method!r}.")
+        found = "no quantisation" if method is None else f"quantisation by {getattr(method, 'value', method)!r}"
+        raise ValueError(
+            f"{folder} is not an MX checkpoint: its config has {found}. Load it with {auto_class.__name__}.from_pretrained; "
+            "for a dense model, quantization_config=MXConfig() compresses it on the way."
+        )
     config.quantization_config = {**(stored if isinstance(stored, dict) else stored.to_dict()), "dequantize": dequantize}
     return auto_class.from_pretrained(folder, config=config, **kwargs)

@@ -1,0 +1,46 @@
+"""What the files of a compressed checkpoint say of its tensors, before any of them is read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from .linear import MXLinear
+
+
+def check_files(model: torch.nn.Module, files: Iterable[str | os.PathLike]) -> None:
+    """ValueError for a file that is damaged, and for codes and scales of another shape or type than the model's layers have.
+
+    transformers would convert the type in silence, and does not compare the shapes of quantised layers in every version. Names
+    that the checkpoint has otherwise (a base model's, renamed ones) are left to what happens when they are read.
+    """
+    stored = {}
+    for file in files:
+        if str(file).endswith(".safetensors"):
+            stored |= _tensors(file)
+    for name, layer in model.named_modules():
+        if isinstance(layer, MXLinear):
+            for tensor in ("weight", "weight_scale"):
+                _check(f"{name}.{tensor}", tuple(getattr(layer, tensor).shape), stored)
+
+
+def _check(name: str, shape: tuple[int, ...], stored: dict[str, tuple[str, tuple[int, ...]]]) -> None:
+    kind, own = stored.get(name, ("U8", shape))
+    if kind != "U8":
+        raise ValueError(f"{name} is {kind} in the checkpoint, not U8 (uint8): this package has not written it.")
+    if own != shape:
+        raise ValueError(
+            f"{name} has shape {list(own)} in the checkpoint, not {list(shape)}: it does not fit the config's format and sizes."
+        )
+
+
+def _tensors(file: str | os.PathLike) -> dict[str, tuple[str, tuple[int, ...]]]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}
+            return {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+    except SafetensorError as error:
+        raise ValueError(f"{file} is damaged or cut short ({error}): copy or write the checkpoint again.") from error
