@@ -73,6 +73,7 @@ def _load(path: Path) -> ctypes.CDLL:
     lib.mx_quantize.restype = size
     lib.mx_read.argtypes = [pointer, size, number]
     lib.mx_read.restype = ctypes.c_uint64
+    lib.mx_dot_peak.argtypes, lib.mx_dot_peak.restype = [number], ctypes.c_double
     return lib
 
 

@@ -2,6 +2,7 @@
 #include "mx.h"
 
 #include <stdlib.h>
+#include <time.h>
 
 #define ABI 1
 #define PIECES 4
@@ -29,6 +30,30 @@ static mx_run runner(int path) {
     if (path == MX_AVX2) return mx_run_avx2;
 #endif
     return mx_run_portable;
+}
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+/* Twelve independent chains, so that neither latency nor memory counts; returns the multiply-adds of one round. */
+__attribute__((target("avx512f,avx512bf16"), noinline)) static int64_t bf16_loop(int64_t rounds) {
+    __m512i bits = _mm512_set1_epi16(0x3f80);
+    __m512 a[12];
+    for (int i = 0; i < 12; i++) a[i] = _mm512_setzero_ps();
+#define DOT(i) a[i] = _mm512_dpbf16_ps(a[i], (__m512bh)bits, (__m512bh)bits);
+    for (int64_t r = 0; r < rounds; r++) {
+        DOT(0) DOT(1) DOT(2) DOT(3) DOT(4) DOT(5) DOT(6) DOT(7) DOT(8) DOT(9) DOT(10) DOT(11)
+        __asm__ volatile("" : "+v"(bits));
+    }
+    for (int i = 0; i < 12; i++) __asm__ volatile("" : : "v"(a[i]));
+    return 12 * 32;
+}
+#endif
+
+static int64_t mx_dot_loop(int64_t rounds) {
+#if defined(__x86_64__)
+    if (mx_has_path(MX_AVX512_BF16)) return bf16_loop(rounds);
+#endif
+    return 0;
 }
 
 static float *widened(const void *x, int dtype, int64_t count) {
@@ -74,10 +99,25 @@ int mx_linear(const mx_layer *layer, const void *x, void *out, int64_t m, int dt
     return 0;
 }
 
+static double seconds(void) {
+    struct timespec now;
+    timespec_get(&now, TIME_UTC);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
 /* Bytes read per second is the caller's to divide: sums `count` 8-byte words, so that the compiler cannot skip the reads. */
 uint64_t mx_read(const uint64_t *words, int64_t count, int threads) {
     uint64_t sum = 0;
 #pragma omp parallel for num_threads(threads) reduction(+ : sum) schedule(static)
     for (int64_t i = 0; i < count; i++) sum += words[i];
     return sum;
+}
+
+/* bfloat16 (or, on other paths, float32) multiply-adds per second: dot products on registers alone, on all threads. */
+double mx_dot_peak(int threads) {
+    const int64_t rounds = 5000000;
+    double start = seconds();
+#pragma omp parallel for num_threads(threads) schedule(static, 1)
+    for (int t = 0; t < threads; t++) mx_dot_loop(rounds);
+    return (double)threads * rounds * mx_dot_loop(0) / (seconds() - start);
 }
