@@ -27,10 +27,11 @@ def cache_dir() -> Path:
 
 
 def packaged_library() -> Path | None:
-    """The library that was built when the package was installed, if it was."""
-    suffix = sysconfig.get_config_var("EXT_SUFFIX") or ".so"
-    path = HERE / f"_mx{suffix}"
-    return path if path.is_file() else None
+    """The library that was built when the package was installed, if it was, and not before the sources were changed."""
+    path = HERE / f"_mx{sysconfig.get_config_var('EXT_SUFFIX') or '.so'}"
+    if not path.is_file() or path.stat().st_mtime < max(source.stat().st_mtime for source in SOURCES.iterdir()):
+        return None
+    return path
 
 
 def compiler() -> str:
