@@ -13,8 +13,9 @@ from hf_specdec.mx import codec
 from hf_specdec.mx.formats import FORMATS
 from hf_specdec.mx.packing import pack
 
-from .reference import FULL, NAMES, RULES, TABLE, blocks_of, errors, magnitudes, nasty, nearest, power, quantise, tiny_integers
-from .reference import values_of
+from .reference import (
+    FULL, NAMES, RULES, TABLE, blocks_of, errors, magnitudes, nasty, nearest, power, quantise, tiny_integers, values_of,
+)  # fmt: skip
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SEEDS = range(20 if FULL else 2)
@@ -54,7 +55,7 @@ def test_codes_and_scales_are_the_specifications(name, dtype, rule):
         wanted_codes, wanted_scales = quantise(name, weight, rule)
         higher = scales - wanted_scales
         assert torch.equal(higher, torch.where(tiny_integers(name, rule, weight), higher.clamp(0, 1), 0))
-        assert torch.equal(codes[higher.repeat_interleave(32, 1) == 0], wanted_codes[higher.repeat_interleave(32, 1) == 0])
+        assert torch.equal(blocks_of(codes)[higher == 0], blocks_of(wanted_codes)[higher == 0])
 
 
 @each_format
@@ -118,11 +119,10 @@ def test_numbers_beyond_the_largest_saturate_with_their_sign(name):
 def test_ties_go_to_the_even_code(name, top):
     values, negative = magnitudes(name), NEGATIVE_ZERO[name]
     middles = (values[1:] + values[:-1]) / 2
-    lower = torch.arange(len(middles))
-    even = lower + lower % 2
+    even = (lower := torch.arange(len(middles))) + lower % 2
     for sign, offset in ((1, 0), (-1, negative)):
         for shift, wanted in ((0, even), (-1, lower), (1, lower + 1)):
-            numbers = torch.nextafter(middles.float(), torch.tensor(shift * torch.inf)) if shift else middles.float()
+            numbers = middles.float() if shift == 0 else torch.nextafter(middles.float(), torch.tensor(shift * torch.inf))
             codes, scales = encode(name, block(name, sign * numbers, top))
             wanted = (-wanted) % 256 if sign < 0 and name == "mxint8" else wanted + offset
             assert (scales == 127 + top).all()
@@ -154,8 +154,7 @@ def test_every_value_there_is_survives(name, byte, rule):
 def test_what_was_rounded_once_stays(name, rule):
     fmt = FORMATS[name]
     once = codec.decode(*codec.encode(torch.randn(16, 64, generator=torch.Generator().manual_seed(1)), fmt, rule), fmt)
-    again = codec.decode(*codec.encode(once, fmt, rule), fmt)
-    assert torch.equal(again, once)
+    assert torch.equal(codec.decode(*codec.encode(once, fmt, rule), fmt), once)
 
 
 # --- special blocks -----------------------------------------------------------------------------------------------------------
@@ -187,7 +186,6 @@ def test_a_block_with_a_nan_or_an_infinity_has_the_nan_scale_and_is_alone(name, 
     assert torch.equal(scales, clean_scales) and torch.equal(codes, clean_codes)
     scales[1, 1] = 0xFF
     again = codec.decode(codes.to(torch.uint8), scales.to(torch.uint8), FORMATS[name])
-    assert torch.equal(again.isnan().nonzero()[:, 0].unique(), torch.tensor([1]))
     assert again[1, 32:64].isnan().all() and again.isnan().sum() == 32
 
 
