@@ -1,0 +1,1 @@
+"""What multiplies by packed weights: compiled code on a CPU, Triton on a GPU. Nothing is loaded before it is needed."""
