@@ -1,4 +1,4 @@
-"""`hf-specdec`: see it work, use it, prove it on your own pair of models, measure it."""
+"""`hf-specdec`: see it work, use it, prove it on your own pair of models, measure it, compress a model."""
 
 from __future__ import annotations
 
@@ -137,3 +137,28 @@ def bench(
     from .commands.bench import bench as run
 
     run(target, draft, prompts, limit, k, max_new_tokens, repetitions, batch, dtype, clock, threads, out)
+
+
+@app.command()
+@guarded
+def compress(
+    target: Target,
+    format: Annotated[
+        str, typer.Option("--format", help="mxfp6_e2m3, mxfp6_e3m2, mxfp8_e4m3, mxfp8_e5m2, mxfp4_e2m1, mxint8 or bf16.")
+    ] = "mxfp6_e2m3",
+    scale_rule: Annotated[str, typer.Option("--scale-rule", help="even, floor, ceil or mse.")] = "even",
+    skip: Annotated[
+        list[str] | None, typer.Option("--skip", help="Leave these modules dense: a name, its last part, or a pattern. Repeatable.")
+    ] = None,
+    lm_head: Annotated[str | None, typer.Option("--lm-head", help="A format for the output head; dense without it.")] = None,
+    dtype: DType = "auto",
+    out: Annotated[Path | None, typer.Option("--out", help="A new folder for model and tokenizer.")] = None,
+    report: Annotated[bool, typer.Option("--report", help="Measure perplexity, KL and agreement with the original.")] = False,
+    text: Annotated[Path | None, typer.Option("--text", help="With --report: the text to measure on.")] = None,
+    every_layer: Annotated[bool, typer.Option("--all", help="List every layer; alike ones are one line without it.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write what was found as JSON.")] = None,
+):
+    """Store a model's weights in an MX format: 4 to 8 bits each, read without unpacking them first."""
+    from .commands.compress import compress as run
+
+    run(target, format, scale_rule, skip or [], lm_head, dtype, out, report, text, every_layer, json_file)

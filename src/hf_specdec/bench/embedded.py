@@ -33,13 +33,19 @@ def load_target(name: str = EMBEDDED, dtype="float32", device=None):
 
 
 def load_model(name: str, dtype="float32", device=None):
-    """The model alone, as in `load_target`; device None is the GPU if there is one."""
+    """The model alone, as in `load_target`; device None is the GPU if there is one. MX checkpoints are read as they are."""
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
+
+    from .. import mx  # noqa: F401  (makes transformers know the quantisation method)
 
     source = _source(name)
     with working(f"Loading {name} ..."):
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+        except SafetensorError as error:
+            raise ValueError(f"{name}: a file of weights is damaged or cut short ({error}): copy it again.") from error
     return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
 
 

@@ -9,18 +9,18 @@ Importing this package registers the quantisation method "mx" with transformers.
 """
 
 from .compress import compress, dequantize
-from .formats import FORMATS, SCALE_RULES
+from .formats import FORMATS
 from .kernels.cpu import kernel_info, set_kernel_path
 from .linear import MXLinear
-from .packed import PackedMatrix, quantize
+from .packed import quantize
+from .quality import compare
 from .quantizer import MXConfig, load
 
 __all__ = [
     "FORMATS",
-    "SCALE_RULES",
     "MXConfig",
     "MXLinear",
-    "PackedMatrix",
+    "compare",
     "compress",
     "dequantize",
     "kernel_info",

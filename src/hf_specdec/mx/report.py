@@ -24,6 +24,21 @@ class LayerReport:
     note: str = ""
 
 
+@dataclass(frozen=True)
+class LayerGroup:
+    """Layers that are alike but for the numbers in their names: `model.layers.0-29.mlp.up_proj`. Bytes are sums; `sqnr_db` is the
+    lowest and the highest."""
+
+    name: str
+    count: int
+    shape: tuple[int, ...]
+    format: str | None
+    bytes_before: int
+    bytes_after: int
+    sqnr_db: tuple[float, float] | None
+    note: str
+
+
 @dataclass
 class CompressionReport:
     """All layers of a model, in its own order."""
@@ -42,6 +57,14 @@ class CompressionReport:
     def bytes_after(self) -> int:
         return sum(layer.bytes_after for layer in self.layers)
 
+    def groups(self) -> list[LayerGroup]:
+        """The layers, with those of different blocks that are alike as one, in the order in which they first appear."""
+        found: dict[tuple, list[LayerReport]] = {}
+        for layer in self.layers:
+            pattern = tuple(None if part.isdecimal() else part for part in layer.name.split("."))
+            found.setdefault((pattern, layer.shape, layer.format, layer.note), []).append(layer)
+        return [_group(layers) for layers in found.values()]
+
     def to_dict(self) -> dict:
         return {
             "bytes_before": self.bytes_before,
@@ -59,6 +82,33 @@ class CompressionReport:
             f"{len(self.compressed)} layers compressed, {dense} left dense: {self.bytes_before / 2**20:.1f} MiB to "
             f"{self.bytes_after / 2**20:.1f} MiB ({saved:.1%} smaller)"
         )
+
+
+def _group(layers: list[LayerReport]) -> LayerGroup:
+    first, measured = layers[0], [layer.sqnr_db for layer in layers if layer.sqnr_db is not None]
+    return LayerGroup(
+        ".".join(_ranges(set(parts)) for parts in zip(*(layer.name.split(".") for layer in layers))),
+        len(layers),
+        first.shape,
+        first.format,
+        sum(layer.bytes_before for layer in layers),
+        sum(layer.bytes_after for layer in layers),
+        (min(measured), max(measured)) if measured else None,
+        first.note,
+    )
+
+
+def _ranges(parts: set[str]) -> str:
+    """One part of the names: itself if it is the same in all, or numbers as in "0-3,5"."""
+    if len(parts) == 1:
+        return next(iter(parts))
+    runs: list[list[int]] = []
+    for number in sorted(map(int, parts)):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
 
 
 def weight_error(weight: torch.Tensor, packed) -> tuple[float, float]:

@@ -1,0 +1,164 @@
+"""`hf-specdec compress`: a model with MX weights in a folder, and what that does to it."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+MIB = 2**20
+
+
+def compress(
+    target: str,
+    format: str,
+    scale_rule: str,
+    skip: list[str],
+    lm_head: str | None,
+    dtype: str,
+    out: Path | None,
+    report: bool,
+    text: Path | None,
+    every_layer: bool,
+    json_file: Path | None,
+) -> None:
+    """Print what was done, write the folder, then measure; arguments are checked before anything is loaded."""
+    _check(out, report, text, json_file)
+    from .. import mx
+    from ..bench.embedded import load_model
+    from ..bench.report import save_json
+    from ..mx.quality import read_text
+
+    config = mx.MXConfig(format, scale_rule, skip, lm_head)
+    words = read_text(text) if report else None
+    model, tokenizer = load_model(target, dtype), _tokenizer(target, needed=report)
+    before = _bytes(model)
+    original = _second(model) if report else None
+    mx.compress(model, format, skip, scale_rule, lm_head)
+    after = _bytes(model)
+    console = Console(highlight=False)
+    _print_layers(console, model.mx_report, every_layer, (before, after))
+    if out is not None:
+        _save(out, model, tokenizer)
+        console.print(f"Saved to {out}. Import hf_specdec.mx before from_pretrained.", markup=False, soft_wrap=True)
+    quality = mx.compare(original, model, tokenizer, words) if report else None
+    if quality is not None:
+        console.print(_quality_table(quality, "the shipped text" if text is None else str(text)))
+    if json_file is not None:
+        result = {"model": target, "config": config.to_dict(), "dtype": str(model.dtype).removeprefix("torch.")}
+        result |= {"model_bytes_before": before, "model_bytes_after": after, "compression": model.mx_report.to_dict()}
+        save_json({**result, "quality": quality and quality.to_dict()}, json_file)
+
+
+def _check(out: Path | None, report: bool, text: Path | None, json_file: Path | None) -> None:
+    if out is None and not report:
+        raise ValueError("give --out DIR to save the compressed model, --report to measure it, or both.")
+    if text is not None and not report:
+        raise ValueError("--text has no meaning without --report.")
+    if text is not None and not text.is_file():
+        raise ValueError(f"--text {text}: there is no such file.")
+    if json_file is not None and not json_file.absolute().parent.is_dir():
+        raise ValueError(f"--json {json_file}: its folder does not exist.")
+    if out is not None and out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ValueError(f"--out {out} exists and is not an empty folder: name another one, or remove it first.")
+
+
+def _tokenizer(target: str, needed: bool):
+    """The model's tokenizer; None if it has none and nothing has to be read with it."""
+    from transformers import AutoTokenizer
+
+    from ..bench.embedded import EMBEDDED, embedded_folder
+
+    try:
+        return AutoTokenizer.from_pretrained(str(embedded_folder()) if target == EMBEDDED else target)
+    except (ValueError, OSError) as error:
+        if needed:
+            raise ValueError(f"--report needs a tokenizer, and {target} has none that can be loaded: {error}") from error
+        return None
+
+
+def _second(model):
+    """A copy that shares the weights: compression swaps layers and leaves the tensors of the dense ones alone."""
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+
+
+def _bytes(model) -> int:
+    """Bytes of all weights, shared ones once; an MX layer's as they are stored."""
+    from ..mx import MXLinear
+
+    layers = [module for module in model.modules() if isinstance(module, MXLinear)]
+    own = {id(tensor) for layer in layers for tensor in (layer.weight, layer.weight_scale)}
+    dense = sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in own)
+    return dense + sum(int(layer.out_features * layer.in_features * layer.format.bits_per_weight) // 8 for layer in layers)
+
+
+# ---- what is printed ----
+
+
+def _print_layers(console: Console, report, every_layer: bool, whole: tuple[int, int]) -> None:
+    table = Table(header_style="bold", box=None, padding=(0, 1, 0, 0))
+    for name in ("layer", "shape", "format"):
+        table.add_column(name, overflow="fold")
+    for name in ("MiB before", "after", "SQNR dB"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for layer in report.layers if every_layer else report.groups():
+        name = layer.name if every_layer or layer.count == 1 else f"{layer.name} ({layer.count})"
+        kind = f"dense: {layer.note}" if layer.format is None else layer.format + (f" ({layer.note})" if layer.note else "")
+        sizes = (_mib(layer.bytes_before), _mib(layer.bytes_after))
+        table.add_row(name, " x ".join(map(str, layer.shape)), kind, *sizes, _decibels(layer.sqnr_db))
+    console.print(table)
+    bits = 8 * sum(layer.bytes_after for layer in report.compressed) / sum(_numbers(layer) for layer in report.compressed)
+    console.print(f"{report}; {bits:.2f} bits per compressed weight", markup=False, soft_wrap=True)
+    before, after = whole
+    text = f"Whole model: {_mib(before)} MiB to {_mib(after)} MiB ({after / before:.1%} of the size)"
+    console.print(text, style="bold", markup=False, soft_wrap=True)
+
+
+def _numbers(layer) -> int:
+    return layer.shape[0] * layer.shape[1]
+
+
+def _mib(size: int) -> str:
+    return f"{size / MIB:.1f}" if size >= MIB else f"{size / MIB:.3f}"
+
+
+def _decibels(value: float | tuple[float, float] | None) -> str:
+    if value is None:
+        return "-"
+    low, high = value if isinstance(value, tuple) else (value, value)
+    return f"{low:.1f}" if f"{low:.1f}" == f"{high:.1f}" else f"{low:.1f} to {high:.1f}"
+
+
+def _quality_table(quality, source: str) -> Table:
+    table = Table(title=f"On {source}", title_justify="left", show_header=False, box=None, padding=(0, 1, 0, 0))
+    table.add_column(), table.add_column(justify="right", no_wrap=True)
+    for row in quality.rows():
+        table.add_row(*row)
+    return table
+
+
+# ---- what is written ----
+
+
+def _save(out: Path, model: Any, tokenizer: Any) -> None:
+    """Write into a temporary neighbour and rename it, so that `out` is complete or as it was."""
+    from ..bench.terminal import working
+
+    out = out.absolute()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        with working(f"Saving to {out} ..."):
+            model.save_pretrained(partial)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(partial)
+            partial.chmod(0o755)  # mkdtemp's is for its owner alone
+            os.replace(partial, out)  # fails if something has come to lie there
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
