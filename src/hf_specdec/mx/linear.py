@@ -26,16 +26,21 @@ class MXLinear(nn.Linear):
         if in_features % BLOCK:
             raise ValueError(f"in_features={in_features} is no multiple of the MX block of {BLOCK}.")
         self.in_features, self.out_features = in_features, out_features
-        columns = 0 if self.format.is_dense else in_features // BLOCK
-        self.weight = self._bytes(out_features, in_features * self.format.bits // 8, device)
-        self.weight_scale = self._bytes(out_features, columns, device)
+        self.weight, self.weight_scale = (
+            self._bytes(torch.zeros(shape, dtype=torch.uint8, device=device)) for shape in self._shapes()
+        )
         self.bias = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None
         self.layout = STORED
         self._forget()
 
     @staticmethod
-    def _bytes(rows: int, columns: int, device) -> nn.Parameter:
-        return nn.Parameter(torch.zeros(rows, columns, dtype=torch.uint8, device=device), requires_grad=False)
+    def _bytes(tensor: torch.Tensor) -> nn.Parameter:
+        return nn.Parameter(tensor, requires_grad=False)
+
+    def _shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Of the codes and of the scales, in the stored order."""
+        columns = 0 if self.format.is_dense else self.in_features // BLOCK
+        return (self.out_features, self.in_features * self.format.bits // 8), (self.out_features, columns)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, format=DEFAULT_FORMAT, scale_rule: str = DEFAULT_RULE) -> MXLinear:
@@ -53,8 +58,7 @@ class MXLinear(nn.Linear):
     def set_packed(self, packed: PackedMatrix) -> None:
         """Take over the codes and scales of a matrix of this layer's shape and format: its memory is the layer's from now on."""
         self._check_packed(packed)
-        self.weight = nn.Parameter(packed.codes, requires_grad=False)
-        self.weight_scale = nn.Parameter(packed.scales, requires_grad=False)
+        self.weight, self.weight_scale = self._bytes(packed.codes.contiguous()), self._bytes(packed.scales.contiguous())
         self.layout = STORED
         self._forget()
         self.prepare()
@@ -71,11 +75,17 @@ class MXLinear(nn.Linear):
         return self
 
     def _check_packed(self, packed: PackedMatrix) -> None:
-        shape = (self.out_features, self.in_features)
-        if packed.format != self.format or packed.shape != shape or packed.scales.shape != self.weight_scale.shape:
+        codes, scales = self._shapes()
+        parts = packed.codes, packed.scales
+        if (
+            packed.format != self.format
+            or any(part.dtype != torch.uint8 for part in parts)
+            or tuple(part.shape for part in parts) != (codes, scales)
+        ):
             raise ValueError(
-                f"a {self.format.name} matrix of shape {shape} is wanted, with scales {tuple(self.weight_scale.shape)}; "
-                f"got {packed.format.name} {packed.shape} with scales {tuple(packed.scales.shape)}."
+                f"a {self.format.name} matrix of shape {(self.out_features, self.in_features)} is wanted, with uint8 codes "
+                f"{codes} and scales {scales}; got {packed.format.name} with {packed.codes.dtype} codes {tuple(packed.codes.shape)} and "
+                f"{packed.scales.dtype} scales {tuple(packed.scales.shape)}."
             )
 
     # ---- the weights, as numbers and as stored ----
@@ -105,11 +115,11 @@ class MXLinear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[..., out_features]` from `x [..., in_features]`, float32, bfloat16 or float16, on the weights' device."""
-        if torch.compiler.is_compiling():
-            return product(x, self)
+        self._check_input(x)
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        self._check_input(x)
+        if torch.compiler.is_compiling():
+            return product(x, self)
         if torch.is_grad_enabled() and (x.requires_grad or (self.bias is not None and self.bias.requires_grad)):
             return product(x, self.prepare())
         kernel = self._cpu_kernel()
@@ -210,13 +220,24 @@ class MXLinear(nn.Linear):
             packed = self.packed()
             destination[prefix + "weight"], destination[prefix + "weight_scale"] = packed.codes, packed.scales
 
-    def _load_from_state_dict(self, state_dict, prefix, *args):
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args):
         self.to_stored()
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+        if local_metadata.get("assign_to_params_buffers"):  # the caller's own tensors, which are not to change their order
+            self.weight, self.weight_scale = (
+                self._bytes(part.detach().clone(memory_format=torch.contiguous_format))
+                for part in (self.weight, self.weight_scale)
+            )
         self.prepare()
 
     def __getstate__(self):
-        return {**self.__dict__, "_known": None, "_kept": None}
+        """Copies and pickles are in the stored order: tiles and planes are this machine's."""
+        state = {**self.__dict__, "_known": None, "_kept": None}
+        if self.layout != STORED:
+            packed = self.packed()
+            own = {"weight": self._bytes(packed.codes), "weight_scale": self._bytes(packed.scales)}
+            state |= {"_parameters": {**self._parameters, **own}, "layout": STORED, "_tail": None, "_planes": None}
+        return state
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, format={self.format.name}"

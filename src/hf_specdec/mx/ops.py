@@ -89,7 +89,7 @@ def _backward(ctx, gradient):
     if ctx.needs_input_grad[0]:
         of_x = mx_input_gradient(gradient, *ctx.saved_tensors, ctx.format, ctx.in_features, ctx.layout)
     if ctx.bias_dtype is not None and ctx.needs_input_grad[5]:
-        of_bias = gradient.flatten(0, -2).sum(0).to(ctx.bias_dtype)
+        of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0).to(ctx.bias_dtype)
     return of_x, None, None, None, None, of_bias, None, None, None
 
 
@@ -134,7 +134,7 @@ def _backward_planes(ctx, gradient):
         packed = gpu.from_planes(_planes(*ctx.saved_tensors, ctx.k), get_format(ctx.format))
         of_x = gradient @ packed.dequantize(gradient.dtype)
     if ctx.bias_dtype is not None and ctx.needs_input_grad[5]:
-        of_bias = gradient.flatten(0, -2).sum(0).to(ctx.bias_dtype)
+        of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0).to(ctx.bias_dtype)
     return of_x, None, None, None, None, of_bias, None, None
 
 
