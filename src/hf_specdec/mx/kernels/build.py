@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import sysconfig
@@ -66,7 +67,7 @@ def build() -> Path:
 
 
 def _fingerprint(command: list[str]) -> str:
-    digest = hashlib.sha256("\0".join([command[0], *FLAGS]).encode())
+    digest = hashlib.sha256("\0".join([platform.machine(), command[0], *FLAGS]).encode())
     for path in sorted(SOURCES.iterdir()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]

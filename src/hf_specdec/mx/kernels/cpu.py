@@ -101,7 +101,7 @@ def _number_of(name: str) -> int:
     if name not in PATHS:
         raise ValueError(f"path={name!r} is no kernel path. Take one of: {', '.join(PATHS)}.")
     if library() is None or not library().mx_has_path(PATHS.index(name)):
-        raise ValueError(f"path={name!r} cannot run here. {kernel_info()['reason'] or 'This processor lacks the instructions.'}")
+        raise ValueError(f"path={name!r} cannot run here. {_state['reason'] or 'This processor lacks the instructions.'}")
     return PATHS.index(name)
 
 
