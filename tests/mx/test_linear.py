@@ -1,0 +1,213 @@
+"""`MXLinear` as a module: saving and loading, copies, moves, autograd, autocast, the compiler, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from hf_specdec.mx import codec
+from hf_specdec.mx.kernels import cpu
+from hf_specdec.mx.linear import MXLinear
+from hf_specdec.mx.packed import PackedMatrix, quantize
+from hf_specdec.mx.packing import unpack
+
+from .reference import NAMES
+
+ALL = [*NAMES, "bf16"]
+each_format = pytest.mark.parametrize("name", ALL)
+each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+
+
+@pytest.fixture(params=["kernels", "torch"])
+def kernels(request, monkeypatch):
+    """With the kernels, and as on a machine that has none."""
+    if request.param == "torch":
+        monkeypatch.setattr(cpu, "library", lambda: None)
+    elif cpu.library() is None:
+        pytest.skip("no compiled kernels here")
+    return request.param
+
+
+def dense(n: int = 40, k: int = 96, bias: bool = True, seed: int = 0) -> nn.Linear:
+    torch.manual_seed(seed)
+    return nn.Linear(k, n, bias=bias)
+
+
+def layer_and_input(name: str = "mxfp6_e2m3", n: int = 40, k: int = 96, bias: bool = True, seed: int = 0):
+    linear = dense(n, k, bias, seed)
+    return MXLinear.from_linear(linear, name).requires_grad_(False), torch.randn(5, k)
+
+
+def decoded(packed: PackedMatrix) -> torch.Tensor:
+    """By the codec, from the stored order."""
+    if packed.format.is_dense:
+        return packed.codes.view(torch.bfloat16).float()
+    return codec.decode(unpack(packed.codes, packed.format.bits), packed.scales, packed.format)
+
+
+# --- the weights --------------------------------------------------------------------------------------------------------------
+
+
+@each_format
+@pytest.mark.parametrize("n", [1, 16, 40])
+def test_the_state_is_in_the_stored_order_whatever_the_layout(name, n, kernels):
+    linear = dense(n)
+    packed = quantize(linear.weight, name)
+    wanted = PackedMatrix(packed.codes.clone(), packed.scales.clone(), packed.format)
+    layer = MXLinear.from_packed(packed, linear)
+    for _ in range(2):
+        layer.prepare()
+        layer(torch.zeros(1, 96))
+        state = layer.state_dict()
+        assert set(state) == {"weight", "weight_scale", "bias"}
+        assert torch.equal(state["weight"], wanted.codes) and torch.equal(state["weight_scale"], wanted.scales)
+        assert torch.equal(layer.packed().codes, wanted.codes) and torch.equal(layer.packed().scales, wanted.scales)
+        assert state["bias"].data_ptr() == linear.bias.data_ptr()
+        layer.to_stored()
+        assert torch.equal(layer.weight, wanted.codes) and torch.equal(layer.weight_scale, wanted.scales)
+
+
+@each_format
+@each_dtype
+def test_dequantize_is_the_codecs(name, dtype, kernels):
+    layer, _ = layer_and_input(name)
+    weight = layer.dequantize(dtype)
+    assert weight.dtype == dtype and weight.shape == (40, 96)
+    assert torch.equal(weight, decoded(layer.packed()).to(dtype))
+    assert torch.equal(layer.dequantize(torch.float64), decoded(layer.packed()).double())
+
+
+@each_format
+def test_to_linear(name, kernels):
+    layer, x = layer_and_input(name)
+    linear = layer.eval().to_linear(torch.bfloat16)
+    assert type(linear) is nn.Linear and not linear.training and linear.weight.dtype == torch.bfloat16
+    assert torch.equal(linear.weight, layer.dequantize(torch.bfloat16)) and linear.bias is layer.bias
+    torch.testing.assert_close(layer(x), layer.to_linear(torch.float32)(x))
+
+
+def test_prepare_changes_nothing_the_second_time(kernels):
+    layer, x = layer_and_input()
+    y, place, layout, memory = layer(x), layer.weight.data_ptr(), layer.layout, layer.weight.clone()
+    assert layer.prepare() is layer and layer.prepare() is layer
+    assert (layer.weight.data_ptr(), layer.layout) == (place, layout)
+    assert torch.equal(layer.weight, memory) and torch.equal(layer(x), y)
+
+
+def test_a_changed_bias_is_used(kernels):
+    layer, x = layer_and_input()
+    for dtype in (torch.float32, torch.bfloat16):
+        layer.bias = nn.Parameter(torch.zeros(40, dtype=dtype), requires_grad=False)
+        before = layer(x)
+        with torch.no_grad():
+            layer.bias.add_(1)
+        torch.testing.assert_close(layer(x), before + 1)
+    layer.bias = None
+    torch.testing.assert_close(layer(x), before)
+
+
+# --- copies, files, moves -----------------------------------------------------------------------------------------------------
+
+
+@each_format
+@pytest.mark.parametrize("n", [7, 48, 53])
+@pytest.mark.parametrize("assign", [False, True])
+def test_load_state_dict(name, n, assign, kernels):
+    source, x = layer_and_input(name, n)
+    state = source.state_dict()
+    kept = {key: value.clone() for key, value in state.items()}
+    first, second = MXLinear(96, n, format=name), layer_and_input(name, n, seed=1)[0]
+    for target in (first, second):
+        target.load_state_dict(state, assign=assign)
+        assert torch.equal(target(x), source(x))
+    assert all(torch.equal(state[key], kept[key]) for key in kept)  # not even where `assign` took the tensors over
+    assert torch.equal(first(x), source(x))
+
+
+def test_loading_into_a_layer_without_memory(kernels):
+    source, x = layer_and_input(n=21)
+    layer = MXLinear(96, 21, device="meta")
+    layer.load_state_dict(source.state_dict(), assign=True)
+    assert torch.equal(layer(x), source(x))
+    layer = MXLinear(96, 21, device="meta").to_empty(device="cpu")
+    layer.load_state_dict(source.state_dict())
+    assert torch.equal(layer(x), source(x))
+
+
+def test_loading_the_wrong_shape_is_refused_and_leaves_the_layer_as_it_was(kernels):
+    layer, x = layer_and_input()
+    y = layer(x)
+    with pytest.raises(RuntimeError, match="size mismatch for weight"):
+        layer.load_state_dict(layer_and_input(n=41)[0].state_dict())
+    assert torch.equal(layer(x), y)
+
+
+def through_pickle(layer):
+    return pickle.loads(pickle.dumps(layer))
+
+
+def through_a_file(layer):
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@each_format
+@pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle, through_a_file])
+@pytest.mark.parametrize("n", [7, 53])
+def test_copies(name, copied, n, kernels):
+    layer, x = layer_and_input(name, n)
+    y = layer(x)
+    other = copied(layer)
+    assert torch.equal(other(x), y) and torch.equal(other.packed().codes, layer.packed().codes)
+    assert other.weight.data_ptr() != layer.weight.data_ptr()
+    with torch.no_grad():
+        other.bias.add_(1)
+        other.to_stored()
+        other.weight.zero_()
+        other.weight_scale.zero_()
+    assert torch.equal(layer(x), y)
+    torch.testing.assert_close(other.prepare()(x), other.bias.expand(5, n))
+
+
+@pytest.mark.parametrize("n", [7, 53])
+def test_a_pickle_is_read_where_there_are_no_kernels(n, monkeypatch):
+    layer, x = layer_and_input(n=n)
+    data, y = pickle.dumps(layer), layer(x)
+    monkeypatch.setattr(cpu, "library", lambda: None)
+    torch.testing.assert_close(pickle.loads(data)(x), y)
+
+
+@pytest.mark.parametrize("move", [lambda m: m.to(torch.bfloat16), lambda m: m.float(), lambda m: m.half(), lambda m: m.to("cpu"),
+                                  lambda m: m.cpu(), lambda m: m.double().float(), lambda m: m.share_memory()])  # fmt: skip
+def test_moves_keep_the_weights(move, kernels):
+    layer, x = layer_and_input(n=53, bias=False)
+    y, packed = layer(x), layer.packed()
+    assert move(layer) is layer
+    assert layer.weight.dtype == layer.weight_scale.dtype == torch.uint8
+    assert torch.equal(layer(x), y) and torch.equal(layer.packed().codes, packed.codes)
+
+
+def test_a_bias_moves_along(kernels):
+    layer, x = layer_and_input()
+    y = layer(x)
+    assert layer.to(torch.bfloat16).bias.dtype == torch.bfloat16
+    torch.testing.assert_close(layer(x), y, atol=1e-3, rtol=0)
+
+
+def test_weights_made_in_inference_mode_are_used_and_saved_outside_of_it(kernels):
+    with torch.inference_mode():
+        layer, x = layer_and_input(n=53)
+        y = layer(x)
+    assert torch.equal(layer(x), y)
+    other = MXLinear(96, 53)
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other(x), y) and torch.equal(copy.deepcopy(layer)(x), y)
+    layer.to_stored()
+    assert torch.equal(layer(x), y)
