@@ -27,6 +27,7 @@ class SpeculativeConfig:
     seed: an int (row b uses seed + b) or one int per row; None (default) takes it from torch's global generator. A row's
         text depends on its own seed only. With a seed, "auto" leaves measured times aside, so that a run repeats.
     max_auto_tokens: the largest K that "auto" may choose, 1..64 (default 16).
+    record_probs: whether the trace keeps p and q of every committed and every rejected token (default False).
 
     Raises ValueError naming the argument and the remedy.
     """
@@ -37,6 +38,7 @@ class SpeculativeConfig:
     lenience: float = 1.0
     seed: int | tuple[int, ...] | None = None
     max_auto_tokens: int = 16
+    record_probs: bool = False
 
     def __post_init__(self):
         if self.num_assistant_tokens != "auto":
@@ -49,6 +51,8 @@ class SpeculativeConfig:
         lenience = self.lenience
         if isinstance(lenience, bool) or not isinstance(lenience, (int, float)) or not math.isfinite(lenience) or not 0 < lenience <= 1:
             raise ValueError(f"lenience={lenience!r} must be a number in (0, 1]; 1.0 keeps the output exact.")
+        if not isinstance(self.record_probs, bool):
+            raise ValueError(f"record_probs={self.record_probs!r} must be True or False.")
         if isinstance(self.seed, list):
             object.__setattr__(self, "seed", tuple(self.seed))
         seeds = self.seed if isinstance(self.seed, tuple) else () if self.seed is None else (self.seed,)

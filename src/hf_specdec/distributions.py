@@ -41,6 +41,11 @@ class Law:
         m = tokens.shape[1]
         return (self.scores[:, :m].gather(-1, tokens[..., None]).squeeze(-1) - self.log_norm[:, :m]).exp()
 
+    def prob_of(self, tokens: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:
+        """float32 [B, m]: p(tokens[b, j]) at node nodes[b, j], both int64 [B, m]; the softmax in greedy decoding, too."""
+        rows = torch.arange(len(nodes), device=nodes.device)[:, None]
+        return (self.scores[rows, nodes, tokens].float() - self.scores.float().logsumexp(-1)[rows, nodes]).exp()
+
     def probs_at(self, node: torch.Tensor) -> torch.Tensor:
         """float [B, V]: the law at node[b] of row b (node int64 [B])."""
         rows = torch.arange(len(node), device=node.device)

@@ -13,7 +13,7 @@ from .drafts.base import Context, Draft
 from .noise import Noise
 from .proposal import Proposal
 from .sequences import Sequences
-from .trace import Round, SpeculationTrace
+from .trace import Round, SpeculationTrace, probabilities
 
 
 class SpeculativeLoop:
@@ -66,6 +66,7 @@ class SpeculativeLoop:
         self._clock(drafted - begin, verified - drafted, end - verified)
 
     def _clock(self, draft: float, verify: float, rest: float) -> None:
+        self.trace.round_seconds.append([draft, verify, rest])
         seconds, forward = self.trace.seconds, self.target.seconds + self.draft.forward_seconds
         if self.noise.round == 1:
             seconds["prompt"], self.prompt_forward = draft + verify + rest, forward
@@ -92,6 +93,7 @@ class SpeculativeLoop:
         The one place of a round where numbers travel to the host."""
         packed = torch.cat([on_path.long(), proposal.tokens, token[:, None]], dim=1).tolist()
         width = on_path.shape[1]
+        probs = probabilities(proposal, on_path, token, law) if self.trace.config.get("record_probs") else None
         entries, accepted, advance, done = [], [], [], []
         for b, (row, numbers) in enumerate(zip(self.sequences.active, packed)):
             path = [node for node in range(1, width) if numbers[node]]
@@ -100,8 +102,7 @@ class SpeculativeLoop:
             scores = [law.scores[b, node].float() for node in nodes] if self.want_scores else ()
             raw = [logits[b, node].float() for node in nodes] if self.want_logits else ()
             count, ended = self.sequences.append(row, tokens, len(path), scores, raw)
-            source = proposal.source if isinstance(proposal.source, str) else proposal.source[b]
-            entries.append(Round(row.index, proposal.sizes[b], min(count, len(path)), count, source))
+            entries.append(Round.of(row.index, proposal, b, path, tokens[:count], numbers[width:-1], probs))
             accepted.append(len(path))
             advance.append(min(count, len(nodes)))
             done.append(ended)

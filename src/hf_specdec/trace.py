@@ -8,20 +8,56 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from .distributions import Law
+    from .proposal import Proposal
 
 
 @dataclass
 class Round:
-    """One row in one round: tokens proposed, drafted tokens committed, tokens committed (the target's own included)."""
+    """One row in one round: tokens proposed, drafted tokens committed, tokens committed (the target's own included).
+
+    tokens: the committed ids. rejected: the proposed ids that were not taken, in the order in which they were proposed.
+    p, q: with `record_probs`, the target's and the draft's probability of each of `tokens + rejected`, processors applied; p is
+    the softmax in greedy calls, too. q is None for the target's own token, and for drafted ones that were not drawn at all.
+    """
 
     row: int
     proposed: int
     accepted: int
     committed: int
     source: str
+    tokens: list[int] = field(default_factory=list)
+    rejected: list[int] = field(default_factory=list)
+    p: list[float] | None = None
+    q: list[float | None] | None = None
+
+    @classmethod
+    def of(cls, row: int, proposal: Proposal, b: int, path: list[int], tokens: list[int], proposed: list[int],
+           probs: tuple[list[list[float]], list[list[float | None]]] | None = None) -> "Round":
+        """Row b of a proposal of the ids `proposed`: the nodes `path` were accepted, `tokens` committed. probs: `probabilities`."""
+        accepted, size = min(len(tokens), len(path)), proposal.sizes[b]
+        others = sorted(set(range(1, size + 1)).difference(path))
+        nodes = path[:accepted] + [0] * (len(tokens) - accepted) + others  # 0 stands for the target's own token, which is last
+        p, q = ([side[b][node - 1] for node in nodes] for side in probs) if probs else (None, None)
+        source = proposal.source if isinstance(proposal.source, str) else proposal.source[b]
+        return cls(row, size, accepted, len(tokens), source, tokens, [proposed[node - 1] for node in others], p, q)
+
+
+def probabilities(proposal: Proposal, on_path: torch.Tensor, token: torch.Tensor, law: Law) -> tuple[list, list]:
+    """p and q per row: of the N proposed tokens, then of the target's own, `token` [B], which follows the path [B, N+1]."""
+    nodes = torch.arange(on_path.shape[1], device=token.device)
+    parents = torch.tensor(proposal.tree.parents, dtype=torch.long, device=token.device).expand(len(token), -1)
+    before = torch.cat([parents, (on_path * nodes).amax(-1, keepdim=True)], dim=1)
+    p = law.prob_of(torch.cat([proposal.tokens, token[:, None]], dim=1), before).tolist()
+    if proposal.probs is None:
+        return p, [[None] * len(row) for row in p]
+    q = proposal.probs.gather(-1, proposal.tokens[..., None])[..., 0]
+    return p, [row + [None] for row in q.tolist()]
 
 
 @dataclass
@@ -29,8 +65,8 @@ class SpeculationTrace:
     """config: the settings in force. rounds: one list per round, one entry per row that was still going.
 
     target_calls, draft_calls: forwards, prompt passes included. seconds, on the host's clock: "prompt" (all of the first round),
-    "draft", "verify", "rest" (the later rounds), and "forward" (inside the two models in the later rounds). lossless: whether the
-    committed tokens follow the target's own law.
+    "draft", "verify", "rest" (the later rounds), and "forward" (inside the two models in the later rounds). round_seconds: of every
+    round, [draft, verify, rest]. lossless: whether the committed tokens follow the target's own law.
     """
 
     config: dict[str, Any]
@@ -40,6 +76,7 @@ class SpeculationTrace:
     draft_calls: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("prompt", "draft", "verify", "rest", "forward"), 0.0))
     drafted: list[list[bool]] = field(default_factory=list)
+    round_seconds: list[list[float]] = field(default_factory=list)
 
     def _total(self, name: str) -> int:
         return sum(getattr(entry, name) for entries in self.rounds for entry in entries)

@@ -215,6 +215,92 @@ def test_the_draft_may_be_named_in_the_config(name):
     assert {entry.source for entries in trace.rounds for entry in entries} == {name} and trace.config["draft"] == name
 
 
+# --- what every round says of its tokens --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_every_round_holds_the_ids_it_committed_and_those_it_rejected(call):
+    target = tiny_llama(1)
+    draft, options = CALLS[call](target)
+    out = speculate(target, ROWS, draft, 4, seed=3, **options)
+    for row, text in enumerate(generated(out, ROWS)):
+        own = [entry for entries in out.speculation.rounds for entry in entries if entry.row == row]
+        assert [token for entry in own for token in entry.tokens] == text
+        assert all(entry.accepted + len(entry.rejected) == entry.proposed for entry in own[:-1])
+        assert all(entry.p is None and entry.q is None for entry in own)
+    assert len(out.speculation.round_seconds) == len(out.speculation.rounds)
+    measured, prompt = map(sum, zip(*out.speculation.round_seconds)), sum(out.speculation.round_seconds[0])
+    assert sum(measured) == pytest.approx(prompt + sum(out.speculation.seconds[name] for name in ("draft", "verify", "rest")))
+    assert prompt == pytest.approx(out.speculation.seconds["prompt"])
+
+
+@pytest.mark.parametrize("rule", ["greedy", "sampled"])
+def test_rejected_ids_of_a_chain_are_what_the_script_said(rule):
+    target = tiny_llama(1)
+    text = plain(target, ROWS[:1])[0]
+    script = ScriptedDraft.knowing([ROWS[0] + text], wrong=3)
+    out = speculate(target, ROWS[:1], script, 4, seed=0, do_sample=rule == "sampled", temperature=1e-3 if rule == "sampled" else 1.0)
+    for seen, (entry,) in zip(script.seen, out.speculation.rounds):
+        start = len(seen[0])
+        truth = (ROWS[0] + text)[start : start + entry.proposed]
+        said = [(token + 1) % 61 if (start + i) % 3 == 0 else token for i, token in enumerate(truth)]
+        assert entry.tokens[: entry.accepted] + entry.rejected == said
+    assert any(entries[0].rejected for entries in out.speculation.rounds)
+
+
+@pytest.mark.parametrize("call", ["model, sampled", "random tree", "model", "tree", "lookup"])
+def test_recorded_probabilities_are_those_of_the_two_models(call):
+    """p against a forward of the target over the text; q, for a chain, against a forward of the draft."""
+    target = tiny_llama(1)
+    draft, options = CALLS[call](target)
+    options |= dict(temperature=0.7, top_k=20) if options.get("do_sample") else {}
+    out = speculate(target, ROWS, draft, 4, speculative={"seed": 3, "record_probs": True}, **options)
+    entries = [entry for entries in out.speculation.rounds for entry in entries]
+    assert all(len(entry.p) == len(entry.q) == len(entry.tokens) + len(entry.rejected) for entry in entries)
+    for row, (prompt, text) in enumerate(zip(ROWS, generated(out, ROWS))):
+        own = [entry for entry in entries if entry.row == row]
+        p = law(target, prompt + text, len(prompt), options)[range(len(text)), text]
+        assert [value for entry in own for value in entry.p[: entry.committed]] == pytest.approx(p.tolist(), abs=1e-5)
+        if call == "model, sampled":
+            q = law(draft, prompt + text, len(prompt), options)[range(len(text)), text].tolist()
+            flags = out.speculation.draft_mask[row].tolist()
+            said = [value for entry in own for value in entry.q[: entry.committed]]
+            assert [value for value, flag in zip(said, flags) if flag] == pytest.approx([value for value, flag in zip(q, flags) if flag], abs=1e-5)
+            assert all(value is None for value, flag in zip(said, flags) if not flag)
+    rejected = [q for entry in entries for q in entry.q[entry.committed :]]
+    assert rejected and all((q is not None) == ("do_sample" in options) for q in rejected)
+    json.loads(out.speculation.to_json(), parse_constant=lambda constant: pytest.fail(f"{constant} is not JSON"))
+
+
+def test_recorded_probabilities_of_the_first_rejected_token_are_at_its_own_place():
+    target = tiny_llama(1)
+    draft = perturbed(target, 0.3)
+    out = speculate(target, ROWS[:1], draft, 4, do_sample=True, max_new_tokens=60, speculative={"seed": 3, "record_probs": True})
+    text, seen = list(ROWS[0]), 0
+    for (entry,) in out.speculation.rounds:
+        before = text + entry.tokens[: entry.accepted]
+        text += entry.tokens
+        if entry.rejected:
+            p, q = (law(model, before + [0], len(before), {})[0, entry.rejected[0]].item() for model in (target, draft))
+            assert (entry.p[entry.committed], entry.q[entry.committed]) == pytest.approx((p, q), rel=0.02, abs=1e-5) and p < q
+            seen += 1
+    assert seen > 5
+
+
+def law(model, tokens: list[int], start: int, options: dict) -> torch.Tensor:
+    """Warped probabilities [n, V] of what stands at `start` and after it."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([tokens])).logits[0, start - 1 : -1] / options.get("temperature", 1.0)
+    lowest = logits.topk(options.get("top_k", logits.shape[-1])).values[:, -1:]
+    return logits.masked_fill(logits < lowest, -torch.inf).softmax(-1)
+
+
+@pytest.mark.parametrize("value", ["yes", 1, None])
+def test_record_probs_is_true_or_false(value):
+    with pytest.raises(ValueError, match="record_probs"):
+        SpeculativeConfig(record_probs=value)
+
+
 # --- random numbers ---------------------------------------------------------------------------------------------------------
 
 
