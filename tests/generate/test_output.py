@@ -275,14 +275,15 @@ def test_recorded_probabilities_are_those_of_the_two_models(call):
 def test_recorded_probabilities_of_the_first_rejected_token_are_at_its_own_place():
     target = tiny_llama(1)
     draft = perturbed(target, 0.3)
-    out = speculate(target, ROWS[:1], draft, 4, do_sample=True, max_new_tokens=60, speculative={"seed": 3, "record_probs": True})
+    out = speculate(target, ROWS[:1], draft, 4, do_sample=True, top_k=0, max_new_tokens=60,
+                    speculative={"seed": 3, "record_probs": True})
     text, seen = list(ROWS[0]), 0
     for (entry,) in out.speculation.rounds:
         before = text + entry.tokens[: entry.accepted]
         text += entry.tokens
         if entry.rejected:
             p, q = (law(model, before + [0], len(before), {})[0, entry.rejected[0]].item() for model in (target, draft))
-            assert (entry.p[entry.committed], entry.q[entry.committed]) == pytest.approx((p, q), rel=0.02, abs=1e-5) and p < q
+            assert (entry.p[entry.committed], entry.q[entry.committed]) == pytest.approx((p, q), abs=1e-5) and p < q
             seen += 1
     assert seen > 5
 
