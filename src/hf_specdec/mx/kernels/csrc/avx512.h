@@ -19,16 +19,37 @@ MX_INLINE __attribute__((target("avx512f,avx512bw"))) mx_table mx_load_table(con
     return table;
 }
 
+/* The same as the high bytes of all entries, then their low bytes. */
+MX_INLINE __attribute__((target("avx512f,avx512bw"))) mx_table mx_load_byte_table(const mx_job *job) {
+    uint8_t bytes[2][128];
+    for (int i = 0; i < 128; i++) bytes[0][i] = (uint8_t)(job->table[i] >> 8), bytes[1][i] = (uint8_t)job->table[i];
+    mx_table table;
+    for (int i = 0; i < 4; i++) table.part[i] = LOAD(bytes[0], i);
+    return table;
+}
+
 /* vpermi2w reads six bits of each index and ignores the rest, so that codes need no masking. */
 #define LOOK64(t, code, i) _mm512_permutex2var_epi16((t)->part[i], code, (t)->part[(i) + 1])
 
-/* An 8-bit code: the 128 magnitudes lie in two tables, chosen by bit 6 of `magnitude`; `sign` has it in bit 15. */
+/* Two vectors of 8-bit codes in the bytes of one; `m` has their magnitudes. Without VBMI: 128 words in two tables, chosen by
+ * bit 6; the sign goes from bit 7 to bit 15. */
 #define LOOK128(t, magnitude, sign)                                                                                  \
     _mm512_ternarylogic_epi32(_mm512_mask_blend_epi16(_mm512_test_epi16_mask(magnitude, _mm512_set1_epi16(0x40)),     \
                                                       LOOK64(t, magnitude, 0), LOOK64(t, magnitude, 2)),              \
                               sign, _mm512_set1_epi16((short)0x8000), 0xF8)
+#define BYTES_BW(t, a, m, w)                                                                                         \
+    (w)[0] = LOOK128(t, m, _mm512_slli_epi16(a, 8));                                                                 \
+    (w)[1] = LOOK128(t, _mm512_srli_epi16(m, 8), a);
 
-#define DECODE_HALF(NAME, TARGET, SPLIT2, SPLIT7)                                                                    \
+/* With VBMI: all 64 high bytes and all 64 low bytes at once (tables of 128 bytes), then the two are put together. */
+#define BYTES_VBMI(t, a, m, w)                                                                                       \
+    __m512i high = _mm512_permutex2var_epi8((t)->part[0], m, (t)->part[1]);                                          \
+    __m512i low = _mm512_permutex2var_epi8((t)->part[2], m, (t)->part[3]);                                           \
+    high = _mm512_ternarylogic_epi32(high, a, _mm512_set1_epi8((char)0x80), 0xF8);                                   \
+    (w)[0] = _mm512_ternarylogic_epi32(_mm512_slli_epi16(high, 8), low, _mm512_set1_epi16(0xff), 0xF8);              \
+    (w)[1] = _mm512_ternarylogic_epi32(_mm512_srli_epi16(low, 8), high, _mm512_set1_epi16((short)0xff00), 0xF8);
+
+#define DECODE_HALF(NAME, TARGET, SPLIT2, SPLIT7, BYTES)                                                                \
     MX_INLINE __attribute__((target(TARGET))) void NAME(const uint8_t *p, const mx_table *t, __m512i w[8],            \
                                                         const int bits, const int integer) {                         \
         if (bits == 4) {                                                                                             \
@@ -52,8 +73,7 @@ MX_INLINE __attribute__((target("avx512f,avx512bw"))) mx_table mx_load_table(con
         } else if (bits == 8) {                                                                                      \
             for (int j = 0; j < 4; j++) {                                                                            \
                 __m512i a = LOAD(p, j); KEEP(a); __m512i m = integer ? _mm512_abs_epi8(a) : a;                                        \
-                w[2 * j] = LOOK128(t, m, _mm512_slli_epi16(a, 8));                                                   \
-                w[2 * j + 1] = LOOK128(t, _mm512_srli_epi16(m, 8), a);                                               \
+                BYTES(t, a, m, w + 2 * j)                                                                            \
             }                                                                                                        \
         } else {                                                                                                     \
             for (int j = 0; j < 8; j++) w[j] = LOAD(p, j);                                                           \

@@ -1,4 +1,4 @@
-/* bfloat16 activations on AVX-512 BF16 and VBMI2. One row's result is made by the same instructions in the same order
+/* bfloat16 activations on AVX-512 BF16, VBMI and VBMI2. One row's result is made by the same instructions in the same order
  * whatever the number of rows: per block of 32, sixteen dot products into a fresh sum, then sum * scale into the total. */
 #include "mx.h"
 
@@ -17,10 +17,10 @@ void mx_pack_pairs(const uint32_t *x, uint32_t *packed, int64_t m, int64_t k) {
 
 #include "avx512.h"
 
-#define TARGET_BF16 "avx512f,avx512bw,avx512vl,avx512bf16,avx512vbmi2"
+#define TARGET_BF16 "avx512f,avx512bw,avx512vl,avx512bf16,avx512vbmi,avx512vbmi2"
 #define AHEAD 2048 /* bytes of codes that are asked for in advance */
 
-DECODE_HALF(decode_half, TARGET_BF16, SPLIT2_VBMI2, SPLIT7_VBMI2)
+DECODE_HALF(decode_half, TARGET_BF16, SPLIT2_VBMI2, SPLIT7_VBMI2, BYTES_VBMI)
 
 MX_INLINE __attribute__((target(TARGET_BF16))) void store_row(const mx_job *job, int64_t m, int64_t group, __m512 total) {
     const mx_layer *l = job->layer;
@@ -33,27 +33,27 @@ MX_INLINE __attribute__((target(TARGET_BF16))) void store_row(const mx_job *job,
         _mm512_mask_storeu_ps((float *)job->out + m * l->n + first, mask, total);
 }
 
-/* Row groups group .. group + groups - 1 times rows m0 .. m0 + rows - 1 of x. Two groups at once, where there are few rows,
- * keep the dot-product unit busy: each of them is a chain of dependent sums. */
+/* Row groups group .. group + groups - 1 times rows m0 .. m0 + rows - 1 of x. Two or four groups at once, where there are few
+ * rows, keep the dot-product unit busy: each of them is a chain of dependent sums. */
 MX_INLINE __attribute__((target(TARGET_BF16))) void multiply(const mx_job *job, int64_t group, int64_t m0, const int groups,
                                                             const int rows, const int bits, const int integer) {
     const mx_layer *l = job->layer;
     const int64_t k = l->k, blocks = k / MX_BLOCK;
     const int half_bytes = 32 * bits;
-    const mx_table table = mx_load_table(job);
+    const mx_table table = bits == 8 ? mx_load_byte_table(job) : mx_load_table(job);
     const int32_t *x = (const int32_t *)job->x + m0 * k / 2; /* pairs, packed as in mx_pack_pairs */
-    const uint8_t *codes[2], *scales[2];
+    const uint8_t *codes[4], *scales[4];
     for (int g = 0; g < groups; g++) codes[g] = mx_group_codes(l, group + g), scales[g] = mx_group_scales(l, group + g);
-    __m512 total[2][8];
+    __m512 total[4][8];
     for (int g = 0; g < groups; g++)
         for (int m = 0; m < rows; m++) total[g][m] = _mm512_setzero_ps();
     for (int64_t b = 0; b < blocks; b++, x += rows * MX_BLOCK / 2) {
-        __m512 sum[2][8];
+        __m512 sum[4][8];
         for (int g = 0; g < groups; g++)
             for (int m = 0; m < rows; m++) sum[g][m] = _mm512_setzero_ps();
 #pragma GCC unroll 2
         for (int half = 0; half < 2; half++) {
-#pragma GCC unroll 2
+#pragma GCC unroll 4
             for (int g = 0; g < groups; g++) {
                 __m512i w[8];
                 const uint8_t *at = codes[g] + (2 * b + half) * half_bytes;
@@ -107,7 +107,7 @@ MX_INLINE __attribute__((target(TARGET_BF16))) void multiply_wide(const mx_job *
     const mx_layer *l = job->layer;
     const int64_t blocks = l->k / MX_BLOCK;
     const int half_bytes = 32 * bits;
-    const mx_table table = mx_load_table(job);
+    const mx_table table = bits == 8 ? mx_load_byte_table(job) : mx_load_table(job);
     const uint8_t *codes = mx_group_codes(l, group), *scales = mx_group_scales(l, group);
     __m512i w[16 * PANEL];
     __m512 scale[PANEL];
@@ -140,9 +140,11 @@ MX_INLINE __attribute__((target(TARGET_BF16))) void run(const mx_job *job, int64
                                                        const int integer) {
     float *totals = job->m > WIDE ? malloc((size_t)job->m * MX_ROWS * sizeof(float)) : NULL;
     for (int step = 1; group < last; group += step) {
-        step = job->m <= 4 && group + 2 <= last ? 2 : 1;
+        step = job->m == 1 && group + 4 <= last ? 4 : job->m <= 4 && group + 2 <= last ? 2 : 1;
         if (totals) {
             multiply_wide(job, group, totals, bits, integer);
+        } else if (step == 4) {
+            multiply(job, group, 0, 4, 1, bits, integer);
         } else if (step == 2) {
             switch (job->m) { SIDE_BY_SIDE(2, 1) SIDE_BY_SIDE(2, 2) SIDE_BY_SIDE(2, 3) SIDE_BY_SIDE(2, 4) }
         } else {

@@ -6,7 +6,7 @@
 #define TARGET_F "avx512f,avx512bw"
 #define AHEAD 2048
 
-DECODE_HALF(decode_half, TARGET_F, SPLIT2_BW, SPLIT7_BW)
+DECODE_HALF(decode_half, TARGET_F, SPLIT2_BW, SPLIT7_BW, BYTES_BW)
 
 /* Row groups first..last times rows m0 .. m0 + rows - 1 of x. */
 MX_INLINE __attribute__((target(TARGET_F))) void multiply(const mx_job *job, int64_t first, int64_t last, int64_t m0,

@@ -17,7 +17,8 @@ int mx_has_path(int path) {
     int f = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw");
     if (path == MX_AVX512F) return f;
     if (path == MX_AVX512_BF16)
-        return f && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vbmi2") &&
+        return f && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vbmi") &&
+               __builtin_cpu_supports("avx512vbmi2") &&
                __builtin_cpu_supports("avx512bf16");
 #endif
     return 0;
