@@ -8,8 +8,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..viz.highlights import DRAFTED, Highlighter
+from ..viz.text import visible
 from .common import check_length, load_draft, parse_k
-from .highlight import DRAFTED, Highlighter, visible
 
 
 def demo(

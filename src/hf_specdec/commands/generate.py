@@ -10,8 +10,9 @@ from typing import Any
 
 from rich.console import Console
 
+from ..viz.highlights import Highlighter
+from ..viz.text import visible
 from .common import check_length, load_draft, parse_k, read_prompt
-from .highlight import Highlighter, visible
 
 
 def generate(

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from rich.console import Console
 
+from ..viz.text import visible
 from .common import load_draft, parse_k
-from .highlight import visible
 
 DEPTH, TOP_K, ROWS = 3, 3, 64
 THRESHOLD = 1e-4

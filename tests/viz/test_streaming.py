@@ -3,7 +3,8 @@ import re
 
 from rich.console import Console
 
-from hf_specdec.commands.highlight import DRAFTED, Detokenizer, Highlighter, visible
+from hf_specdec.viz.highlights import DRAFTED, Highlighter
+from hf_specdec.viz.text import Detokenizer, visible
 
 from ..bench.conftest import byte_tokenizer
 

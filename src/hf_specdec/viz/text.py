@@ -1,13 +1,10 @@
-"""Text of a model in a terminal: decoded token by token, made harmless, drafted tokens coloured."""
+"""Text of a model, fit to be shown: decoded token by token, and made harmless."""
 
 from __future__ import annotations
 
+import copy
 import unicodedata
 
-from rich.console import Console
-from rich.text import Text
-
-DRAFTED, OWN = "black on green", ""
 HARMLESS = {"\n", "\t"}
 
 
@@ -26,12 +23,20 @@ class Detokenizer:
 
     PATIENCE = 16  # tokens held back at most, for models that write bytes which never become a character
 
-    def __init__(self, tokenizer):
-        self.tokenizer, self.tokens = tokenizer, []
+    def __init__(self, tokenizer, skip_special_tokens: bool = True):
+        self.tokenizer, self.skip, self.tokens = tokenizer, skip_special_tokens, []
         self.begin = self.done = 0  # tokens[begin:done] are shown already and give the decoder its context
 
+    def fork(self) -> "Detokenizer":
+        """Another one that has seen the same."""
+        other = copy.copy(self)
+        other.tokens = list(self.tokens)
+        return other
+
     def _decode(self, begin: int, end: int) -> str:
-        return self.tokenizer.decode(self.tokens[begin:end], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self.tokenizer.decode(
+            self.tokens[begin:end], skip_special_tokens=self.skip, clean_up_tokenization_spaces=False
+        )
 
     def push(self, token: int) -> str:
         """The text that this token completes, possibly none."""
@@ -48,24 +53,3 @@ class Detokenizer:
             return ""
         self.begin, self.done = self.done, len(self.tokens)
         return text[len(shown) :]
-
-
-class Highlighter:
-    """A streamer for `generate(streamer=...)`: prints a row's tokens as they come, drafted ones on a green ground."""
-
-    def __init__(self, tokenizer, console: Console):
-        self.detokenizer, self.console, self.drafted = Detokenizer(tokenizer), console, False
-
-    def __call__(self, row: int, tokens: list[int], drafted: list[bool]) -> None:
-        piece = Text()
-        for token, self.drafted in zip(tokens, drafted):
-            piece.append(visible(self.detokenizer.push(token)), style=DRAFTED if self.drafted else OWN)
-        self._print(piece)
-
-    def end(self) -> None:
-        self._print(Text(visible(self.detokenizer.flush()), style=DRAFTED if self.drafted else OWN))
-        self.console.print()
-
-    def _print(self, piece: Text) -> None:
-        if piece.plain:
-            self.console.print(piece, end="", soft_wrap=True, highlight=False)

@@ -1,0 +1,102 @@
+"""Accepted tokens in colour: while they stream in a terminal, and afterwards, one line per round, in a terminal or as HTML.
+
+The lines are those of Leviathan et al. 2023 (arXiv 2211.17192), Figure 1: green accepted, red rejected, blue the target's own.
+"""
+
+from __future__ import annotations
+
+from io import StringIO
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from ..trace import SpeculationTrace
+from . import page
+from .pieces import Piece, lines_of, trace_of
+from .text import Detokenizer, visible
+
+DRAFTED, OWN = "black on green", ""
+STYLES = {"accepted": DRAFTED, "rejected": "white on red strike", "own": "white on blue"}
+
+
+class Highlighter:
+    """A streamer for `generate(streamer=...)`: prints a row's tokens as they come, drafted ones on a green ground."""
+
+    def __init__(self, tokenizer, console: Console):
+        self.detokenizer, self.console, self.drafted = Detokenizer(tokenizer), console, False
+
+    def __call__(self, row: int, tokens: list[int], drafted: list[bool]) -> None:
+        piece = Text()
+        for token, self.drafted in zip(tokens, drafted):
+            piece.append(visible(self.detokenizer.push(token)), style=DRAFTED if self.drafted else OWN)
+        self._print(piece)
+
+    def end(self) -> None:
+        self._print(Text(visible(self.detokenizer.flush()), style=DRAFTED if self.drafted else OWN))
+        self.console.print()
+
+    def _print(self, piece: Text) -> None:
+        if piece.plain:
+            self.console.print(piece, end="", soft_wrap=True, highlight=False)
+
+
+class Highlight:
+    """What `highlight` returns. A notebook shows it as HTML, rich prints it in colour, `str` gives the text alone.
+
+    lines: one list of `Piece` per round.
+    """
+
+    def __init__(self, lines: list[list[Piece]], rejected: bool, summary: str):
+        self.lines, self.rejected, self.summary = lines, rejected, summary
+
+    def to_html(self) -> str:
+        """A <div> with its own style; `save` wraps it into a page."""
+        return page.fragment(self.lines, self.rejected, self.summary)
+
+    _repr_html_ = to_html
+
+    def to_terminal(self) -> str:
+        """Legend, one line per round and the summary, with the escape codes of the 16 colours that every terminal has."""
+        console = Console(file=StringIO(), force_terminal=True, color_system="standard", legacy_windows=False, highlight=False)
+        console.print(self, soft_wrap=True)
+        return console.file.getvalue()
+
+    def __rich__(self) -> Text:
+        legend = [(name, text) for name, text in page.LEGEND.items() if self.rejected or name != "rejected"]
+        parts = [Text("  ").join(Text(f" {text} ", style=STYLES[name]) for name, text in legend)]
+        width = len(str(self.lines[-1][0].round)) if self.lines else 1
+        for line in self.lines:
+            number = (f"{line[0].round:>{width}} ", "dim")
+            parts.append(Text.assemble(number, *((piece.text, STYLES[page.CLASSES[piece.kind]]) for piece in line)))
+        return Text("\n").join([*parts, Text(self.summary, style="dim")])
+
+    def __str__(self) -> str:
+        return self.__rich__().plain
+
+    def save(self, path: str | Path) -> Path:
+        """Write a page (.html), the coloured text (.ans) or the text alone (.txt); returns the path."""
+        path = Path(path)
+        writers = {".html": lambda: page.document(self.to_html()), ".ans": self.to_terminal, ".txt": lambda: f"{self}\n"}
+        if path.suffix.lower() not in writers:
+            raise ValueError(f"path={str(path)!r}: the name must end in one of {', '.join(writers)}.")
+        path.write_text(writers[path.suffix.lower()](), encoding="utf-8")
+        return path
+
+
+def highlight(output_or_trace, tokenizer, row: int = 0, rejected: bool = False) -> Highlight:
+    """The tokens of one row, a line per round, coloured by what became of them.
+
+    output_or_trace: what `generate(..., return_dict_in_generate=True)` returned, or its `speculation`. rejected: show the
+    proposals that were not taken, struck through. With `speculative={"record_probs": True}`, p and q are in the tooltips.
+    """
+    trace = trace_of(output_or_trace)
+    lines = lines_of(trace, tokenizer, row, rejected)
+    return Highlight(lines, rejected, _summary(trace, row))
+
+
+def _summary(trace: SpeculationTrace, row: int) -> str:
+    own = [entry for entries in trace.rounds for entry in entries if entry.row == row]
+    accepted, proposed, tokens = (sum(getattr(entry, name) for entry in own) for name in ("accepted", "proposed", "committed"))
+    rate = f"{accepted} of {proposed} drafted tokens accepted ({accepted / proposed:.0%})" if proposed else "nothing was drafted"
+    return f"{tokens} tokens in {len(own)} rounds, {rate}"
