@@ -56,15 +56,15 @@ def compress(
 
 def dequantize(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     """Swap a model's MX layers for dense ones, in `dtype` (the model's own without it), in place, and return the model."""
-    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, MXLinear)]
-    if not layers:
+    names = [name for name, module in model.named_modules() if isinstance(module, MXLinear)]
+    if not names:
         raise ValueError("model has no MX layers to dequantise.")
     given, dtype = dtype, getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if given is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"dtype={given!r} is no floating-point type of torch: take float32, bfloat16 or float16.")
     dtype = dtype or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    for name, layer in layers:
-        replace(model, name, layer.to_linear(dtype))
+    for name in names:
+        replace(model, name, model.get_submodule(name).to_linear(dtype))
     _forget(model)
     return model
 
@@ -132,6 +132,8 @@ def untie(model: nn.Module) -> None:
 
 
 def _forget(model: nn.Module) -> None:
+    """Take away what `compress` left beside the layers; a model with adapters hands it to the model they are for."""
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
     if hasattr(model, "mx_report"):
         del model.mx_report
     if hasattr(model, "config") and hasattr(model, "save_pretrained"):

@@ -179,12 +179,12 @@ def _check_loaded(name: str, module: MXLinear, pre_quantized: bool) -> None:
     for tensor, value in module.named_parameters(recurse=False):
         if tensor == "bias" and not pre_quantized:
             continue  # transformers has made one
+        if value.is_meta:
+            raise ValueError(f"{name} would be offloaded, which MX layers cannot be: pass a device_map with devices alone.")
         if not getattr(value, "_is_hf_initialized", False):
             raise ValueError(
                 f"{name}.{tensor} is not in the checkpoint: a file of it is missing, or this package has not written it."
             )
-        if value.is_meta:
-            raise ValueError(f"{name} would be offloaded, which MX layers cannot be: pass a device_map with devices alone.")
         if tensor != "bias" and value.dtype != torch.uint8:
             raise ValueError(f"{name}.{tensor} is {value.dtype} in the checkpoint, not torch.uint8: this package has not written it.")
 
