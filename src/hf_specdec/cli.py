@@ -38,11 +38,13 @@ def demo(
     dtype: DType = "float32",
     prompt: Annotated[str | None, typer.Option(help="Your own question; a code edit otherwise.")] = None,
     repetitions: Annotated[int, typer.Option(min=1, help="Timed runs of each.")] = 3,
+    race: Annotated[bool, typer.Option("--race", help="Show a race instead: each way of decoding alone, then all replayed.")] = False,
+    save_race: Annotated[Path | None, typer.Option("--save-race", help="Race, and write the replay as an animated GIF.")] = None,
 ):
     """Stream an answer with its drafted tokens coloured, then time plain generate and speculation side by side."""
     from .commands.demo import demo as run
 
-    run(target, draft, prompt, k, max_new_tokens, repetitions, dtype)
+    run(target, draft, prompt, k, max_new_tokens, repetitions, dtype, race, save_race)
 
 
 @app.command()

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..viz.gif import check_path
 from ..viz.highlights import DRAFTED, Highlighter
 from ..viz.text import visible
 from .common import check_length, load_draft, parse_k
+from .race import race as run_race
 
 
 def demo(
-    target: str, draft: str | None, prompt: str | None, k: str, max_new_tokens: int, repetitions: int, dtype: str
+    target: str,
+    draft: str | None,
+    prompt: str | None,
+    k: str,
+    max_new_tokens: int,
+    repetitions: int,
+    dtype: str,
+    race: bool = False,
+    save_race: Path | None = None,
 ) -> None:
+    """race: show a race in the place of the streamed answer and the timing; save_race: and write it as a GIF."""
     from .. import enable
     from ..bench.arms import PLAIN, generate_arm, padded
     from ..bench.embedded import load_target
@@ -23,6 +35,8 @@ def demo(
     from ..bench.runner import run_benchmark
     from ..bench.terminal import counting
 
+    if save_race is not None:
+        check_path(save_race)
     console = Console(highlight=False)
     speculation = {"speculative": {"num_assistant_tokens": parse_k(k)}}
     model, tokenizer = load_target(target, dtype)
@@ -33,6 +47,10 @@ def demo(
     check_length(model, ids, max_new_tokens)
 
     console.print(Text(visible(question.text), style="dim"))
+    if race or save_race is not None:
+        options = {"assistant_model": assistant, "max_new_tokens": max_new_tokens, **speculation}
+        run_race(console, model, tokenizer, padded(model, [ids]), options, save_race)
+        return
     console.print(Text.assemble("\n", ("drafted and accepted", DRAFTED), " | the target's own\n"))
     model.generate(
         **padded(model, [ids]),

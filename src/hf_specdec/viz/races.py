@@ -1,0 +1,218 @@
+"""A race between ways of decoding: each runs alone, one after the other; then all are replayed side by side at measured times."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.cells import cell_len
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from .highlights import DRAFTED
+from .text import Detokenizer, visible
+
+NOTE = "Replay at measured times: each arm ran alone, one after the other, never at once."
+Line = list[tuple[str, bool]]
+
+
+@dataclass
+class Arm:
+    """One contestant. run(emit) decodes and calls emit(tokens, drafted) as tokens come: token ids with one flag each (or none),
+    or a str, which counts as one token. warm: called once before, for what only the first run costs."""
+
+    label: str
+    run: Callable[[Callable[..., None]], object]
+    warm: Callable[[], object] | None = None
+
+
+@dataclass
+class Lap:
+    """What an arm did: (seconds since its start, tokens so far, text, drafted) per piece of text; all its token ids; total seconds."""
+
+    label: str
+    pieces: list[tuple[float, int, str, bool]] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def count(self, now: float = float("inf")) -> int:
+        """Tokens that had come by then."""
+        return max((count for when, count, _, _ in self.pieces if when <= now), default=0)
+
+    def speed(self, now: float = float("inf")) -> float:
+        """Tokens per second up to then, prompt pass included."""
+        spent = min(now, self.seconds)
+        return self.count(now) / spent if spent > 0 else 0.0
+
+    def screen(self, now: float, width: int, height: int) -> list[Line]:
+        """The text up to then, wrapped to `width` cells, the last `height` lines of it; a line is a list of (text, drafted)."""
+        lines, used = [[]], 0
+        for when, _, text, drafted in self.pieces:
+            if when > now:
+                break
+            for character in text.expandtabs(4):
+                cells = cell_len(character)
+                if character == "\n" or used + cells > width:
+                    lines.append([])
+                    used = 0
+                if character != "\n":
+                    _extend(lines[-1], character, drafted)
+                    used += cells
+        return lines[-height:]
+
+
+def _extend(line: Line, character: str, drafted: bool) -> None:
+    if line and line[-1][1] == drafted:
+        line[-1] = (line[-1][0] + character, drafted)
+    else:
+        line.append((character, drafted))
+
+
+class Race:
+    """What `race` returns: `laps`, one per arm, to be replayed and saved."""
+
+    HEIGHT = 14
+
+    def __init__(self, laps: list[Lap]):
+        self.laps = laps
+
+    @property
+    def seconds(self) -> float:
+        """How long the replay takes."""
+        return max(lap.seconds for lap in self.laps)
+
+    def status(self, lap: Lap, now: float = float("inf")) -> str:
+        """The line under an arm: tokens per second so far, and once it is over how it compares with the first arm."""
+        text = f"{lap.speed(now):.1f} tokens/s"
+        if now < lap.seconds:
+            return f"{text}, {lap.count(now)} tokens"
+        text += f", {lap.count()} tokens in {lap.seconds:.1f} s"
+        first = self.laps[0]
+        if lap is not first and now >= first.seconds and first.speed():
+            text += f", {lap.speed() / first.speed():.2f}x"
+            if lap.tokens and first.tokens:
+                text += ", same tokens" if lap.tokens == first.tokens else ", other tokens"
+        return text
+
+    def frame(self, now: float, width: int = 100, height: int = HEIGHT) -> Group:
+        """Everything as it was `now` seconds after the start of each arm, for rich."""
+        own = max(width // len(self.laps), 12)
+        grid = Table.grid(expand=False)
+        cells = []
+        for lap in self.laps:
+            body = Text("\n").join(Text.assemble(*((text, DRAFTED if drafted else "") for text, drafted in line))
+                                   for line in lap.screen(now, own - 4, height))
+            style = "green" if now >= lap.seconds else "dim"
+            title = Text(visible(lap.label), style="bold")
+            panel = Panel(body, title=title, border_style=style, width=own, height=height + 2)
+            cells.append(Group(panel, Text(self.status(lap, now), justify="center")))
+            grid.add_column(width=own)
+        grid.add_row(*cells)
+        clock = f"{min(now, self.seconds):.1f} s of {self.seconds:.1f} s. {NOTE}"
+        return Group(grid, Text(clock, style="dim"))
+
+    def replay(self, console: Console | None = None, clock=time.perf_counter, sleep=time.sleep) -> None:
+        """Show the race in real time; only its end where the console is no terminal."""
+        console = console or Console(highlight=False)
+        height = max(min(self.HEIGHT, console.height - 8), 3)
+        if not console.is_terminal:
+            console.print(self.frame(self.seconds, console.width, height))
+            return
+        begin = clock()
+        with Live(console=console, auto_refresh=False) as live:
+            while (now := clock() - begin) < self.seconds:
+                live.update(self.frame(now, console.width, height), refresh=True)
+                sleep(0.05)
+            live.update(self.frame(self.seconds, console.width, height), refresh=True)
+
+    def save_gif(self, path: str | Path, fps: float = 10) -> Path:
+        """The replay as an animated GIF, in real time; needs matplotlib."""
+        from .gif import save
+
+        return save(self, path, fps)
+
+
+def race(arms: Iterable, tokenizer=None, console: Console | None = None, replay: bool = True) -> Race:
+    """Run the arms, one after the other, replay them side by side in the terminal, and return the `Race`.
+
+    arms: `Arm`s or (label, run) pairs; `racer` makes them of a model. tokenizer: decodes token ids; not needed by arms that emit
+    text. replay: whether to show anything.
+    """
+    arms = [arm if isinstance(arm, Arm) else Arm(*arm) for arm in arms]
+    if not arms:
+        raise ValueError("arms: give at least one (label, run) pair.")
+    console = console or Console(highlight=False)
+    laps = []
+    for arm in arms:
+        if replay:
+            console.print(Text(f"Running {visible(arm.label)}, alone ...", style="dim"))
+        laps.append(_run(arm, tokenizer))
+    result = Race(laps)
+    if replay:
+        result.replay(console)
+    return result
+
+
+def _run(arm: Arm, tokenizer) -> Lap:
+    if arm.warm is not None:
+        arm.warm()
+    lap, arrivals = Lap(arm.label), []
+    begin = time.perf_counter()
+    arm.run(lambda tokens, drafted=None: arrivals.append((time.perf_counter() - begin, tokens, drafted)))
+    lap.seconds = time.perf_counter() - begin
+    if not arrivals:
+        raise ValueError(f"arm {arm.label!r} emitted nothing: its run(emit) has to call emit(tokens).")
+    _write(lap, arrivals, tokenizer)
+    return lap
+
+
+def _write(lap: Lap, arrivals: list[tuple], tokenizer) -> None:
+    """Decode what came, after the clock has stopped."""
+    if tokenizer is None and any(not isinstance(tokens, str) for _, tokens, _ in arrivals):
+        raise ValueError(f"arm {lap.label!r} emits token ids: pass tokenizer= to decode them.")
+    detokenizer, count, flag = Detokenizer(tokenizer), 0, False
+    for when, tokens, drafted in arrivals:
+        if isinstance(tokens, str):
+            count, flag = count + 1, bool(drafted)
+            lap.pieces.append((when, count, visible(tokens), flag))
+            continue
+        tokens = [tokens] if isinstance(tokens, int) else list(tokens)
+        for token, flag in zip(tokens, [False] * len(tokens) if drafted is None else drafted, strict=True):
+            count += 1
+            lap.tokens.append(token)
+            lap.pieces.append((when, count, visible(detokenizer.push(token)), bool(flag)))
+    if lap.tokens and (rest := detokenizer.flush()):
+        lap.pieces.append((lap.pieces[-1][0], count, visible(rest), bool(flag)))
+
+
+def racer(label: str, model, inputs, **options) -> Arm:
+    """An arm that calls `model.generate(**inputs, **options)` on one prompt, with or without `speculative=`."""
+    if len(inputs["input_ids"]) != 1:
+        raise ValueError(f"inputs: a race takes one prompt, these are {len(inputs['input_ids'])}.")
+    ours = options.get("speculative") not in (None, False)
+
+    def run(emit, **more):
+        streamer = (lambda row, tokens, drafted: emit(list(tokens), list(drafted))) if ours else _Stock(emit)
+        return model.generate(**inputs, **{**options, **more}, streamer=streamer)
+
+    return Arm(label, run, lambda: run(lambda *_: None, max_new_tokens=4))
+
+
+class _Stock:
+    """What transformers' own generate wants of a streamer; the prompt comes first."""
+
+    def __init__(self, emit: Callable[..., None]):
+        self.emit, self.begun = emit, False
+
+    def put(self, value) -> None:
+        if self.begun:
+            self.emit(value.flatten().tolist())
+        self.begun = True
+
+    def end(self) -> None:
+        """Nothing is held back."""
