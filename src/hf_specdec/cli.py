@@ -68,30 +68,42 @@ def generate(
         float, typer.Option(help="Below 1 the output is no longer exact (Leviathan et al. 2023, A.5).")
     ] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Makes a sampled run repeatable.")] = None,
+    mx: Annotated[str | None, typer.Option("--mx", help="Compress the target's weights to this MX format first.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print text, tokens and trace as JSON.")] = False,
+    dataset: Annotated[
+        str | None, typer.Option(help="Answer every row of a .jsonl, .json, .csv or .parquet file, or of hub:NAME[:SPLIT].")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="With --dataset: a folder for JSONL shards; the same command again resumes.")
+    ] = None,
+    column: Annotated[
+        str | None, typer.Option(help="The prompt's column; without it, the first of prompt, turns, messages, text.")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="With --dataset: prompts decoded together.")] = 8,
+    limit: Annotated[int | None, typer.Option(min=1, help="With --dataset: the first rows only.")] = None,
+    tokens: Annotated[bool, typer.Option("--tokens", help="With --dataset: write token ids, too.")] = False,
+    skip_invalid: Annotated[
+        bool, typer.Option("--skip-invalid", help="With --dataset: record empty or too long prompts instead of refusing them.")
+    ] = False,
 ):
-    """Answer one prompt, speculatively."""
+    """Answer one prompt, or every prompt of a data set, speculatively."""
+    from .commands.dataset import check_options, generate_dataset
     from .commands.generate import generate as run
+    from .commands.writer import Work
 
+    alone = {"--prompt": prompt, "--file": file, "--json": as_json}
+    check_options(dataset, output, alone, {"--column": column, "--limit": limit, "--tokens": tokens, "--skip-invalid": skip_invalid})
     warpers = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     given = {name: value for name, value in warpers.items() if value is not None}
     if given and not sample:
         raise ValueError(f"--{next(iter(given)).replace('_', '-')} has no meaning without --sample.")
     penalty = {} if repetition_penalty is None else {"repetition_penalty": repetition_penalty}
-    run(
-        target,
-        draft,
-        prompt,
-        file,
-        k,
-        max_new_tokens,
-        raw,
-        {"do_sample": sample, **given, **penalty},
-        lenience,
-        seed,
-        dtype,
-        as_json,
-    )
+    sampling = {"do_sample": sample, **given, **penalty}
+    if dataset is not None:
+        work = Work(target, draft, k, max_new_tokens, dtype, mx, raw, sampling, lenience, seed or 0, tokens)
+        generate_dataset(work, dataset, output, column, limit, batch, skip_invalid)
+        return
+    run(target, draft, prompt, file, k, max_new_tokens, raw, sampling, lenience, seed, dtype, as_json, mx)
 
 
 @app.command()

@@ -36,7 +36,7 @@ class Arm:
 def padded(model, prompts: list[list[int]]) -> dict[str, torch.Tensor]:
     """`input_ids` and `attention_mask`, padded on the left."""
     width = max(map(len, prompts))
-    pad = _pad_token(model)
+    pad = pad_token(model)
     ids = torch.tensor([[pad] * (width - len(row)) + row for row in prompts], device=model.device)
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts], device=model.device)
     return {"input_ids": ids, "attention_mask": mask}
@@ -62,7 +62,7 @@ def generate_arm(name: str, model, draft=None, k: int | None = None, max_batch: 
             **inputs,
             do_sample=False,
             max_new_tokens=max_new_tokens,
-            pad_token_id=_pad_token(model),
+            pad_token_id=pad_token(model),
             return_dict_in_generate=True,
             **kwargs,
         )
@@ -114,7 +114,8 @@ def generation_settings(model, **settings):
         model.generation_config.update(**old)
 
 
-def _pad_token(model) -> int:
+def pad_token(model) -> int:
+    """What fills up short rows."""
     config = model.generation_config
     eos = config.eos_token_id
     pad = config.pad_token_id if config.pad_token_id is not None else eos[0] if isinstance(eos, list) else eos

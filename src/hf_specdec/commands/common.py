@@ -37,6 +37,15 @@ def parse_k(value: str) -> int | str:
         raise ValueError(f"--k {value}: must be an int in 1..64 or auto.") from None
 
 
+def apply_mx(model, format: str | None):
+    """`--mx`: the loaded model's weights in that MX format, in place; nothing to do for None."""
+    if format is None:
+        return
+    from ..mx import compress
+
+    compress(model, format)
+
+
 def load_draft(name: str | None, dtype: str, model, tokenizer):
     """What goes into `assistant_model`: None for prompt lookup (the default), else a draft or a model by name or path."""
     if name is None or name == "prompt_lookup":

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from ..viz.highlights import Highlighter
 from ..viz.text import visible
-from .common import check_length, load_draft, parse_k, read_prompt
+from .common import apply_mx, check_length, load_draft, parse_k, read_prompt
 
 
 def generate(
@@ -28,6 +28,7 @@ def generate(
     seed: int | None,
     dtype: str,
     as_json: bool,
+    mx: str | None = None,
 ) -> None:
     """sampling: `do_sample` and what goes with it, handed to `generate` as it is."""
     from .. import SpeculativeConfig, enable
@@ -38,6 +39,7 @@ def generate(
     config = SpeculativeConfig(num_assistant_tokens=parse_k(k), lenience=lenience, seed=seed)
     text = read_prompt(prompt, file)
     model, tokenizer = load_target(target, dtype)
+    apply_mx(model, mx)
     enable(model)
     assistant = load_draft(draft, dtype, model, tokenizer)
     ids = Prompt("prompt", "prompt", text, chat=not raw).ids(tokenizer)

@@ -1,0 +1,246 @@
+"""Batches of a data set's rows turned into lines: the models, the loop over batches, and what a line says."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import time
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .common import apply_mx, check_length, load_draft, parse_k
+from .rows import Row
+from .shards import Place, Shards
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is done to every prompt. sampling: `do_sample` and what goes with it, handed to `generate` as it is."""
+
+    target: str
+    draft: str | None
+    k: str
+    max_new_tokens: int
+    dtype: str
+    mx: str | None
+    raw: bool
+    sampling: dict[str, Any]
+    lenience: float
+    seed: int
+    tokens: bool
+
+    def settings(self, batch: int) -> dict[str, Any]:
+        """What a run that goes on with a folder has to have in common with those before. The batch size is part of it only where
+        rows that are decoded together share a K that follows from what was accepted, and are sampled."""
+        sampling = {"sample" if name == "do_sample" else name: value for name, value in self.sampling.items()}
+        return {
+            "target": _place(self.target),
+            "draft": _place(self.draft or "prompt_lookup"),
+            "mx": self.mx,
+            "dtype": self.dtype,
+            "k": self.k,
+            "max_new_tokens": self.max_new_tokens,
+            "raw": self.raw,
+            "lenience": self.lenience,
+            "seed": self.seed,
+            "tokens": self.tokens,
+            **dict.fromkeys(("temperature", "top_k", "top_p", "min_p", "repetition_penalty")),
+            **sampling,
+            "batch": batch if self.k == "auto" and self.sampling["do_sample"] else None,
+        }
+
+
+def row_seed(seed: int, index: int) -> int:
+    """The seed of one row's random stream."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{index}".encode()).digest()[:8], "big") >> 1
+
+
+class Writer:
+    """The models, and the loop that turns batches into lines."""
+
+    def __init__(self, work: Work, place: Place):
+        from .. import enable
+        from ..bench.embedded import load_target
+
+        self.work, self.place = work, place
+        self.model, self.tokenizer = load_target(work.target, work.dtype, _device(place))
+        self.weights = {"target_weights": weights_of(self.model)}
+        apply_mx(self.model, work.mx)
+        enable(self.model)
+        self.draft = load_draft(work.draft, work.dtype, self.model, self.tokenizer)
+        self.weights["draft_weights"] = weights_of(self.draft)
+        self.totals, self.seconds = Counter(), 0.0
+
+    def check(self, rows: list[Row], source: str, skip_invalid: bool) -> None:
+        """Find the rows that have no answer. ValueError names the first and says how many there are, unless they are skipped."""
+        from ..bench.terminal import working
+
+        with working(f"Checking {len(rows)} prompts ..."):
+            for row in rows:
+                row.problem = row.problem or self._problem(row)
+        bad = [row for row in rows if row.problem]
+        if bad and not skip_invalid:
+            more = f" ({len(bad)} such rows in all)" if len(bad) > 1 else ""
+            raise ValueError(
+                f"{source}: row {bad[0].index}: {bad[0].problem}{more}. "
+                f"Mend the data set, or record such rows as skipped with --skip-invalid."
+            )
+
+    def _problem(self, row: Row) -> str:
+        try:
+            ids = row.ids(self.tokenizer, self.work.raw)
+            check_length(self.model, ids, self.work.max_new_tokens)
+        except Exception as error:  # a chat template may raise anything
+            return str(error).strip().rstrip(".") or type(error).__name__
+        return "" if ids else "the prompt has no tokens"
+
+    def write(self, rows: list[Row], shards: Shards, batch: int) -> None:
+        """Append the lines that are missing of this process's batches; a batch is decoded as a whole even if one line is missing."""
+        from ..bench.terminal import counting
+
+        batches = [rows[start : start + batch] for start in range(0, len(rows), batch)]
+        left = [part for part in batches[self.place.rank :: self.place.world] if any(row.index not in shards.done for row in part)]
+        total = sum(row.index not in shards.done for part in left for row in part)
+        if shards.done:
+            say(f"Resuming: {len(shards.done)} of {len(rows)} rows are done.", self.place)
+        if not left:
+            return
+        begin = time.perf_counter()
+        quiet = self.place.rank > 0 and sys.stderr.isatty()  # two bars would write over each other
+        with nullcontext(lambda *_: None) if quiet else counting("Rows", total) as step:
+            for part in left:
+                lines = [line for line in self.answer(part) if line["index"] not in shards.done]
+                shards.append(lines)
+                self.totals["rows"] += len(lines)
+                self.seconds = time.perf_counter() - begin
+                step(self._pace(total), len(lines))
+
+    def _pace(self, total: int) -> str:
+        rate = self.totals["rows"] / self.seconds
+        left = round((total - self.totals["rows"]) / rate)
+        process = f"process {self.place.rank}, " if self.place.world > 1 else ""
+        eta = f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02}"
+        return f"({process}{rate:.2f} rows/s, {self.totals['committed'] / self.seconds:.1f} tokens/s, {eta} left)"
+
+    def answer(self, part: list[Row]) -> list[dict[str, Any]]:
+        """The lines of one batch, in its order."""
+        going = [row for row in part if not row.problem]
+        answers = iter(self._decode(going) if going else [])
+        lines = []
+        for row in part:
+            head = {"index": row.index, "prompt_sha256": row.digest}
+            lines.append({**head, "skipped": row.problem} if row.problem else {**head, **next(answers)})
+        self.totals["skipped"] += len(part) - len(going)
+        return lines
+
+    def _decode(self, rows: list[Row]) -> list[dict[str, Any]]:
+        import torch
+
+        from .. import SpeculativeConfig
+        from ..bench.arms import pad_token, padded
+
+        work, seeds = self.work, [row_seed(self.work.seed, row.index) for row in rows]
+        inputs = padded(self.model, [row.ids(self.tokenizer, work.raw) for row in rows])
+        try:
+            out = self.model.generate(
+                **inputs,
+                max_new_tokens=work.max_new_tokens,
+                pad_token_id=pad_token(self.model),
+                assistant_model=self.draft,
+                speculative=SpeculativeConfig(num_assistant_tokens=parse_k(work.k), lenience=work.lenience, seed=seeds),
+                return_dict_in_generate=True,
+                **work.sampling,
+            )
+        except torch.OutOfMemoryError:
+            raise ValueError(
+                f"rows {rows[0].index} to {rows[-1].index} do not fit into the device's memory: take a smaller --batch."
+            ) from None
+        sequences = out.sequences[:, inputs["input_ids"].shape[1] :].tolist()
+        return [
+            self._line(sequence[:length], summary, seed)
+            for sequence, length, summary, seed in zip(sequences, out.speculation.new_tokens, _per_row(out.speculation), seeds)
+        ]
+
+    def _line(self, tokens: list[int], counts: Counter, seed: int) -> dict[str, Any]:
+        self.totals.update(counts)
+        line = {"text": self.tokenizer.decode(tokens, skip_special_tokens=True)}
+        if self.work.tokens:
+            line["tokens"] = tokens
+        return {**line, "new_tokens": len(tokens), "truncated": self._truncated(tokens), **_ratios(counts), "seed": seed}
+
+    def _truncated(self, tokens: list[int]) -> bool:
+        """Whether the answer ends because of its length, without an end-of-sequence token."""
+        eos = self.model.generation_config.eos_token_id
+        return len(tokens) == self.work.max_new_tokens and tokens[-1] not in (eos if isinstance(eos, list) else [eos])
+
+    def summary(self) -> str:
+        """What this process has done, in a sentence; "" for nothing."""
+        totals, ratios = self.totals, _ratios(self.totals)
+        if not totals["rows"]:
+            return ""
+        parts = [f"{totals['rows']} rows, {totals['committed']} tokens in {self.seconds:.1f} s"]
+        parts += [f"{totals['committed'] / self.seconds:.1f} tokens/s"]
+        parts += [f"block efficiency {ratios['block_efficiency']:.2f}"] if totals["forwards"] else []
+        parts += [f"acceptance rate {ratios['acceptance_rate']:.0%}"] if totals["proposed"] else []
+        parts += [f"{totals['skipped']} skipped"] if totals["skipped"] else []
+        return ", ".join(parts) + "."
+
+
+def _per_row(trace) -> list[Counter]:
+    """Proposed, accepted and committed tokens, and forwards, of every row."""
+    counts = [Counter() for _ in trace.new_tokens]
+    for entry in (entry for entries in trace.rounds for entry in entries):
+        counts[entry.row].update(
+            proposed=entry.proposed, accepted=entry.accepted, committed=entry.committed, forwards=1
+        )
+    return counts
+
+
+def _ratios(counts: Counter) -> dict[str, float | None]:
+    ratios = {"acceptance_rate": ("accepted", "proposed"), "block_efficiency": ("committed", "forwards")}
+    return {name: counts[a] / counts[b] if counts[b] else None for name, (a, b) in ratios.items()}
+
+
+def weights_of(model) -> str | None:
+    """A hash of a few numbers of every floating-point weight: it tells models apart without reading all of them."""
+    if not hasattr(model, "named_parameters"):
+        return None
+    import torch
+
+    from ..mx import MXLinear
+
+    digest = hashlib.sha256()
+    for prefix, module in model.named_modules():
+        if isinstance(module, MXLinear):
+            continue  # laid out as the machine at hand likes it
+        for name, weight in module.named_parameters(prefix, recurse=False):
+            if type(weight) is not torch.nn.Parameter or not weight.is_floating_point():
+                continue  # quantised by something else
+            flat = weight.detach().reshape(-1)
+            few = flat[:: max(1, flat.numel() // 64)].float().cpu().contiguous()
+            digest.update(f"{name} {tuple(weight.shape)}".encode() + few.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _place(name: str) -> str:
+    return str(Path(name).resolve()) if Path(name).exists() else name
+
+
+def _device(place: Place) -> str | None:
+    """The process's own GPU; None lets the loader choose."""
+    import torch
+
+    if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes"):
+        return "cpu"
+    if place.world == 1 or not torch.cuda.is_available():
+        return None
+    torch.cuda.set_device(place.local % torch.cuda.device_count())
+    return f"cuda:{torch.cuda.current_device()}"
+
+
+def say(text: str, place: Place = Place()) -> None:
+    print(f"[{place.rank}] {text}" if place.world > 1 else text, file=sys.stderr, flush=True)
