@@ -49,7 +49,9 @@ def compress(
         console.print(f"Saved to {out}. Import hf_specdec.mx before from_pretrained.", markup=False, soft_wrap=True)
     quality = mx.compare(original, model, tokenizer, words) if report else None
     if quality is not None:
-        console.print(_quality_table(quality, "the shipped text" if text is None else str(text)))
+        source = "the shipped text" if text is None else text
+        console.print(f"Predictions on {source}:", style="bold", markup=False, soft_wrap=True)
+        console.print(_quality_table(quality))
     if json_file is not None:
         result = {"model": target, "config": config.to_dict(), "dtype": str(model.dtype).removeprefix("torch.")}
         result |= {"model_bytes_before": before, "model_bytes_after": after, "compression": model.mx_report.to_dict()}
@@ -135,8 +137,8 @@ def _decibels(value: float | tuple[float, float] | None) -> str:
     return f"{low:.1f}" if f"{low:.1f}" == f"{high:.1f}" else f"{low:.1f} to {high:.1f}"
 
 
-def _quality_table(quality, source: str) -> Table:
-    table = Table(title=f"On {source}", title_justify="left", show_header=False, box=None, padding=(0, 1, 0, 0))
+def _quality_table(quality) -> Table:
+    table = Table(show_header=False, box=None, padding=(0, 1, 0, 0))
     table.add_column(), table.add_column(justify="right", no_wrap=True)
     for row in quality.rows():
         table.add_row(*row)

@@ -1,0 +1,166 @@
+"""`hf-specdec compress`: what it prints and writes, what it refuses before any work, and that nothing is half-written."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from hf_specdec import mx
+from hf_specdec.bench import embedded
+from hf_specdec.cli import app
+from hf_specdec.commands import compress as command
+
+from ..bench.conftest import byte_tokenizer, tiny_model
+from .models import mx_layers
+
+WIDE = {"COLUMNS": "200"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("dense")
+    tiny_model(hidden_size=64, tie_word_embeddings=True).to(torch.bfloat16).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["compress", *map(str, arguments)], env=WIDE)
+
+
+def refused(words: str, *arguments) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2 and result.stdout == "", result.output
+    assert words in result.stderr and result.stderr.startswith("hf-specdec: error: "), result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_folder_is_written_that_loads_with_its_tokenizer(folder, tmp_path):
+    out = tmp_path / "new" / "mx"
+    result = run(folder, "--out", out, "--format", "mxint8", "--scale-rule", "mse")
+    assert result.exit_code == 0, result.output
+    expected = mx.compress(AutoModelForCausalLM.from_pretrained(folder, dtype="auto"), "mxint8", scale_rule="mse")
+    written = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
+    states = written.state_dict(), expected.state_dict()
+    assert states[0].keys() == states[1].keys() and all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert written.dtype == torch.bfloat16 and AutoTokenizer.from_pretrained(out)("abc")["input_ids"]
+    assert [path.name for path in out.parent.iterdir()] == ["mx"]
+    assert "Saved to" in result.stdout and "Loading" in result.stderr and "Loading" not in result.stdout
+
+
+def test_the_table_groups_layers_and_lists_them_all_on_request(folder, tmp_path):
+    grouped = run(folder, "--out", tmp_path / "a").stdout
+    assert "model.layers.0-1.mlp.up_proj (2)" in grouped and "64 x 64" in grouped and "model.layers.1.mlp.up_proj" not in grouped
+    assert "dense: the output head: pass lm_head=FORMAT" in grouped and "14 layers compressed, 1 left dense" in grouped
+    assert "6.25 bits per compressed weight" in grouped and "Whole model:" in grouped
+    listed = run(folder, "--out", tmp_path / "b", "--all").stdout
+    assert all(f"model.layers.{i}.mlp.up_proj " in listed for i in (0, 1)) and "0-1" not in listed
+
+
+def test_heads_skips_and_types(folder, tmp_path):
+    out, file = tmp_path / "mx", tmp_path / "report.json"
+    result = run(
+        folder, "--out", out, "--lm-head", "mxfp8_e4m3", "--skip", "down_proj", "--skip", "*.0.*", "--dtype", "float32", "--json", file
+    )
+    assert result.exit_code == 0, result.output
+    written = AutoModelForCausalLM.from_pretrained(out)
+    assert "lm_head" in mx_layers(written) and len(mx_layers(written)) == 7 and written.dtype == torch.float32
+    assert "dense: skipped on request" in result.stdout and "untied from the embedding" in result.stdout
+    found = json.loads(file.read_text())
+    assert found["config"] == written.config.quantization_config.to_dict() and found["quality"] is None and found["dtype"] == "float32"
+    layers = {layer["name"]: layer for layer in found["compression"]["layers"]}
+    assert layers["lm_head"]["format"] == "mxfp8_e4m3" and layers["model.layers.0.mlp.up_proj"]["note"] == "skipped on request"
+    stored = sum(p.numel() * p.element_size() for p in written.parameters())
+    assert found["model_bytes_after"] == stored
+
+
+def test_the_report_measures_on_the_shipped_text_or_another(folder, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("Neighbouring weights tend to be of similar size. " * 20)
+    for arguments in (("--report",), ("--report", "--text", text)):
+        file = tmp_path / "report.json"
+        result = run(folder, *arguments, "--json", file, "--dtype", "float32")
+        assert result.exit_code == 0, result.output
+        found = json.loads(file.read_text())
+        original = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        words = text.read_text() if "--text" in arguments else None
+        expected = mx.compare(original, mx.compress(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)), byte_tokenizer(), words)
+        assert found["quality"] == pytest.approx(expected.to_dict(), rel=1e-6)
+        assert f"{expected.perplexity:.4f}" in result.stdout and "SQNR" in result.stdout and "Saved" not in result.stdout
+    assert str(text) in result.stdout
+
+
+def test_the_other_commands_read_the_folder(folder, tmp_path):
+    run(folder, "--out", tmp_path / "mx")
+    result = CliRunner().invoke(app, ["generate", str(tmp_path / "mx"), "--prompt", "abcabc", "--max-new-tokens", "5", "--json"])
+    assert result.exit_code == 0 and json.loads(result.stdout)["tokens"]
+
+
+def test_wrong_arguments_are_refused_before_anything_is_loaded(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(embedded, "load_model", lambda *_: pytest.fail("a model was loaded"))
+    out = tmp_path / "out"
+    refused("give --out DIR", folder)
+    refused("format='mxfp5' is not an MX format", folder, "--out", out, "--format", "mxfp5")
+    refused("scale_rule='up'", folder, "--out", out, "--scale-rule", "up")
+    refused("format='x'", folder, "--out", out, "--lm-head", "x")
+    refused("--text has no meaning without --report", folder, "--out", out, "--text", tmp_path)
+    refused("there is no such file", folder, "--report", "--text", tmp_path / "none.txt")
+    refused("its folder does not exist", folder, "--report", "--json", tmp_path / "none" / "x.json")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").write_text("mine")
+    refused("exists and is not an empty folder", folder, "--out", tmp_path / "full")
+    refused("exists and is not an empty folder", folder, "--out", tmp_path / "full" / "mine.txt")
+    assert (tmp_path / "full" / "mine.txt").read_text() == "mine" and not out.exists()
+
+
+def test_models_that_cannot_be_compressed(folder, tmp_path):
+    out = tmp_path / "out"
+    assert run(tmp_path / "nothing", "--out", out).exit_code == 2
+    run(folder, "--out", tmp_path / "mx")
+    result = run(tmp_path / "mx", "--out", out)
+    assert result.exit_code == 2 and "MX layers already" in result.stderr
+    file = tmp_path / "mx" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:5000])
+    result = run(tmp_path / "mx", "--out", out)
+    assert result.exit_code == 2 and "damaged or cut short" in result.stderr
+    tiny_model(hidden_size=64).save_pretrained(tmp_path / "dense")
+    file = tmp_path / "dense" / "model.safetensors"
+    data = file.read_bytes()
+    result = run(tmp_path / "dense", "--report")
+    assert result.exit_code == 2 and "--report needs a tokenizer" in result.stderr
+    assert run(tmp_path / "dense", "--out", tmp_path / "untold").exit_code == 0  # without a tokenizer there is none to save
+    file.write_bytes(data[: len(data) // 2])
+    result = run(tmp_path / "dense", "--out", out)
+    assert result.exit_code == 2 and "damaged or cut short" in result.stderr and not out.exists()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError("no space left")])
+def test_an_interrupted_write_leaves_nothing_behind(error, folder, tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(type(byte_tokenizer()), "save_pretrained", fail)
+    assert run(folder, "--out", tmp_path / "mx").exit_code != 0
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "mx").mkdir()
+    assert run(folder, "--out", tmp_path / "mx").exit_code != 0
+    assert [path.name for path in tmp_path.iterdir()] == ["mx"] and not list((tmp_path / "mx").iterdir())
+
+
+def test_an_empty_folder_is_filled_and_one_that_filled_meanwhile_is_kept(folder, tmp_path, monkeypatch):
+    (tmp_path / "mx").mkdir()
+    assert run(folder, "--out", tmp_path / "mx").exit_code == 0 and (tmp_path / "mx" / "config.json").is_file()
+    load = command._tokenizer
+
+    def slow(*arguments, **options):
+        (tmp_path / "late").mkdir()
+        (tmp_path / "late" / "mine.txt").write_text("mine")
+        return load(*arguments, **options)
+
+    monkeypatch.setattr(command, "_tokenizer", slow)
+    assert run(folder, "--out", tmp_path / "late").exit_code == 2
+    assert [path.name for path in (tmp_path / "late").iterdir()] == ["mine.txt"] and len(list(tmp_path.iterdir())) == 2
