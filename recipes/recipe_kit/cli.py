@@ -1,0 +1,148 @@
+"""The command line of every recipe."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+
+import hf_specdec
+from hf_specdec import mx
+from hf_specdec.bench.embedded import EMBEDDED
+from hf_specdec.bench.terminal import counting
+
+from .recipe import RUNS, Recipe, RecipeError
+from .report import print_report, save_plot
+from .running import Runner
+from .store import Store
+from .summary import acceptance_for_goal, summarise
+
+TINY_TOKENS = 32
+
+
+def main(recipe: Recipe, argv: list[str] | None = None) -> int:
+    """Run a recipe; the exit status. What the user can mend is one line on the standard error stream."""
+    try:
+        options = parse(recipe, argv)
+        return _run(recipe, options)
+    except (RecipeError, ImportError) as error:
+        print(f"{recipe.name}: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(recipe: Recipe, options: argparse.Namespace) -> int:
+    names = list(recipe.texts())[: options.prompts]
+    path = options.out / f"{recipe.name}_{options.scale}.json"
+    store = Store(path, _head(recipe, options, names), options.restart)
+    runner = Runner(recipe, options, names, store, lambda note: None)
+    left = len(runner.missing())
+    total = options.repetitions * len(names) * len(RUNS)
+    if left < total:
+        print(f"{path}: {total - left} of {total} runs are there already", file=sys.stderr)
+    try:
+        if left:
+            with counting(recipe.name, left) as runner.step:
+                runner.run()
+        else:
+            runner.run()
+    except KeyboardInterrupt:
+        done = total - len(runner.missing())
+        print(f"stopped; {done} of {total} runs are kept in {path}, and the same command goes on from there", file=sys.stderr)
+        return 130
+    data = store.data
+    data["summary"], data["goal"] = summarise(recipe, data), acceptance_for_goal(data)
+    store.save()
+    print_report(data, Console(width=None if sys.stdout.isatty() else 140))
+    print(f"written: {path}")
+    if options.plot:
+        save_plot(data, path.with_suffix(".png"))
+        print(f"written: {path.with_suffix('.png')}")
+    return 0
+
+
+def parse(recipe: Recipe, argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=recipe.name, description=recipe.title)
+    add = parser.add_argument
+    add("--scale", choices=recipe.scales, default="full" if "shape" not in recipe.scales else None, required="shape" in recipe.scales,
+        help="full: real weights; shape: the full architecture with random weights and SIMULATED acceptance; tiny: a toy, for tests")
+    add("--target", default=recipe.target, help="full: hub id or folder of the target")
+    add("--draft", help="full: hub id or folder of the draft model")
+    add("--acceptance", type=float, help="shape, tiny: the rate that is SIMULATED (default 0.8)")
+    add("--k", type=int, default=7, help="tokens drafted per round (default 7)")
+    add("--new-tokens", type=int, help=f"most new tokens a prompt (default {recipe.new_tokens}; shape on a CPU: 8; tiny: {TINY_TOKENS})")
+    add("--prompts", type=int, help="only the first N prompts")
+    add("--repetitions", type=int, help="default: full 3, else 1")
+    add("--layers", type=int, help="shape: a TRIAL with the first N layers of the target only")
+    add("--phases", action="store_true", help="16-bit runs first, then compress in place: less memory, not interleaved")
+    add("--device", help="default: the GPU if there is one")
+    add("--device-map", help="full, on GPUs: passed to from_pretrained (default: all on --device)")
+    add("--dtype", choices=("bfloat16", "float16", "float32"), help="default bfloat16; tiny: float32")
+    add("--threads", type=int)
+    add("--out", type=Path, default=Path("recipes/out"), help="folder of the JSON and the plot")
+    add("--restart", action="store_true", help="do away with the runs in the JSON")
+    add("--no-plot", dest="plot", action="store_false")
+    return _complete(recipe, parser.parse_args(argv))
+
+
+def _complete(recipe: Recipe, options: argparse.Namespace) -> argparse.Namespace:
+    """Defaults that depend on the scale, and what does not go together."""
+    full, tiny = options.scale == "full", options.scale == "tiny"
+    for name in ("draft", "device_map", "acceptance", "layers"):
+        given, wanted = getattr(options, name) is not None, full if name in ("draft", "device_map") else not full
+        if given and (not wanted or (recipe.lookup and name in ("draft", "acceptance")) or (name == "layers" and tiny)):
+            raise RecipeError(f"--{name.replace('_', '-')} has no meaning at --scale {options.scale} in this recipe.")
+    for name in ("k", "new_tokens", "prompts", "repetitions", "layers", "threads"):
+        if (getattr(options, name) or 1) < 1 or getattr(options, name) == 0:
+            raise RecipeError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be 1 or more.")
+    if options.acceptance is not None and not 0 <= options.acceptance <= 1:
+        raise RecipeError(f"--acceptance {options.acceptance}: must be a rate in 0..1.")
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    try:
+        options.device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(1, device=options.device)
+    except (RuntimeError, AssertionError) as error:
+        raise RecipeError(f"--device {options.device}: {str(error).splitlines()[0]}") from error
+    options.draft = (options.draft or recipe.draft) if full else None
+    if not full and not recipe.lookup and options.acceptance is None:
+        options.acceptance = 0.8
+    if options.new_tokens is None:
+        on_cpu = options.scale == "shape" and options.device.type == "cpu"
+        options.new_tokens = TINY_TOKENS if tiny else 8 if on_cpu else recipe.new_tokens
+    options.repetitions = options.repetitions or (3 if full else 1)
+    options.cost_repetitions = 3 if options.scale == "shape" and options.device.type == "cpu" else 7
+    options.dtype = getattr(torch, options.dtype or ("float32" if tiny else "bfloat16"))
+    return options
+
+
+def _head(recipe: Recipe, options: argparse.Namespace, names: list[str]) -> dict[str, Any]:
+    """What the JSON says of the runs in it; runs are only added to a file whose settings and environment are these."""
+    full = options.scale == "full"
+    kind = "SIMULATED" if options.acceptance is not None else "measured"
+    label = {"full": "real weights", "shape": "full shape, random weights", "tiny": "tiny random models"}[options.scale]
+    if options.layers:
+        layers = recipe.configs[options.scale]()[0].num_hidden_layers
+        label = f"TRIAL: the target with its first {options.layers} of {layers} layers, random weights: not its cost"
+    label += f", acceptance SIMULATED at {options.acceptance:g}" if kind == "SIMULATED" else ""
+    draft = "prompt lookup" if recipe.lookup else options.draft if full else recipe.draft or "115M drafter"
+    target = options.target if full else f"{recipe.target} (shape)" if options.scale == "shape" else "tiny"
+    settings = {
+        "recipe": recipe.name, "scale": options.scale, "target": target, "draft": draft, "k": options.k,
+        "acceptance": options.acceptance, "new_tokens": options.new_tokens, "prompts": names, "repetitions": options.repetitions,
+        "layers": options.layers, "phases": options.phases, "dtype": str(options.dtype).removeprefix("torch."),
+    }  # fmt: skip
+    on_gpu = options.device.type == "cuda"
+    environment = {
+        "device": torch.cuda.get_device_name(options.device) if on_gpu else platform.machine(),
+        "threads": torch.get_num_threads(), "python": platform.python_version(), "torch": torch.__version__,
+        "transformers": transformers.__version__, "hf_specdec": hf_specdec.__version__, "mx": mx.kernel_info()["path"],
+    }  # fmt: skip
+    title = recipe.title + ("" if options.target in (recipe.target, EMBEDDED) else f" ({options.target})")
+    return {"title": title, "label": label, "acceptance": {"kind": kind, "rate": options.acceptance}, "settings": settings,
+            "environment": environment}  # fmt: skip

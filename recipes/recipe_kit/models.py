@@ -1,0 +1,153 @@
+"""The two models of a recipe: from the hub or a folder, or of the same shape with random weights."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .memory import Size, check_memory, size_of
+from .recipe import Recipe, RecipeError, text_prompts, token_prompts
+
+PERIOD = 2**22 - 3  # odd, so that no two rows of a matrix are alike
+OUTPUTS = ("o_proj", "down_proj", "out_proj", "fc_out")
+
+
+@dataclass
+class Pair:
+    """Both models, ready to run, and the prompts as token ids."""
+
+    target: Any
+    draft: Any
+    prompts: dict[str, list[int]]
+
+
+def make_pair(recipe: Recipe, options, names: list[str]) -> Pair:
+    """Check that the memory suffices, then load or build. RecipeError says what is missing."""
+    tokens = recipe.prompt_tokens + options.new_tokens + options.k
+    if options.scale == "full":
+        _check_draft(recipe, options)
+        config = _read(recipe, options.target, "config")
+        draft = _read(recipe, options.draft, "config") if options.draft else None
+    else:
+        config, draft = recipe.configs[options.scale]()
+        if options.layers:
+            config.num_hidden_layers = min(options.layers, config.num_hidden_layers)
+    sizes: list[Size | None] = [one and size_of(one) for one in (config, draft)]
+    check_memory(*sizes, options.dtype.itemsize, tokens, options.phases, options.device)
+    if options.scale == "full":
+        return _loaded(recipe, options, names)
+    target, draft = (one and random_model(one, options.dtype, options.device) for one in (config, draft))
+    return Pair(target, draft, token_prompts(names, recipe.prompt_tokens, config.vocab_size))
+
+
+def compressed(model, in_place: bool):
+    """The model with MXFP6 weights; unless in place, a copy that shares with it all that is not compressed."""
+    from hf_specdec import mx
+
+    if not in_place:
+        model = copy.deepcopy(model, {id(p): p for p in model.parameters()})
+    return mx.compress(model, measure=False)
+
+
+def weight_bytes(model) -> int:
+    """Bytes of a model's weights as they lie in memory, packed ones as packed."""
+    report = getattr(model, "mx_report", None)
+    packed = {layer.name: layer.bytes_after for layer in report.compressed} if report else {}
+    dense = {id(p): p for name, p in model.named_parameters(remove_duplicate=False) if name.rpartition(".")[0] not in packed}
+    return sum(p.numel() * p.element_size() for p in dense.values()) + sum(packed.values())
+
+
+# --- random weights -----------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def random_model(config, dtype: torch.dtype, device: torch.device):
+    """A model of that shape at the real cost. Its blocks are one random stretch repeated and speak softly, its head is the
+    embedding moved on by one token: every greedy token is clear-cut, so that rounding cannot part two outputs."""
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    with device, no_init_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    generator = torch.Generator(device).manual_seed(0)
+    stretch = torch.empty(PERIOD, dtype=dtype, device=device).normal_(0, 0.02, generator=generator)
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    for name, parameter in model.named_parameters():
+        if parameter is embedding or parameter is head:
+            continue
+        if parameter.dim() < 2:
+            parameter.fill_(0 if name.endswith("bias") else 1)
+            continue
+        _tile(parameter.view(-1), stretch)
+        if name.split(".")[-2] in OUTPUTS:
+            parameter.mul_(0.02)
+    embedding.normal_(0, 1, generator=generator)
+    head.copy_(embedding.roll(1, 0)).mul_(config.hidden_size**-0.5)
+    return model.requires_grad_(False).eval()
+
+
+def _tile(flat: torch.Tensor, stretch: torch.Tensor) -> None:
+    for start in range(0, flat.numel(), stretch.numel()):
+        part = flat[start : start + stretch.numel()]
+        part.copy_(stretch[: part.numel()])
+
+
+# --- real weights -------------------------------------------------------------------------------------------------------
+
+
+def _check_draft(recipe: Recipe, options) -> None:
+    if recipe.lookup or options.draft:
+        folder = Path(options.draft or "")
+        is_path = options.draft and (folder.is_absolute() or options.draft.startswith(".") or folder.is_dir())
+        if is_path and not (folder / "config.json").is_file():
+            raise RecipeError(f"--draft {folder}: there is no model in this folder (no config.json).")
+        return
+    raise RecipeError(f"--draft is missing: {recipe.draft_missing}")
+
+
+def _read(recipe: Recipe, name: str, what: str, **kwargs):
+    """A config, tokenizer or model of the hub or a folder; RecipeError with what to do where that fails."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    from hf_specdec.bench.embedded import EMBEDDED, embedded_folder
+    from hf_specdec.bench.terminal import working
+
+    kind = {"config": AutoConfig, "tokenizer": AutoTokenizer, "model": AutoModelForCausalLM}[what]
+    try:
+        source = str(embedded_folder()) if name == EMBEDDED else name
+        if what != "model":
+            return kind.from_pretrained(source, **kwargs)
+        with working(f"Loading {name} ..."):
+            return kind.from_pretrained(source, **kwargs)
+    except (OSError, ValueError, ImportError) as error:
+        raise RecipeError(_what_to_do(recipe, name, what, error)) from error
+
+
+def _what_to_do(recipe: Recipe, name: str, what: str, error: BaseException) -> str:
+    first = (str(error).strip() or type(error).__name__).splitlines()[0]
+    text = f"{name}: the {what} cannot be read ({first})"
+    if recipe.licence and name == recipe.target:
+        return (f"{text}. {name} is gated: accept its licence at {recipe.licence} with a Hugging Face account, wait for the "
+                f"confirmation, then log in with `hf auth login` or set HF_TOKEN; or name a folder with the weights: --target FOLDER.")
+    flag = "--target" if name != recipe.draft else "--draft"
+    return f"{text}. It needs a connection to huggingface.co, or a folder with the weights: {flag} FOLDER."
+
+
+def _loaded(recipe: Recipe, options, names: list[str]) -> Pair:
+    tokenizer = _read(recipe, options.target, "tokenizer")
+    placed = {"dtype": options.dtype}
+    if options.device.type != "cpu":
+        if find_spec("accelerate") is None:
+            raise RecipeError("loading straight to the GPU (device_map) needs the package accelerate: pip install accelerate")
+        placed["device_map"] = options.device_map or str(options.device)
+    target = _read(recipe, options.target, "model", **placed).eval()
+    draft = _read(recipe, options.draft, "model", **placed).eval() if options.draft else None
+    if draft is not None and draft.config.vocab_size < target.config.vocab_size // 2:
+        raise RecipeError(f"--draft {options.draft}: a vocabulary of {draft.config.vocab_size} against the target's "
+                          f"{target.config.vocab_size}: the draft needs the target's tokenizer.")
+    return Pair(target, draft, text_prompts(recipe, names, tokenizer))

@@ -1,0 +1,186 @@
+"""The four runs of a recipe, side by side, and the cost of single forwards."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import hf_specdec
+from hf_specdec.bench.arms import Answer, generate_arm
+from hf_specdec.bench.forks import Judge, first_difference
+from hf_specdec.bench.meter import measured
+from hf_specdec.drafts.model import ModelDraft
+
+from . import memory
+from .models import Pair, compressed, make_pair, weight_bytes
+from .recipe import BASELINE, BOTH, MX, PLAIN_OF, RUNS, SPECULATION, Recipe
+from .simulated import SimulatedDraft
+from .store import Store
+
+CONTEXT = 32  # tokens in the cache while single forwards are timed
+
+
+class Runner:
+    """Fills a `Store`. options: what the command line gives. step(note): called after every run."""
+
+    def __init__(self, recipe: Recipe, options, names: list[str], store: Store, step: Callable[[str], None]):
+        self.recipe, self.options, self.names, self.store, self.step = recipe, options, names, store, step
+
+    def missing(self, arms: tuple[str, ...] = RUNS) -> list[tuple[int, str, str]]:
+        """(repetition, prompt, run) still to be done, in turns: a plain run before the speculative one that needs its output."""
+        todo = []
+        for repetition in range(self.options.repetitions):
+            for number, name in enumerate(self.names):
+                turn = list(arms) if (repetition + number) % 2 == 0 else [*reversed(arms[: len(arms) // 2]), *reversed(arms[len(arms) // 2 :])]
+                todo += [(repetition, name, arm) for arm in turn if self.store.find(repetition, name, arm) is None]
+        return todo
+
+    def run(self) -> None:
+        """Everything that is missing. Models are loaded only if something is."""
+        stages = [(BASELINE, SPECULATION), (MX, BOTH)] if self.options.phases else [RUNS]
+        if not any(map(self._unfinished, stages)):
+            return
+        pair = make_pair(self.recipe, self.options, self.names)
+        for stage in stages:
+            if self._unfinished(stage):
+                self._stage(stage, pair)
+
+    def _unfinished(self, stage: tuple[str, ...]) -> bool:
+        return bool(self.missing(stage)) or not all(arm in self.store.data["costs"] for arm in stage if arm in (BASELINE, MX))
+
+    def _stage(self, stage: tuple[str, ...], pair: Pair) -> None:
+        targets = {BASELINE: pair.target} if BASELINE in stage else {}
+        if MX in stage:
+            targets[MX] = compressed(pair.target, in_place=BASELINE not in stage)
+        for target in targets.values():
+            hf_specdec.enable(target)
+        for arm in stage:  # warm up: kernels are built and pages touched before anything is timed
+            self._generate(arm, targets, pair.draft, next(iter(pair.prompts.values()))[:4], 3, [], 0)
+        self._costs(targets, pair)
+        for repetition, name, arm in self.missing(stage):
+            self._measure(repetition, name, arm, targets, pair)
+        self._forks(targets, pair, stage)
+
+    # --- one run ----------------------------------------------------------------------------------------------------
+
+    def _measure(self, repetition: int, name: str, arm: str, targets: dict[str, Any], pair: Pair) -> None:
+        prompt, plain = pair.prompts[name], PLAIN_OF.get(arm)
+        oracle = self.store.find(repetition, name, plain)["tokens"] if plain else []
+        target, seed = targets[plain or arm], repetition * len(self.names) + self.names.index(name)
+        with measured(target) as cost, _FirstPass(target) as first:
+            answer = self._generate(arm, targets, pair.draft, prompt, self.options.new_tokens, oracle, seed)
+        trace, tokens = answer.trace, answer.tokens[0]
+        rounds = [[e.proposed, e.accepted, e.committed] for entries in trace.rounds for e in entries] if trace else []
+        self.store.add({
+            "repetition": repetition, "prompt": name, "run": arm, "prompt_tokens": len(prompt), "seconds": cost.seconds,
+            "prompt_seconds": first.seconds, "prompt_new_tokens": rounds[0][2] if rounds else 1,
+            "target_forwards": len(cost.target.widths), "draft_forwards": trace.draft_calls if trace else 0,
+            "draft_seconds": trace.seconds["draft"] if trace else 0.0, "peak_memory": cost.peak_memory, "rounds": rounds,
+            "tokens": tokens,
+        })  # fmt: skip
+        self.step(f"{name}: {arm}")
+
+    def _generate(self, arm: str, targets, draft, prompt: list[int], new: int, oracle: list[int], seed: int) -> Answer:
+        target, extra = targets[PLAIN_OF.get(arm, arm)], {}
+        if arm in PLAIN_OF:
+            extra = {"speculative": True, "num_assistant_tokens": self.options.k, "assistant_model": self._draft(draft, oracle, seed)}
+        return generate_arm(arm, target, **extra).run([prompt], new)
+
+    def _draft(self, draft, oracle: list[int], seed: int):
+        if draft is None:
+            return None  # prompt lookup
+        rate = self.options.acceptance
+        return ModelDraft(draft) if rate is None else SimulatedDraft(draft, oracle, rate, seed)
+
+    # --- single forwards, forks -------------------------------------------------------------------------------------
+
+    def _costs(self, targets: dict[str, Any], pair: Pair) -> None:
+        """Medians of the seconds of a forward of one token and of K + 1 tokens, by turns; weights in bytes."""
+        runs = {(arm, width): target for arm, target in targets.items() for width in (1, self.options.k + 1)}
+        if pair.draft is not None:
+            runs["draft", 1] = pair.draft
+        forwards = {key: _forward(model, key[1]) for key, model in runs.items()}
+        seconds: dict[tuple, list[float]] = {key: [] for key in runs}
+        for _ in range(self.options.cost_repetitions):
+            for key, forward in forwards.items():
+                seconds[key].append(forward())
+        costs = self.store.data["costs"]
+        for arm, target in targets.items():
+            costs[arm] = {"one": statistics.median(seconds[arm, 1]), "wide": statistics.median(seconds[arm, self.options.k + 1]),
+                          "weight_bytes": weight_bytes(target), "parameters": self._parameters(targets)}  # fmt: skip
+            if pair.draft is not None:
+                costs[arm] |= {"draft": statistics.median(seconds["draft", 1]), "draft_bytes": weight_bytes(pair.draft)}
+        self.store.save()
+
+    def _parameters(self, targets: dict[str, Any]) -> int | None:
+        known = self.store.data["costs"].get(BASELINE, {}).get("parameters")
+        return sum(p.numel() for p in targets[BASELINE].parameters()) if BASELINE in targets else known
+
+    def _forks(self, targets: dict[str, Any], pair: Pair, stage: tuple[str, ...]) -> None:
+        """Where a speculative output parts from the plain one: explained in float32 if the memory for that is there."""
+        forks = [fork for fork in self.store.data["forks"] if fork["run"] not in stage]
+        for arm in (arm for arm in stage if arm in PLAIN_OF):
+            target, judge = targets[PLAIN_OF[arm]], None
+            for name in self.names:
+                plain, own = (self.store.find(0, name, which)["tokens"] for which in (PLAIN_OF[arm], arm))
+                place = first_difference(plain, own)
+                if place is None:
+                    continue
+                if judge is None and 6.5 * sum(p.numel() for p in target.parameters()) < (memory.free_bytes(target.device) or 0):
+                    judge = Judge(target)
+                known = judge.fork(pair.prompts[name], plain, own).to_dict() if judge else {"position": place, "near_tie": None}
+                forks.append({"run": arm, "prompt": name, **known})
+        self.store.data["forks"] = forks
+        self.store.save()
+
+
+class _FirstPass:
+    """Seconds until the first forward of the model has ended, awaited also on a GPU."""
+
+    seconds = float("nan")
+
+    def __init__(self, model):
+        self.model = model
+
+    def __enter__(self):
+        self.begin = time.perf_counter()
+        self.hook = self.model.register_forward_hook(self._ended)
+        return self
+
+    def __exit__(self, *_):
+        self.hook.remove()
+
+    def _ended(self, *_):
+        if self.seconds != self.seconds:
+            _wait(self.model)
+            self.seconds = time.perf_counter() - self.begin
+
+
+def _wait(model) -> None:
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
+
+
+def _forward(model, width: int) -> Callable[[], float]:
+    """A function that times one forward of `width` tokens on top of a filled cache."""
+    text = torch.arange(CONTEXT + width, device=model.device) % model.config.vocab_size
+    with torch.no_grad():
+        cache = model(text[:CONTEXT][None], use_cache=True).past_key_values
+    tokens = text[CONTEXT:][None]
+
+    @torch.no_grad()
+    def forward() -> float:
+        _wait(model)
+        begin = time.perf_counter()
+        model(tokens, past_key_values=cache, use_cache=True)
+        _wait(model)
+        seconds = time.perf_counter() - begin
+        cache.crop(-width)
+        return seconds
+
+    forward()
+    return forward

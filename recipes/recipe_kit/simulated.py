@@ -1,0 +1,47 @@
+"""A draft model whose cost is real and whose acceptance is not: what it proposes is replaced."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from hf_specdec.drafts.base import Context
+from hf_specdec.drafts.model import ModelDraft
+from hf_specdec.proposal import Proposal
+
+
+class SimulatedDraft(ModelDraft):
+    """`model` runs as in `ModelDraft`, step by step. Then each proposed token is replaced: with probability `rate` by the
+    target's own greedy token at that place, else by another one. Acceptance is simulated, output and cost are not.
+
+    oracle: the target's greedy continuation, recorded in a plain run. seed: of the coin. Only for greedy decoding, batch 1.
+    """
+
+    name = "simulated"
+    trusted = False
+
+    def __init__(self, model, oracle: list[int], rate: float, seed: int):
+        super().__init__(model)
+        self.oracle, self.rate, self.coin = oracle, rate, random.Random(seed)
+
+    def start(self, context: Context) -> None:
+        if context.sampler.do_sample or len(context.rows) != 1:
+            raise ValueError("SimulatedDraft serves greedy decoding of one row.")
+        super().start(context)
+        self.prompt = len(context.rows[0])
+
+    def propose(self, context: Context, k: list[int]) -> Proposal:
+        proposal = super().propose(context, k)
+        size = proposal.sizes[0]
+        if not size:
+            return proposal
+        done = len(context.rows[0]) - self.prompt
+        tokens = [self._token(done + i, context.vocab_size) for i in range(size)]
+        # the draft's cache stands for these tokens from now on, so that what is accepted costs it nothing again
+        self.drafted = torch.tensor([tokens], device=context.device)
+        return Proposal.chain(self.drafted, None, [size], self.name)
+
+    def _token(self, place: int, vocabulary: int) -> int:
+        right = self.oracle[place] if place < len(self.oracle) else 0
+        return right if self.coin.random() < self.rate else (right + 1) % vocabulary

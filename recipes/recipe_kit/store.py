@@ -1,0 +1,65 @@
+"""The JSON of a recipe: written whole after every run, so that a recipe that was stopped goes on where it was."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from .recipe import RecipeError
+
+
+class Store:
+    """data: settings, environment, costs, runs, forks, summary. `save` replaces the file at once or not at all."""
+
+    def __init__(self, path: Path, head: dict[str, Any], restart: bool = False):
+        self.path = path
+        self.data: dict[str, Any] = head | {"costs": {}, "runs": [], "forks": []}
+        if path.exists() and not restart:
+            self._resume()
+
+    def _resume(self) -> None:
+        try:
+            old = json.loads(self.path.read_text(encoding="utf-8"))
+            parts = [(part, old[part], self.data[part]) for part in ("settings", "environment")]
+            self.data |= {part: old[part] for part in ("costs", "runs", "forks")}
+        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+            raise RecipeError(f"{self.path} was not written by a recipe: move it away, or pass another --out.") from error
+        for part, before, now in parts:
+            for key in [*now, *(key for key in before if key not in now)]:
+                if before.get(key) != now.get(key):
+                    raise RecipeError(
+                        f"{self.path} holds runs with {key} = {before.get(key)!r}, this call has {now.get(key)!r} ({part}): runs of "
+                        f"different settings do not go together. Use the same settings, another --out, or --restart to begin anew."
+                    )
+
+    def find(self, repetition: int, prompt: str, arm: str) -> dict[str, Any] | None:
+        return next((run for run in self.data["runs"] if (run["repetition"], run["prompt"], run["run"]) == (repetition, prompt, arm)), None)
+
+    def add(self, run: dict[str, Any]) -> None:
+        self.data["runs"].append(run)
+        self.save()
+
+    def save(self) -> None:
+        """Strict JSON, one run a line; what is not finite becomes null."""
+        data = _finite(self.data)
+        runs = ",\n  ".join(json.dumps(run, allow_nan=False) for run in data.pop("runs"))
+        parts = [f"{json.dumps(key)}: {json.dumps(value, indent=1, allow_nan=False)}" for key, value in data.items()]
+        text = "{\n" + ",\n".join([*parts, f'"runs": [\n  {runs}\n]']) + "\n}\n"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_suffix(f".{os.getpid()}.partial")
+        try:
+            partial.write_text(text, encoding="utf-8")
+            os.replace(partial, self.path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
