@@ -1,6 +1,7 @@
 """`hf-specdec generate --dataset`: the answers, what is refused, sharding, resuming, and what a kill leaves behind."""
 
 import csv
+import errno
 import hashlib
 import json
 import os
@@ -324,6 +325,24 @@ def test_rubbish_at_the_end_is_cut_off(target_folder, data, tmp_path, tail):
     assert content(tmp_path / "out") == whole
 
 
+def test_a_full_disk_is_reported_and_leaves_a_resumable_state(target_folder, data, tmp_path, monkeypatch):
+    whole = work(target_folder, data, tmp_path / "whole")
+    write, room = os.write, [2500]
+
+    def until_full(file, data):
+        if room[0] == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        count = write(file, bytes(data)[: room[0]])  # a short write first, as a full disk gives it
+        room[0] -= count
+        return count
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", until_full)
+        result = run(target_folder, "--dataset", data, "--output", tmp_path / "out", "--max-new-tokens", 10, "--batch", 4)
+    assert "No space left" in error_of(result) and (tmp_path / "out" / "rows-00000.jsonl").stat().st_size == 2500
+    assert work(target_folder, data, tmp_path / "out") == whole
+
+
 def test_what_is_done_is_reported_and_not_done_again(target_folder, data, tmp_path):
     work(target_folder, data, tmp_path / "out")
     path = tmp_path / "out" / "rows-00000.jsonl"
@@ -485,7 +504,7 @@ def test_two_runs_at_once_never_write_to_the_same_folder(target_folder, data, tm
 @needs_locks
 def test_a_file_system_without_locks_is_no_obstacle(target_folder, data, tmp_path, monkeypatch):
     def none(*_):
-        raise OSError(shards_module.errno.ENOLCK, "No locks available")
+        raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(shards_module.fcntl, "flock", none)
     assert len(work(target_folder, data, tmp_path / "a")) == len(PROMPTS)
