@@ -37,8 +37,7 @@ class SpeculativeLoop:
             self.draft.finish()
 
     def round(self) -> None:
-        """Draft, score all candidates in one target forward, commit a prefix and one token of the target's own. In the first
-        round that forward is the prompt pass, too."""
+        """Draft, score all candidates in one target forward (the prompt pass, too, at first), commit a prefix and a token of its own."""
         begin = perf_counter()
         self.noise.round += 1
         rows = self.sequences.tokens
@@ -53,6 +52,7 @@ class SpeculativeLoop:
 
         logits = self.target.score(rows, proposal).to(self.context.device)
         verified = perf_counter()
+        self.draft.observe(proposal, logits)
 
         law = self.sampler(logits, [size + 1 for size in proposal.sizes], self._prefix(proposal))
         coins = self.noise.uniform("accept", len(proposal.tree)) if self.acceptance.samples else None

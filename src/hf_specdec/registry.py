@@ -12,6 +12,8 @@ DRAFTS = {
     "model": "drafts.model:ModelDraft",
     "ngram": "drafts.ngram:NGramDraft",
     "prompt_lookup": "drafts.prompt_lookup:PromptLookupDraft",
+    "recycling": "drafts.recycling:RecyclingDraft",
+    "suffix_automaton": "drafts.suffix_automaton:SuffixAutomatonDraft",
     "uniform": "drafts.uniform:UniformDraft",
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_specdec.drafts import ModelDraft, NGramDraft, PromptLookupDraft, UniformDraft
+from hf_specdec.drafts import ModelDraft, NGramDraft, PromptLookupDraft, RecyclingDraft, SuffixAutomatonDraft, UniformDraft
 from tests.helpers import TreeDraft, perturbed
 
 
@@ -25,6 +25,8 @@ BUILDERS = {
     "model": lambda target: ModelDraft(perturbed(target, 0.1)),
     "ngram": ngram,
     "prompt_lookup": lambda target: PromptLookupDraft(),
+    "recycling": lambda target: RecyclingDraft(),
+    "suffix_automaton": lambda target: SuffixAutomatonDraft(),
     "uniform": lambda target: UniformDraft(),
 }
 
@@ -35,6 +37,8 @@ VARIANTS = {
     "model, the target itself": lambda target: ModelDraft(target),
     "model, unrelated": lambda target: ModelDraft(perturbed(target, 3.0)),
     "ngram, drawn": lambda target: ngram(target, sample=True),
+    "recycling, tree": lambda target: RecyclingDraft(branches=3),
+    "suffix_automaton, tree and texts": lambda target: SuffixAutomatonDraft(corpus(target.config.vocab_size), branches=3),
     "tree": lambda target: TreeDraft(),
     "tree, with replacement": lambda target: TreeDraft(replacement=True),
     "tree, point masses": lambda target: TreeDraft(point_mass=True),

@@ -1,6 +1,7 @@
 """Drafts: what proposes the candidate tokens. One file per draft; names in `hf_specdec.registry.DRAFTS`.
 
-`ModelDraft`, `NGramDraft`, `PromptLookupDraft`, `UniformDraft` are imported when they are first asked for.
+`ModelDraft`, `NGramDraft`, `PromptLookupDraft`, `RecyclingDraft`, `SuffixAutomatonDraft`, `UniformDraft` are imported when they are
+first asked for.
 """
 
 from ..registry import DRAFTS, load

@@ -43,7 +43,8 @@ class Context:
 
 
 class Draft(CandidateGenerator):
-    """Base class. A new draft overrides `propose`, and `start`, `evidence`, `commit`, `keep` where it has a state.
+    """Base class. A new draft overrides `propose`, and `start`, `evidence`, `observe`, `commit`, `keep` where it has a
+    state.
 
     name:         the word shown in the trace.
     cost_ratio:   c of Leviathan et al. 2023: cost of drafting one token / cost of one target step, None = not known.
@@ -79,6 +80,10 @@ class Draft(CandidateGenerator):
     def relative_cost(self, target) -> float | None:
         """c before anything is timed; `target` is the target model."""
         return self.cost_ratio
+
+    def observe(self, proposal: Proposal, logits: torch.Tensor) -> None:
+        """Called after every target pass, before the rows grow: the target's own logits [B, N+1, V], unprocessed, after the root and
+        after every proposed token (read them, do not change them). For drafts that learn from them."""
 
     def commit(self, verdict: Verdict) -> None:
         """Called after every verification, before the rows grow. Drafts that can read all they need from `context.rows`
