@@ -72,3 +72,15 @@ def test_bf16_forks_lists_forks_and_ends_well_if_all_are_near_ties(target_folder
     result = json.loads((tmp_path / "forks.json").read_text())
     assert result["prompts"] == 3
     assert ended.value.exit_code == (0 if all(fork["near_tie"] for fork in result["forks"]) else 1)
+
+
+def test_drafts_counts_what_every_draft_commits_per_forward(target_folder, tmp_path, capsys):
+    (tmp_path / "some.jsonl").write_text('{"question_id": 1, "category": "one", "turns": ["a b a b a b"]}\n{"category": "two", "turns": ["c d"]}\n')
+    script("drafts").main(["--target", str(target_folder), "--prompts", str(tmp_path / "some.jsonl"), "--max-new-tokens", "12", "--k", "3",
+                           "--out", str(tmp_path / "drafts.json")])
+    result = json.loads((tmp_path / "drafts.json").read_text())
+    assert result["prompts"] == 2 and set(result["same_text"].values()) == {2} and len(result["same_text"]) == 6
+    for counts in result["results"].values():
+        assert set(counts) == {"one", "two"}
+        assert all(own["accepted"] + own["forwards"] == own["committed"] and own["accepted"] <= own["proposed"] for own in counts.values())
+    assert "Tokens per target forward, K = 3, 2 prompts" in capsys.readouterr().out
