@@ -11,6 +11,7 @@ same K, outputs compared.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_specdec
+from hf_specdec import mx
 from hf_specdec.bench.arms import generate_arm, standard_arms
 from hf_specdec.bench.report import print_report
 from hf_specdec.bench.runner import run_benchmark
@@ -86,6 +88,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--kernels", action="store_true", help="also with the bfloat16 weights of both models in mx's layout")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--out", type=Path, help="also write the report as JSON")
     arguments = parser.parse_args()
@@ -98,6 +101,11 @@ def main() -> None:
     prompts = [Tokens(tuple(torch.randint(VOCABULARY, (length,), generator=generator).tolist())) for length in lengths]
     arms = [arm for arm in standard_arms(target, draft, arguments.k) if "lookup" not in arm.name]
     arms.append(generate_arm("ours draft model, auto", target, draft, None, assistant_model=draft, speculative=True))
+    if arguments.kernels:
+        fast_target, fast_draft = (mx.compress(copy.deepcopy(m), "bf16", lm_head="bf16") for m in (target, draft))
+        arms.append(generate_arm("plain, bf16 kernels", fast_target, None, None))
+        arms.append(generate_arm("ours draft model, bf16 kernels", fast_target, fast_draft, arguments.k,
+                                 assistant_model=fast_draft, speculative=True, num_assistant_tokens=arguments.k))
     report = run_benchmark(target, None, prompts, arms, max_new_tokens=arguments.max_new_tokens,
                            repetitions=arguments.repetitions, batch=arguments.batch)
     print_report(report, Console())
