@@ -50,7 +50,18 @@ class Runner:
                 self._stage(stage, pair)
 
     def _unfinished(self, stage: tuple[str, ...]) -> bool:
-        return bool(self.missing(stage)) or not all(arm in self.store.data["costs"] for arm in stage if arm in (BASELINE, MX))
+        return bool(self.missing(stage)) or not self._costs_known(stage) or bool(self._unexplained(stage))
+
+    def _costs_known(self, stage: tuple[str, ...]) -> bool:
+        return all(arm in self.store.data["costs"] for arm in stage if arm not in PLAIN_OF)
+
+    def _unexplained(self, stage: tuple[str, ...]) -> list[tuple[str, str, int]]:
+        """(run, prompt, place) of outputs of the first repetition that part from the plain ones and are not in the JSON yet."""
+        known, found = {(fork["run"], fork["prompt"]) for fork in self.store.data["forks"]}, []
+        for arm, name in ((arm, name) for arm in stage if arm in PLAIN_OF for name in self.names):
+            place = first_difference(*(self.store.find(0, name, which)["tokens"] for which in (PLAIN_OF[arm], arm)))
+            found += [(arm, name, place)] if place is not None and (arm, name) not in known else []
+        return found
 
     def _stage(self, stage: tuple[str, ...], pair: Pair) -> None:
         targets = {BASELINE: pair.target} if BASELINE in stage else {}
@@ -60,7 +71,8 @@ class Runner:
             hf_specdec.enable(target)
         for arm in stage:  # warm up: kernels are built and pages touched before anything is timed
             self._generate(arm, targets, pair.draft, next(iter(pair.prompts.values()))[:4], 3, [], 0)
-        self._costs(targets, pair)
+        if not self._costs_known(stage):
+            self._costs(targets, pair)
         for repetition, name, arm in self.missing(stage):
             self._measure(repetition, name, arm, targets, pair)
         self._forks(targets, pair, stage)
@@ -122,20 +134,16 @@ class Runner:
 
     def _forks(self, targets: dict[str, Any], pair: Pair, stage: tuple[str, ...]) -> None:
         """Where a speculative output parts from the plain one: explained in float32 if the memory for that is there."""
-        forks = [fork for fork in self.store.data["forks"] if fork["run"] not in stage]
-        for arm in (arm for arm in stage if arm in PLAIN_OF):
-            target, judge = targets[PLAIN_OF[arm]], None
-            for name in self.names:
-                plain, own = (self.store.find(0, name, which)["tokens"] for which in (PLAIN_OF[arm], arm))
-                place = first_difference(plain, own)
-                if place is None:
-                    continue
-                if judge is None and 6.5 * sum(p.numel() for p in target.parameters()) < (memory.free_bytes(target.device) or 0):
-                    judge = Judge(target)
-                known = judge.fork(pair.prompts[name], plain, own).to_dict() if judge else {"position": place, "near_tie": None}
-                forks.append({"run": arm, "prompt": name, **known})
-        self.store.data["forks"] = forks
-        self.store.save()
+        judges: dict[str, Judge] = {}
+        for arm, name, place in self._unexplained(stage):
+            plain = PLAIN_OF[arm]
+            wide = 6.5 * sum(p.numel() for p in targets[plain].parameters())
+            if plain not in judges and wide < (memory.free_bytes(targets[plain].device) or 0):
+                judges[plain] = Judge(targets[plain])
+            tokens = [self.store.find(0, name, which)["tokens"] for which in (plain, arm)]
+            known = judges[plain].fork(pair.prompts[name], *tokens).to_dict() if plain in judges else {"position": place, "near_tie": None}
+            self.store.data["forks"].append({"run": arm, "prompt": name, **known})
+            self.store.save()
 
 
 class _FirstPass:

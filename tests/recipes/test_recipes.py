@@ -122,6 +122,19 @@ def test_a_recipe_that_is_done_loads_no_model_again(run, kit, monkeypatch):
     assert status == 0 and "4 of 4 runs are there already" in error and "MXFP6 + speculation" in out
 
 
+def test_an_output_that_parts_from_plain_is_listed_with_its_reason_also_after_a_stop(run, tmp_path):
+    run(SIMULATED[1], *QUICK)
+    path = tmp_path / f"{SIMULATED[1]}_tiny.json"
+    data = json.loads(path.read_text())
+    entry = next(entry for entry in data["runs"] if entry["run"] == "speculation")
+    entry["tokens"][5] = (entry["tokens"][5] + 1) % 512
+    path.write_text(json.dumps(data))
+    status, out, _ = run(SIMULATED[1], *QUICK)
+    assert status == 0 and "0/1" in out and "parts from plain at token 6: NOT explained by rounding" in " ".join(out.split())
+    forks = result(tmp_path, SIMULATED[1])["forks"]
+    assert [(fork["run"], fork["position"], fork["near_tie"]) for fork in forks] == [("speculation", 5, False)]
+
+
 def test_runs_of_other_settings_are_refused_and_kept_until_restart_is_said(run, tmp_path):
     run(SIMULATED[1], *QUICK)
     before = (tmp_path / f"{SIMULATED[1]}_tiny.json").read_text()
