@@ -34,12 +34,18 @@ def taught(draft: RecyclingDraft, ctx: Context, rounds: int = 1, seed: int = 0) 
     return draft
 
 
+def known(matrix: np.ndarray) -> set[int]:
+    """Tokens with a successor."""
+    return set(np.nonzero(matrix[:, 0] != UNKNOWN)[0].tolist())
+
+
 class Watched(RecyclingDraft):
     """Also keeps, the slow way, what it should know: per row and token the logits that were shown last."""
 
     def start(self, context):
         super().start(context)
         self.last = [{} for _ in context.rows] if context.sampler.do_sample else [{}] * len(context.rows)
+        self.prompts = [set(row[:-1]) for row in context.rows] if context.sampler.do_sample else [set().union(*context.rows)] * len(context.rows)
         self.checked = 0
 
     def observe(self, proposal, logits):
@@ -52,12 +58,11 @@ class Watched(RecyclingDraft):
 
     def keep(self, rows):
         super().keep(rows)
-        self.last = [self.last[row] for row in rows]
+        self.last, self.prompts = ([column[row] for row in rows] for column in (self.last, self.prompts))
 
     def check(self):
-        for matrix, last in zip(self.matrices, self.last):
-            known = set(np.nonzero(matrix[:, 0] != UNKNOWN)[0].tolist())
-            assert known == set(last)
+        for matrix, last, prompt in zip(self.matrices, self.last, self.prompts):
+            assert set(last) <= known(matrix) <= set(last) | prompt
             for token, logits in last.items():
                 assert matrix[token].tolist() == logits.topk(self.successors).indices.tolist()
                 self.checked += 1
@@ -89,7 +94,23 @@ def test_padding_is_not_learned_from():
     draft, ctx = RecyclingDraft(), context([1], [2])
     draft.start(ctx)
     draft.observe(Proposal.from_lists([[3, 4], []], "cpu"), torch.randn(2, 3, VOCAB))
-    assert set(np.nonzero(draft.matrices[0][:, 0] != UNKNOWN)[0].tolist()) == {1, 2, 3, 4}
+    assert known(draft.matrices[0]) == {1, 2, 3, 4}
+
+
+def test_of_the_prompt_the_last_pairs_are_known_until_the_target_speaks():
+    draft, ctx = RecyclingDraft(branches=2, successors=2), context([1, 2, 3, 1, 4, 5], [6, 7], do_sample=True)
+    draft.start(ctx)
+    logits = torch.zeros(2, 1, VOCAB)
+    logits[:, 0, 1], logits[:, 0, 9] = 2.0, 1.0
+    draft.observe(Proposal.from_lists([[], []], "cpu"), logits)
+    assert {token: draft.matrices[0][token].tolist() for token in known(draft.matrices[0])} == {
+        1: [4, UNKNOWN], 2: [3, UNKNOWN], 3: [1, UNKNOWN], 4: [5, UNKNOWN], 5: [1, 9]}
+    assert known(draft.matrices[1]) == {6, 7}
+    proposal, tree = draft.propose(ctx, [5, 0]), best_first(5, 2)
+    assert proposal.tree == tree.truncate(proposal.sizes[0])
+    tokens = [5, *proposal.tokens[0].tolist()]
+    assert [tokens[node] for node, rank in enumerate(tree.ranks[: proposal.sizes[0]], 1) if tree.depths[node] == 1] == [1, 9][: tree.parents[: proposal.sizes[0]].count(0)]
+    assert all(tokens[node] == 4 for node in range(1, len(proposal.tree) + 1) if tree.parents[node - 1] and tokens[tree.parents[node - 1]] == 1 and tree.ranks[node - 1] == 0)
 
 
 @pytest.mark.parametrize("vocab", [5, 23, 4096])
@@ -193,7 +214,7 @@ def test_it_learns_under_stock_assisted_decoding(monkeypatch):
     ids = torch.tensor([row])
     options = dict(attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False, pad_token_id=0)
     assert target.generate(ids, prompt_lookup_num_tokens=3, **options)[0, 12:].tolist() == plain(target, [row])[0]
-    assert (draft.matrices[0][:, 0] != UNKNOWN).sum() > 5 and draft.shown.tree.is_chain
+    assert known(draft.matrices[0]) - set(row) and draft.shown.tree.is_chain
 
 
 @pytest.mark.parametrize("options", [dict(branches=0), dict(branches=9), dict(branches=True), dict(branches=4, successors=3), dict(successors=65)], ids=str)

@@ -22,7 +22,7 @@ RATES = (0.31, 0.1, 0.055, 0.045, 0.03, 0.02, 0.015, 0.015)  # how often that su
 
 class RecyclingDraft(Draft):
     """Proposes, after a token, what the target last thought likeliest after it, wherever that was: no model, no text, V * successors
-    numbers of 4 bytes. A token that the target has not been given during the call (beyond the prompt) has no successors yet.
+    numbers of 4 bytes. Of tokens that stand in the prompt only, whose logits nobody has computed, what follows them there is known.
 
     branches:   1 proposes a chain. More propose a fixed tree of K tokens, best first, with at most that many after each token; it
                 pays where a pass over more tokens costs little more.
@@ -76,24 +76,29 @@ class RecyclingDraft(Draft):
     def observe(self, proposal: Proposal, logits: torch.Tensor) -> None:
         """The successors of the root and of every drafted token; of equal tokens in one pass, that nearest to the root counts."""
         vocab = min(self.context.vocab_size, logits.shape[-1])
-        self.matrices = self.matrices or self._blank(len(logits), vocab)
+        self.matrices = self.matrices or self._new(self.context.rows, vocab)
         best = logits[..., :vocab].topk(self.matrices[0].shape[1]).indices.int().cpu().numpy()
         for b, (row, drafted, size) in enumerate(zip(self.context.rows, proposal.tokens.tolist(), proposal.sizes)):
             nodes = {token: node for node, token in reversed(list(enumerate([row[-1], *drafted[:size]])))}
             self.matrices[b][list(nodes)] = best[b, list(nodes.values())]
 
-    def _blank(self, rows: int, vocab: int) -> list[np.ndarray]:
-        shape = vocab, min(self.successors, vocab)
+    def _new(self, rows: list[list[int]], vocab: int) -> list[np.ndarray]:
+        """The matrices of the rows, with the pairs of their prompts (the last of each token) where nothing is known."""
+        shape, shared = (vocab, min(self.successors, vocab)), self.remember or not self.context.sampler.do_sample
+        blank = [np.full(shape, UNKNOWN, np.int32) for _ in range(1 if shared else len(rows))]
         if self.remember:
-            if self.kept is None or self.kept.shape != shape:
-                self.kept = np.full(shape, UNKNOWN, np.int32)
-            return [self.kept] * rows
-        if self.context.sampler.do_sample:
-            return [np.full(shape, UNKNOWN, np.int32) for _ in range(rows)]
-        return [np.full(shape, UNKNOWN, np.int32)] * rows
+            self.kept = blank[0] if self.kept is None or self.kept.shape != shape else self.kept
+            blank = [self.kept]
+        matrices = blank * len(rows) if shared else blank
+        for matrix, row in zip(matrices, rows):
+            for token, after in zip(row[-2::-1], row[:0:-1]):
+                if token < vocab and after < vocab and matrix[token, 0] == UNKNOWN:
+                    matrix[token, 0] = after
+        return matrices
 
     def prior(self, strength: int) -> tuple[float, float]:
-        return RATES[0], RATES[0]
+        """Rates measured on SmolLM2-135M-Instruct's greedy answers to Spec-Bench's prompts."""
+        return 0.27, 0.5
 
     def keep(self, rows: list[int]) -> None:
         self.matrices = [self.matrices[row] for row in rows]
