@@ -60,7 +60,7 @@ bench: venv
 	$(VENV)/bin/hf-specdec bench $(BENCH_ARGS)
 
 lint: venv
-	$(VENV)/bin/ruff check src tests custom_generate
+	$(VENV)/bin/ruff check src tests recipes benchmarks custom_generate
 
 clean:
 	rm -rf $(VENV) $(LOWEST) build dist .pytest_cache .ruff_cache src/hf_specdec.egg-info
