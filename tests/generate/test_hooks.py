@@ -141,6 +141,13 @@ def test_a_draft_serves_stock_decoding_and_ours_in_turn(target, expected, monkey
         assert stock_assisted(target, ROWS[0], draft, patched) == expected[0]
 
 
+def test_stock_decoding_goes_on_with_the_same_text_after_a_call_of_ours(target):
+    for draft in (PromptLookupDraft(), ModelDraft(perturbed(target))):
+        before = draft.get_candidates(torch.tensor(ROWS[:1]))[0]
+        target.generate(**padded(ROWS), custom_generate=SpeculativeDecoder(draft, {"num_assistant_tokens": 3}), **OPTIONS)
+        assert torch.equal(draft.get_candidates(torch.tensor(ROWS[:1]))[0], before)
+
+
 def test_stock_decoding_is_batch_1(target):
     with pytest.raises(ValueError, match="batch size 1"):
         PromptLookupDraft().get_candidates(torch.tensor([[1, 2], [3, 4]]))

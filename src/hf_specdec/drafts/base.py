@@ -93,7 +93,8 @@ class Draft(CandidateGenerator):
         """Only these rows (indices into the present batch) go on."""
 
     def finish(self) -> None:
-        """The call is over, also after an error or Ctrl-C: release everything that belongs to it."""
+        """The call is over, also after an error or Ctrl-C: release everything that belongs to it, then call this one."""
+        self._stock = None
 
     # --- the same object under stock assisted decoding --------------------------------------------------------------
 

@@ -127,6 +127,7 @@ class ModelDraft(Draft):
             self.cached.cache.layers.clear()
         self.context = None
         self.drafted = []
+        super().finish()
 
     def _stock_vocab_size(self) -> int:
         return self.traits.vocab_size

@@ -82,6 +82,7 @@ class PromptLookupDraft(Draft):
 
     def finish(self) -> None:
         self.indices, self.matches = [], []
+        super().finish()
 
 
 def _group(n: int) -> int:

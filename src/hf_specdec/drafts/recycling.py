@@ -104,7 +104,8 @@ class RecyclingDraft(Draft):
         self.matrices = [self.matrices[row] for row in rows]
 
     def finish(self) -> None:
-        self.matrices, self.context, self.shown, self._stock = [], None, None, None
+        self.matrices, self.context, self.shown = [], None, None
+        super().finish()
 
     def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, num_matches: int) -> None:
         """Stock assisted decoding shows its logits here; they follow the tokens of the last `get_candidates`."""

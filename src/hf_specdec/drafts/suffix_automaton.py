@@ -205,7 +205,8 @@ class SuffixAutomatonDraft(Draft):
         self.rows = [self.rows[row] for row in rows]
 
     def finish(self) -> None:
-        self.rows, self._stock = [], None
+        self.rows = []
+        super().finish()
 
 
 def _group(n: int) -> int:
