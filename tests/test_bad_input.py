@@ -119,7 +119,7 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "value", "words"), OPTIONS, ids=[f"{name}={value}" for name, value, _ in OPTIONS])
+@pytest.mark.parametrize(("name", "value", "words"), OPTIONS, ids=[f"{name}={getattr(value, 'name', value)}" for name, value, _ in OPTIONS])
 def test_a_wrong_option_is_refused_as_dict_key_and_in_a_config_file(name, value, words, tmp_path):
     model = enabled(tiny_llama())
     with refused(model, words=words):
