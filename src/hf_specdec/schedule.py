@@ -107,6 +107,7 @@ class AutoSchedule:
     MARGIN = 1.03       # a gain below this is taken for noise
     PLAIN_EVERY = 48    # rounds between two looks at what a plain step costs
     PATIENCE = 16, 64   # plain rounds before the first probe, and at most
+    START, STEP = 4, 2  # the first K; how much more a draft that costs something may be asked for than the last time
 
     def __init__(self, k_max: int, cost_ratio: float | None, timed: bool = True, prior=None):
         self.k_max = k_max
@@ -115,6 +116,7 @@ class AutoSchedule:
         self.estimates: dict[int, AcceptanceEstimate] = {}
         self.idle, self.patience = 0, self.PATIENCE[0]
         self.since_plain = self.PLAIN_EVERY if timed else 0
+        self.reach = self.START + self.STEP if cost_ratio else k_max
 
     def estimate(self, strength: int) -> AcceptanceEstimate:
         if strength not in self.estimates:
@@ -123,7 +125,7 @@ class AutoSchedule:
 
     def next_k(self, evidence: list[int], room: list[int]) -> list[int]:
         self.evidence = evidence
-        caps = [max(min(self.k_max, left - 1), 0) if strength >= 0 else 0 for strength, left in zip(evidence, room)]
+        caps = [max(min(self.k_max, self.reach, left - 1), 0) if strength >= 0 else 0 for strength, left in zip(evidence, room)]
         k = self._best(evidence, caps)
         if k:
             self.idle, self.patience = 0, self.PATIENCE[0]
@@ -138,7 +140,7 @@ class AutoSchedule:
     def _best(self, evidence: list[int], caps: list[int]) -> int:
         plain = self.cost(0)
         if plain is None or not any(caps):
-            return min(4, max(caps, default=0))
+            return min(self.START, max(caps, default=0))
         kinds = [(self.estimate(strength), cap) for strength, cap in zip(evidence, caps)]
         best, best_rate = 0, self.MARGIN * len(caps) / plain
         for k in range(1, max(caps) + 1):
@@ -151,8 +153,10 @@ class AutoSchedule:
         for strength, n, hits in zip(self.evidence, proposed, accepted):
             if n:
                 self.estimate(strength).update(n, hits)
+        k = max(proposed, default=0)
+        if k and self.reach < self.k_max:
+            self.reach = k + self.STEP
         if seconds is None:
             return
-        k = max(proposed, default=0)
         self.cost.update(k, seconds)
         self.since_plain = 0 if k == 0 or not self.cost.timed else self.since_plain + 1
