@@ -8,13 +8,14 @@
 Importing this package registers the quantisation method "mx" with transformers.
 """
 
-from .compress import compress, dequantize
+from .compress import compress
 from .formats import FORMATS
 from .kernels.cpu import kernel_info, set_kernel_path
 from .linear import MXLinear
 from .packed import quantize
 from .quality import compare
 from .quantizer import MXConfig, load
+from .swap import dequantize
 
 __all__ = [
     "FORMATS",

@@ -10,13 +10,13 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from .compress import NOT_FINITE, compress_layer, dense_report, dequantize, replace, untie
 from .formats import DEFAULT_FORMAT, DEFAULT_RULE, check_rule, get_format
 from .linear import MXLinear
 from .packed import quantize
 from .plan import check_skip, check_some, plan
 from .report import CompressionReport, LayerReport, weight_error
 from .stored import check_files
+from .swap import NOT_FINITE, compress_layer, dense_report, dequantize, replace, untie
 
 METHOD = "mx"
 VERSION = 1  # of what is saved: the packing and the names of the tensors
@@ -195,14 +195,6 @@ def attach(model, config: MXConfig) -> None:
     model.hf_quantizer, model.config.quantization_config = quantizer, config
     model.is_quantized, model.quantization_method = True, METHOD
     model.config._is_quantized = True
-
-
-def detach(model) -> None:
-    """Undo `attach`."""
-    for owner, name in ((model, "hf_quantizer"), (model, "quantization_method"), (model.config, "quantization_config")):
-        if hasattr(owner, name):
-            delattr(owner, name)
-    model.is_quantized = model.config._is_quantized = False
 
 
 # arguments of from_pretrained that say where the config is, too

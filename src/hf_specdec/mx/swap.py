@@ -1,0 +1,87 @@
+"""Swap a model's Linear layers for `MXLinear` ones, one at a time, and back."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from .linear import MXLinear
+from .packed import quantize
+from .plan import Choice
+from .report import LayerReport, weight_error
+
+NOT_FINITE = "{} holds a NaN or an infinity, which MX blocks cannot keep: leave the layer out with skip=, or mend the weights."
+
+
+def compress_layer(model: nn.Module, choice: Choice, scale_rule: str, measure: bool) -> LayerReport:
+    """Swap one layer, if it has a format, and say what that did."""
+    if choice.format is None:
+        return dense_report(choice.name, choice.module, choice.reason)
+    linear, note = choice.module, ""
+    before = linear.weight.numel() * linear.weight.element_size()
+    if _is_tied(model, linear):
+        before, note = 0, "untied from the embedding, which stays dense"
+    packed = quantize(linear.weight, choice.format, scale_rule)
+    error = weight_error(linear.weight.detach(), packed) if measure else (None, None)
+    replace(model, choice.name, MXLinear.from_packed(packed, linear))
+    return LayerReport(choice.name, tuple(linear.weight.shape), choice.format.name, before, packed.nbytes, *error, note)
+
+
+def dense_report(name: str, module: nn.Module, reason: str) -> LayerReport:
+    """A module that stays as it is, for that reason."""
+    weights = [p for p in module._parameters.values() if p is not None and p.dim() >= 2]
+    size = sum(p.numel() * p.element_size() for p in weights)
+    return LayerReport(name, tuple(weights[0].shape), None, size, size, note=reason)
+
+
+def _is_tied(model: nn.Module, linear: nn.Linear) -> bool:
+    """Whether the layer's weight is the embedding's, too."""
+    return any(module.weight is linear.weight for module in model.modules() if isinstance(module, nn.Embedding))
+
+
+def replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Put `module` in the place of that name."""
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)
+
+
+def untie(model: nn.Module) -> None:
+    """A compressed head no longer shares the embedding's weight: the config must not say that it does."""
+    find = getattr(model, "get_output_embeddings", None)
+    if find is None or not isinstance(find(), MXLinear):
+        return
+    for config in (model.config, model.config.get_text_config()):
+        if getattr(config, "tie_word_embeddings", False):
+            config.tie_word_embeddings = False
+
+
+def dequantize(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+    """Swap a model's MX layers for dense ones, in `dtype` (the model's own without it), in place, and return the model."""
+    names = [name for name, module in model.named_modules() if isinstance(module, MXLinear)]
+    if not names:
+        raise ValueError("model has no MX layers to dequantise.")
+    given, dtype = dtype, getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if given is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"dtype={given!r} is no floating-point type of torch: take float32, bfloat16 or float16.")
+    dtype = dtype or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    for name in names:
+        replace(model, name, model.get_submodule(name).to_linear(dtype))
+    _forget(model)
+    return model
+
+
+def _forget(model: nn.Module) -> None:
+    """Take away what `compress` left beside the layers; a model with adapters hands it to the model they are for."""
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if hasattr(model, "mx_report"):
+        del model.mx_report
+    if hasattr(model, "config") and hasattr(model, "save_pretrained"):
+        detach(model)
+
+
+def detach(model) -> None:
+    """Undo `attach`."""
+    for owner, name in ((model, "hf_quantizer"), (model, "quantization_method"), (model.config, "quantization_config")):
+        if hasattr(owner, name):
+            delattr(owner, name)
+    model.is_quantized = model.config._is_quantized = False
