@@ -213,7 +213,8 @@ def test_it_learns_under_stock_assisted_decoding(monkeypatch):
     monkeypatch.setattr(type(target), "_get_candidate_generator", lambda self, **kwargs: draft)
     ids = torch.tensor([row])
     options = dict(attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False, pad_token_id=0)
-    assert target.generate(ids, prompt_lookup_num_tokens=3, **options)[0, 12:].tolist() == plain(target, [row])[0]
+    text = target.generate(ids, prompt_lookup_num_tokens=3, **options)[0, 12:32].tolist()  # 5.10 leaves the cap to the draft
+    assert text == plain(target, [row])[0]
     assert known(draft.matrices[0]) - set(row) and draft.shown.tree.is_chain
 
 
