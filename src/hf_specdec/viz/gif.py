@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rich.cells import cell_len
 
 from .canvas import new_figure
+from .text import RACE_NOTE
 
 if TYPE_CHECKING:
     from .races import Race
@@ -71,9 +72,7 @@ class Picture:
             axes = self.figure.add_axes(place, xlim=(0, COLUMNS), ylim=(ROWS, 0), xticks=[], yticks=[])
             axes.set_title(lap.label, fontsize=FONT + 1, fontweight="bold", parse_math=False)
             self.panels.append(axes)
-        from .races import NOTE
-
-        self.figure.text(0.5, 0.5 * LINE / height, NOTE, ha="center", fontsize=FONT - 1, color="#555555", wrap=True)
+        self.figure.text(0.5, 0.5 * LINE / height, RACE_NOTE, ha="center", fontsize=FONT - 1, color="#555555", wrap=True)
 
     def draw(self, now: float) -> None:
         """The state after so many seconds."""

@@ -15,9 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from .highlights import DRAFTED
+from .text import RACE_NOTE as NOTE
 from .text import Detokenizer, visible
 
-NOTE = "Replay at measured times: each arm ran alone, one after the other, never at once."
 Line = list[tuple[str, bool]]
 
 

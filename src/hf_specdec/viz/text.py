@@ -7,6 +7,8 @@ import unicodedata
 
 HARMLESS = {"\n", "\t"}
 
+RACE_NOTE = "Replay at measured times: each arm ran alone, one after the other, never at once."
+
 
 def visible(text: str) -> str:
     """Control, zero-width, bidirectional and unassigned characters and line separators, spelled out as <U+XXXX>."""
