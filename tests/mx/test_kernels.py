@@ -287,3 +287,20 @@ def test_a_row_has_the_same_bits_on_every_number_of_threads(name, n, path, dtype
         torch.set_num_threads(before)
     assert all(same_bits(found[0], other) for other in found[1:])
     assert same_bits(found[0][:1], found[0][40:41]) and same_bits(found[0][:5], found[0][41:])
+
+
+@pytest.mark.parametrize("path", [path for path in ("portable", "avx2") if path in cpu.kernel_info()["available"]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_many_rows_on_the_narrow_paths_are_torchs_product_of_the_same_weights(path, dtype):
+    torch.manual_seed(0)
+    layer = MXLinear.from_linear(torch.nn.Linear(96, 1061))
+    x = torch.randn(2, 40, 96).to(dtype)
+    with torch.no_grad():
+        exact = x.double() @ layer.packed().dequantize(torch.float64).T + layer.bias.double()
+        cpu.set_kernel_path(path)
+        try:
+            y = layer(x)
+        finally:
+            cpu.set_kernel_path(None)
+    assert y.shape == (2, 40, 1061) and y.dtype == dtype
+    assert torch.allclose(y.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-4)

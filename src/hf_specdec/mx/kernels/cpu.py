@@ -17,6 +17,8 @@ from .build import BuildError, build, packaged_library
 
 ROWS = 16  # of a tile
 ABI = 1
+WIDE, PANEL = 64, 1024  # rows of x from which on the paths in NARROW leave the product to torch; outputs they decode at a time
+NARROW = (0, 1)  # portable and avx2
 PATHS = ("portable", "avx2", "avx512f", "avx512_bf16")  # as in csrc/mx.h
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _NUMBERS = {name: number for number, name in enumerate((*FORMATS, "bf16"))}
@@ -199,11 +201,28 @@ class Kernel:
             x = x.contiguous()
         out = x.new_empty((*x.shape[:-1], self.n))
         rows = x.numel() // self.k
+        if rows > WIDE and kernel_path() in NARROW:
+            return self._by_panels(x)
         if rows and self.multiply(
             self.address, x.data_ptr(), out.data_ptr(), rows, DTYPES[x.dtype], kernel_path(), torch.get_num_threads()
         ):
             raise MemoryError(f"no memory for {rows} rows of activations.")
         return out
+
+    def _by_panels(self, x: torch.Tensor) -> torch.Tensor:
+        """Many rows where the kernel is slower than torch: stretches of the weights in float32, and torch's own product."""
+        flat = x.reshape(-1, self.k).float()
+        out = flat.new_empty(flat.shape[0], self.n)
+        for first in range(0, self.n, PANEL):
+            last = min(first + PANEL, self.n)
+            panel = flat.new_empty(last - first, self.k)
+            library().mx_dequantize(
+                self.address, first // ROWS, -(-(last - first) // ROWS), panel.data_ptr(), 0, torch.get_num_threads()
+            )
+            out[:, first:last] = flat @ panel.T
+        if self.bias is not None:
+            out += self.bias
+        return out.to(x.dtype).view(*x.shape[:-1], self.n)
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """The weights `[N, K]` in `dtype`."""
