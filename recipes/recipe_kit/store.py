@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from pathlib import Path
 from typing import Any
+
+from hf_specdec.bench.report import finite
 
 from .recipe import RecipeError
 
@@ -44,7 +45,7 @@ class Store:
 
     def save(self) -> None:
         """Strict JSON, one run a line; what is not finite becomes null."""
-        data = _finite(self.data)
+        data = finite(self.data)
         runs = ",\n  ".join(json.dumps(run, allow_nan=False) for run in data.pop("runs"))
         parts = [f"{json.dumps(key)}: {json.dumps(value, indent=1, allow_nan=False)}" for key, value in data.items()]
         text = "{\n" + ",\n".join([*parts, f'"runs": [\n  {runs}\n]']) + "\n}\n"
@@ -55,11 +56,3 @@ class Store:
             os.replace(partial, self.path)
         finally:
             partial.unlink(missing_ok=True)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

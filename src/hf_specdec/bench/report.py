@@ -96,14 +96,15 @@ def headline(report: dict[str, Any]) -> str:
 
 def save_json(report: dict[str, Any], path: str | Path) -> None:
     """Strict JSON: what is not finite becomes null."""
-    Path(path).write_text(json.dumps(_finite(report), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    Path(path).write_text(json.dumps(finite(report), indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """The same data with None for NaN and infinities, which JSON does not have."""
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -93,4 +93,22 @@ MX_INLINE __attribute__((target("avx512f,avx512bw"))) __m512 mx_load_scales(cons
     __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
     return _mm512_castsi512_ps(_mm512_max_epu32(_mm512_slli_epi32(bytes, 23), _mm512_set1_epi32(1 << 22)));
 }
+
+/* NAME, a function of its own for each width of code: `run` is inlined with that width as a constant. */
+#define FOR_WIDTH(NAME, TARGET, BITS, INTEGER)                                                                       \
+    static __attribute__((target(TARGET), noinline)) void NAME(const mx_job *job, int64_t first, int64_t last) {     \
+        run(job, first, last, BITS, INTEGER);                                                                        \
+    }
+#define BY_WIDTH(NAME, TARGET)                                                                                       \
+    FOR_WIDTH(bits4, TARGET, 4, 0)                                                                                   \
+    FOR_WIDTH(bits6, TARGET, 6, 0)                                                                                   \
+    FOR_WIDTH(bits8, TARGET, 8, 0)                                                                                   \
+    FOR_WIDTH(integers, TARGET, 8, 1)                                                                                \
+    FOR_WIDTH(dense, TARGET, 16, 0)                                                                                  \
+    void NAME(const mx_job *job, int64_t first, int64_t last) {                                                      \
+        const mx_layer *l = job->layer;                                                                              \
+        const mx_run f = l->bits == 4 ? bits4 : l->bits == 6 ? bits6 : l->bits == 16 ? dense                         \
+                         : l->format == MX_INT8 ? integers : bits8;                                                  \
+        f(job, first, last);                                                                                         \
+    }
 #endif

@@ -157,22 +157,5 @@ MX_INLINE __attribute__((target(TARGET_BF16))) void run(const mx_job *job, int64
     free(totals);
 }
 
-#define WIDTH(NAME, BITS, INTEGER)                                                                                   \
-    static __attribute__((target(TARGET_BF16), noinline)) void NAME(const mx_job *job, int64_t first, int64_t last) { \
-        run(job, first, last, BITS, INTEGER);                                                                        \
-    }
-WIDTH(bits4, 4, 0)
-WIDTH(bits6, 6, 0)
-WIDTH(bits8, 8, 0)
-WIDTH(integers, 8, 1)
-WIDTH(dense, 16, 0)
-
-void mx_run_avx512_bf16(const mx_job *job, int64_t first, int64_t last) {
-    const mx_layer *l = job->layer;
-    if (l->bits == 4) bits4(job, first, last);
-    else if (l->bits == 6) bits6(job, first, last);
-    else if (l->bits == 16) dense(job, first, last);
-    else if (l->format == MX_INT8) integers(job, first, last);
-    else bits8(job, first, last);
-}
+BY_WIDTH(mx_run_avx512_bf16, TARGET_BF16)
 #endif

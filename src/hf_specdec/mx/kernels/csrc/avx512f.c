@@ -57,27 +57,14 @@ MX_INLINE __attribute__((target(TARGET_F))) void multiply(const mx_job *job, int
     }
 }
 
-#define ROWS(R, BITS, INTEGER) case R: multiply(job, group, group + 1, m0, R, BITS, INTEGER); break;
-#define WIDTH(NAME, BITS, INTEGER)                                                                                   \
-    static __attribute__((target(TARGET_F), noinline)) void NAME(const mx_job *job, int64_t first, int64_t last) {   \
-        for (int64_t group = first; group < last; group++)                                                           \
-            for (int64_t m0 = 0; m0 < job->m; m0 += 4)                                                               \
-                switch (job->m - m0 < 4 ? job->m - m0 : 4) {                                                         \
-                    ROWS(1, BITS, INTEGER) ROWS(2, BITS, INTEGER) ROWS(3, BITS, INTEGER) ROWS(4, BITS, INTEGER)       \
-                }                                                                                                    \
-    }
-WIDTH(bits4, 4, 0)
-WIDTH(bits6, 6, 0)
-WIDTH(bits8, 8, 0)
-WIDTH(integers, 8, 1)
-WIDTH(dense, 16, 0)
+#define ROWS(R) case R: multiply(job, group, group + 1, m0, R, bits, integer); break;
 
-void mx_run_avx512f(const mx_job *job, int64_t first, int64_t last) {
-    const mx_layer *l = job->layer;
-    if (l->bits == 4) bits4(job, first, last);
-    else if (l->bits == 6) bits6(job, first, last);
-    else if (l->bits == 16) dense(job, first, last);
-    else if (l->format == MX_INT8) integers(job, first, last);
-    else bits8(job, first, last);
+MX_INLINE __attribute__((target(TARGET_F))) void run(const mx_job *job, int64_t first, int64_t last, const int bits,
+                                                    const int integer) {
+    for (int64_t group = first; group < last; group++)
+        for (int64_t m0 = 0; m0 < job->m; m0 += 4)
+            switch (job->m - m0 < 4 ? job->m - m0 : 4) { ROWS(1) ROWS(2) ROWS(3) ROWS(4) }
 }
+
+BY_WIDTH(mx_run_avx512f, TARGET_F)
 #endif
