@@ -94,6 +94,17 @@ def speedup(alpha: float, k: int, draft_cost: float, verify_cost: Callable[[int]
     return expected_tokens(alpha, k) / (verify + k * _ratio("draft_cost", draft_cost))
 
 
+def memory_bound_speedup(block_efficiency: float, k: float, c: float) -> float:
+    """MBSU, what speculation gains if reading weights is all that costs: block efficiency / (k c + 1).
+
+    Goel et al. 2024 (arXiv 2403.00858), with c the draft's parameters over the target's (0 without a draft model). k: tokens drafted
+    per round, a mean that need not be whole. It is Theorem 3.8 of Leviathan et al. 2023 with the tokens per round counted, not expected.
+    """
+    if not 0 <= k < math.inf:
+        raise ValueError(f"k={k!r} must be a number of drafted tokens, 0 or more.")
+    return _ratio("block_efficiency", block_efficiency) / (k * _ratio("c", c) + 1)
+
+
 def _check(alpha: float, k: int) -> None:
     if not 0 <= alpha <= 1:
         raise ValueError(f"alpha={alpha!r} must be an acceptance rate in 0..1.")

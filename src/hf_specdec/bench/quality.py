@@ -1,0 +1,150 @@
+"""Is the quality unchanged? Exact match, ROUGE, and pass@1 of generated Python, which is run in a limited process of its own.
+
+Nothing a model wrote is ever run in this process.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from . import guard
+
+ISOLATION = ("namespace", "audit")
+ENDS = ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint(", "\n@", "\nassert ", "\n```")  # what follows a finished function
+FIELDS = ("task_id", "prompt", "test", "entry_point")
+
+
+def exact_match(ours: Sequence, plain: Sequence) -> float:
+    """Share of outputs that are equal, of outputs in the same order (texts, or lists of token ids)."""
+    if len(ours) != len(plain) or not len(ours):
+        raise ValueError(f"exact_match compares as many outputs on both sides, at least one: {len(ours)} and {len(plain)} were given.")
+    return sum(a == b for a, b in zip(ours, plain)) / len(ours)
+
+
+def rouge(ours: Sequence[str | Sequence[int]], plain: Sequence[str | Sequence[int]]) -> dict[str, float]:
+    """Mean F-measures "rouge1", "rouge2", "rougeL" (Lin 2004), computed by the package rouge_score. Words are those of a text, or the
+    ids of a list of token ids. ImportError, with the remedy, without the package."""
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError:
+        raise ImportError("ROUGE needs the package rouge_score: pip install 'hf-specdec[quality]'") from None
+    if len(ours) != len(plain) or not len(ours):
+        raise ValueError(f"rouge compares as many outputs on both sides, at least one: {len(ours)} and {len(plain)} were given.")
+    names = ["rouge1", "rouge2", "rougeL"]
+    on_ids = not isinstance(ours[0], str)
+    scorer = RougeScorer(names, tokenizer=_Ids()) if on_ids else RougeScorer(names)
+    pairs = [tuple(" ".join(map(str, side)) if on_ids else side for side in pair) for pair in zip(plain, ours)]
+    scores = [scorer.score(*pair) for pair in pairs]
+    return {name: sum(score[name].fmeasure for score in scores) / len(scores) for name in names}
+
+
+class _Ids:
+    """What rouge_score takes for a tokenizer: the text is ids with blanks between them."""
+
+    def tokenize(self, text: str) -> list[str]:
+        return text.split()
+
+
+# --- pass@1 ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A task of HumanEval (Chen et al. 2021): a prompt that ends in a function's docstring, and a test that defines check(f)."""
+
+    task_id: str
+    prompt: str
+    test: str
+    entry_point: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """reason: "passed", "failed" (an error, a wrong result or an early exit), "timeout"; detail: the last line it wrote."""
+
+    task_id: str
+    reason: str
+    detail: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return self.reason == "passed"
+
+    def to_dict(self) -> dict[str, str]:
+        return asdict(self)
+
+
+def load_problems(path: str | Path) -> list[Problem]:
+    """The tasks of a JSONL file of HumanEval; ValueError naming file, line and field otherwise."""
+    problems = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            fields = {name: record[name] for name in FIELDS}
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}:{number}: not a task of HumanEval ({error}); a line has {', '.join(FIELDS)}.") from None
+        if not all(isinstance(value, str) for value in fields.values()) or not fields["entry_point"].isidentifier():
+            raise ValueError(f"{path}:{number}: {', '.join(FIELDS)} must be texts, and entry_point a name.")
+        problems.append(Problem(**fields))
+    if not problems:
+        raise ValueError(f"{path} holds no task.")
+    return problems
+
+
+def function_of(completion: str) -> str:
+    """The completion up to where the next thing at the margin begins."""
+    ends = [place for end in ENDS if (place := completion.find(end)) >= 0]
+    return completion[: min(ends)] if ends else completion
+
+
+def run_problem(problem: Problem, completion: str, seconds: int = 10, memory: int = 2**30, isolation: str = "namespace") -> Outcome:
+    """Run prompt + completion + test in a process of its own, in a temporary folder, under `bench.guard`.
+
+    seconds: of wall and of CPU time. memory: bytes of address space. isolation: "namespace" (Linux; no network at all), or "audit"
+    for systems that allow no namespaces (network refused in Python only). RuntimeError, with the remedy, where namespaces cannot be
+    had. The process group is killed at the end, whatever happens, also on Ctrl-C.
+    """
+    if isolation not in ISOLATION:
+        raise ValueError(f"isolation={isolation!r} is not known; choose one of {list(ISOLATION)}.")
+    nonce = secrets.token_hex(16)
+    with tempfile.TemporaryDirectory(prefix="hf_specdec_pass1_") as folder:
+        candidate = Path(folder) / "candidate.py"
+        candidate.write_text(f"{problem.prompt}{completion}\n\n{problem.test}\n\ncheck({problem.entry_point})\n", encoding="utf-8")
+        command = [sys.executable, "-I", "-S", "-B", guard.__file__, str(candidate), str(seconds), str(memory), isolation]
+        environment = {"HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "PATH": ""}
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                                   encoding="utf-8", errors="replace", cwd=folder, env=environment, start_new_session=True)
+        try:
+            output, _ = process.communicate(nonce + "\n", timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return Outcome(problem.task_id, "timeout", f"more than {seconds} s")
+        finally:
+            process.kill()
+            process.wait()
+    if process.returncode == guard.NO_NAMESPACE:
+        raise RuntimeError('this system allows no network namespace, so generated code could reach the network: run as root in a container, '
+                           'or pass isolation="audit", which refuses sockets in Python only.')
+    lines = output.strip().splitlines()
+    passed = process.returncode == 0 and bool(lines) and lines[-1] == nonce
+    return Outcome(problem.task_id, "passed" if passed else "failed", "" if passed else lines[-1][:200] if lines else "no output")
+
+
+def pass_at_1(problems: Iterable[Problem], completions: Iterable[str], step: Callable[[], None] = lambda: None, **limits) -> tuple[float, list[Outcome]]:
+    """(share that passes, outcomes); one completion for each problem, cut by `function_of`. limits: those of `run_problem`.
+    step() is called after each."""
+    outcomes = []
+    for problem, completion in zip(problems, completions, strict=True):
+        outcomes.append(run_problem(problem, function_of(completion), **limits))
+        step()
+    if not outcomes:
+        raise ValueError("pass_at_1 needs at least one problem.")
+    return sum(outcome.passed for outcome in outcomes) / len(outcomes), outcomes
