@@ -1,4 +1,5 @@
-"""What the recipes share: loading or building a pair of models, running it four ways, keeping and reporting what was measured."""
+"""What the recipes share. `Recipe`, `main`: loading or building a pair of models, running it four ways, keeping and reporting what was
+measured. `study`, `study_cli`: the same for recipes that measure acceptance, row by row."""
 
 from .cli import main
 from .recipe import Recipe, RecipeError

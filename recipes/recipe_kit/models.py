@@ -14,7 +14,7 @@ from .memory import Size, check_memory, size_of
 from .recipe import Recipe, RecipeError, text_prompts, token_prompts
 
 PERIOD = 2**22 - 3  # odd, so that no two rows of a matrix are alike
-OUTPUTS = ("o_proj", "down_proj", "out_proj", "fc_out")
+OUTPUTS = ("o_proj", "down_proj", "out_proj", "fc_out", "c_proj")
 
 
 @dataclass

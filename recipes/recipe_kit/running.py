@@ -83,7 +83,7 @@ class Runner:
         prompt, plain = pair.prompts[name], PLAIN_OF.get(arm)
         oracle = self.store.find(repetition, name, plain)["tokens"] if plain else []
         target, seed = targets[plain or arm], repetition * len(self.names) + self.names.index(name)
-        with measured(target) as cost, _FirstPass(target) as first:
+        with measured(target) as cost, FirstPass(target) as first:
             answer = self._generate(arm, targets, pair.draft, prompt, self.options.new_tokens, oracle, seed)
         trace, tokens = answer.trace, answer.tokens[0]
         rounds = [[e.proposed, e.accepted, e.committed] for entries in trace.rounds for e in entries] if trace else []
@@ -115,7 +115,7 @@ class Runner:
         runs = {(arm, width): target for arm, target in targets.items() for width in (1, self.options.k + 1)}
         if pair.draft is not None:
             runs["draft", 1] = pair.draft
-        forwards = {key: _forward(model, key[1]) for key, model in runs.items()}
+        forwards = {key: timed_forward(model, key[1]) for key, model in runs.items()}
         seconds: dict[tuple, list[float]] = {key: [] for key in runs}
         for _ in range(self.options.cost_repetitions):
             for key, forward in forwards.items():
@@ -146,7 +146,7 @@ class Runner:
             self.store.save()
 
 
-class _FirstPass:
+class FirstPass:
     """Seconds until the first forward of the model has ended, awaited also on a GPU."""
 
     seconds = float("nan")
@@ -173,7 +173,7 @@ def _wait(model) -> None:
         torch.cuda.synchronize(model.device)
 
 
-def _forward(model, width: int) -> Callable[[], float]:
+def timed_forward(model, width: int) -> Callable[[], float]:
     """A function that times one forward of `width` tokens on top of a filled cache."""
     text = torch.arange(CONTEXT + width, device=model.device) % model.config.vocab_size
     with torch.no_grad():

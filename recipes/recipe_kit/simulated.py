@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from hf_specdec.drafts.base import Context
+from hf_specdec.drafts.base import Context, Draft
 from hf_specdec.drafts.model import ModelDraft
 from hf_specdec.proposal import Proposal
 
@@ -37,11 +37,32 @@ class SimulatedDraft(ModelDraft):
         if not size:
             return proposal
         done = len(context.rows[0]) - self.prompt
-        tokens = [self._token(done + i, context.vocab_size) for i in range(size)]
+        tokens = _tokens(self, done, size, context.vocab_size)
         # the draft's cache stands for these tokens from now on, so that what is accepted costs it nothing again
         self.drafted = torch.tensor([tokens], device=context.device)
         return Proposal.chain(self.drafted, None, [size], self.name)
 
-    def _token(self, place: int, vocabulary: int) -> int:
-        right = self.oracle[place] if place < len(self.oracle) else 0
-        return right if self.coin.random() < self.rate else (right + 1) % vocabulary
+
+class SimulatedTable(Draft):
+    """As `SimulatedDraft`, for a draft that costs nothing (an n-gram table): k tokens, each right with probability `rate`."""
+
+    name = "simulated"
+    trusted = False
+
+    def __init__(self, oracle: list[int], rate: float, seed: int):
+        self.oracle, self.rate, self.coin = oracle, rate, random.Random(seed)
+
+    def start(self, context: Context) -> None:
+        if context.sampler.do_sample or len(context.rows) != 1:
+            raise ValueError("SimulatedTable serves greedy decoding of one row.")
+        self.prompt = len(context.rows[0])
+
+    def propose(self, context: Context, k: list[int]) -> Proposal:
+        done = len(context.rows[0]) - self.prompt
+        return Proposal.from_lists([_tokens(self, done, k[0], context.vocab_size)], context.device, self.name)
+
+
+def _tokens(draft: SimulatedDraft | SimulatedTable, place: int, size: int, vocabulary: int) -> list[int]:
+    """For each place the target's own token, or with probability 1 - rate the one after it in the vocabulary."""
+    right = [draft.oracle[i] if i < len(draft.oracle) else 0 for i in range(place, place + size)]
+    return [token if draft.coin.random() < draft.rate else (token + 1) % vocabulary for token in right]

@@ -51,7 +51,7 @@ def _speculation(data: dict[str, Any], arm: str, runs: list[dict]) -> dict[str, 
         "mean_k": mean_k,
         "c": c,
         "width_cost": wide,
-        "predicted": step * _interpolated(alpha, mean_k, c, wide, data["settings"]["k"]),
+        "predicted": step * interpolated(alpha, mean_k, c, wide, data["settings"]["k"]),
         "identical": sum(plain[run["repetition"], run["prompt"]] == run["tokens"] for run in runs),
         "outputs": len(runs),
     }
@@ -70,7 +70,7 @@ def relative_costs(data: dict[str, Any], arm: str) -> tuple[float, float, float]
     return draft / costs["one"], costs["wide"] / costs["one"], data["costs"][BASELINE]["one"] / costs["one"]
 
 
-def _interpolated(alpha: float, mean_k: float, c: float, wide: float, k: int) -> float:
+def interpolated(alpha: float, mean_k: float, c: float, wide: float, k: int) -> float:
     """Theorem 3.8 of Leviathan et al. 2023 with the measured cost of the wide pass, at a mean K that need not be whole."""
     low, part = int(mean_k), mean_k - int(mean_k)
     weights = {low: 1 - part, low + 1: part} if part else {low: 1.0}

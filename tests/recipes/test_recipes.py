@@ -229,8 +229,8 @@ def test_the_prediction_at_a_mean_k_lies_between_its_neighbours_and_never_looks_
     from hf_specdec.theory import speedup
 
     at = [speedup(0.8, n, 0.05, lambda width: 1 + 0.4 * (width - 1) / 7) for n in (6, 7)]
-    assert kit.summary._interpolated(0.8, 6.25, 0.05, 1.4, 7) == pytest.approx(0.75 * at[0] + 0.25 * at[1])
-    assert kit.summary._interpolated(0.8, 7.0, 0.05, 0.01, 7) > 0  # a wide pass that was timed on a quieter machine
+    assert kit.summary.interpolated(0.8, 6.25, 0.05, 1.4, 7) == pytest.approx(0.75 * at[0] + 0.25 * at[1])
+    assert kit.summary.interpolated(0.8, 7.0, 0.05, 0.01, 7) > 0  # a wide pass that was timed on a quieter machine
 
 
 def test_a_simulated_draft_runs_its_model_and_leaves_the_output_as_it_is(recipes, kit):

@@ -1,0 +1,122 @@
+"""Text to train on: files, a `datasets` source, or the text shipped with the package; a tokenizer trained on it; token ids."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from .recipe import RecipeError
+
+END, UNKNOWN = "[SEP]", "[UNK]"
+HELD_OUT = 50  # every fiftieth document is kept from training, for the prompts
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """train, held_out: int64 arrays of token ids, documents one after another, each closed by END."""
+
+    tokenizer: object
+    train: np.ndarray
+    held_out: np.ndarray
+
+    def prompts(self, names: list[str], length: int) -> dict[str, list[int]]:
+        """A stretch of held-out text for every name, spread over all of it."""
+        room = len(self.held_out) - length
+        if room < len(names):
+            raise RecipeError(f"the held-out text has {len(self.held_out)} tokens, too few for {len(names)} prompts of {length}: give more text.")
+        return {name: self.held_out[i * room // len(names):][:length].tolist() for i, name in enumerate(names)}
+
+
+def documents(files: list[Path] | None, dataset: str | None, column: str, limit: int | None) -> Iterator[str]:
+    """The lines of UTF-8 files, or a column of "NAME[:SPLIT]", streamed; with neither, the lines of the text shipped with the package.
+    RecipeError names what is missing."""
+    if files and dataset:
+        raise RecipeError("--text and --dataset: give one of them.")
+    source = _of_dataset(dataset, column) if dataset else _of_files(files) if files else _shipped()
+    return islice((text for text in source if text.strip()), limit)
+
+
+def _of_files(files: list[Path]) -> Iterator[str]:
+    for path in files:
+        if not path.is_file():
+            raise RecipeError(f"--text {path}: there is no such file.")
+    for path in files:
+        try:
+            with open(path, encoding="utf-8") as lines:
+                yield from lines
+        except UnicodeDecodeError as error:
+            raise RecipeError(f"--text {path}: not a UTF-8 text file ({error}).") from error
+
+
+def _of_dataset(name: str, column: str) -> Iterator[str]:
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise RecipeError("--dataset needs the package datasets: pip install 'hf-specdec[train]'") from None
+    name, _, split = name.partition(":")
+    local = Path(name).suffix.lstrip(".")
+    try:
+        if Path(name).is_file():
+            data = load_dataset({"jsonl": "json"}.get(local, local), data_files=name, split="train", streaming=True)
+        else:
+            data = load_dataset(name, split=split or "train", streaming=True)
+    except Exception as error:  # whatever the hub client raises: a missing name, a gated set, no connection
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise RecipeError(f"--dataset {name}: cannot be read ({first}). It needs a connection to huggingface.co and, if it is gated, `hf auth "
+                          f"login`; or give text files with --text.") from error
+    for record in data:
+        if not isinstance(record.get(column), str):
+            raise RecipeError(f"--dataset {name}: there is no text in a column {column!r}; its columns are {sorted(record)}. Name one with --column.")
+        yield record[column]
+
+
+def _shipped() -> Iterator[str]:
+    from hf_specdec.bench.prompts import load_prompts
+    from hf_specdec.mx.quality import sample_text
+
+    yield from sample_text().splitlines()
+    for prompt in load_prompts():
+        yield from prompt.text.splitlines()
+
+
+def build_tokenizer(texts: Iterator[str], vocabulary: int):
+    """A WordPiece tokenizer as BERT's, lower case, of at most `vocabulary` tokens, trained on the texts."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.WordPiece(unk_token=UNKNOWN))
+    core.normalizer, core.pre_tokenizer, core.decoder = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
+    core.train_from_iterator(texts, trainers.WordPieceTrainer(vocab_size=vocabulary, special_tokens=[UNKNOWN, END], show_progress=False))
+    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token=UNKNOWN, sep_token=END)
+
+
+def build_corpus(texts, tokenizer, folder: Path | None = None, source: dict | None = None) -> Corpus:
+    """Token ids of the documents texts() gives. With a folder, they are kept there as `tokens.npz` and read again if `source` (what
+    the texts are) is the same; RecipeError if the folder holds other ones."""
+    kept = folder / "tokens.npz" if folder else None
+    if kept and kept.is_file():
+        with np.load(kept, allow_pickle=False) as stored:
+            if json.loads(str(stored["source"])) != source:
+                raise RecipeError(f"{kept} was made of other text: {stored['source']}, this call has {json.dumps(source)}. Take another --work.")
+            return Corpus(tokenizer, stored["train"], stored["held_out"])
+    end = tokenizer.convert_tokens_to_ids(END if END in tokenizer.get_vocab() else tokenizer.eos_token or END)
+    parts: tuple[list, list] = ([], [])
+    iterator, number = texts(), 0
+    while batch := list(islice(iterator, 4096)):
+        for ids in tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]:
+            parts[number % HELD_OUT == HELD_OUT // 2].append(np.array([*ids, end], np.int64))
+            number += 1
+    if not all(parts):
+        raise RecipeError(f"the text has {number} documents (lines that are not empty): at least {HELD_OUT} are needed, some to train on, some held out.")
+    train, held_out = map(np.concatenate, parts)
+    if kept:
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = kept.with_suffix(".partial.npz")
+        np.savez(partial, train=train, held_out=held_out, source=np.array(json.dumps(source)))
+        partial.replace(kept)
+    return Corpus(tokenizer, train, held_out)

@@ -1,0 +1,177 @@
+"""The command line of a `Study`, and its report."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+
+import hf_specdec
+from hf_specdec.bench.terminal import counting
+
+from .recipe import RecipeError
+from .store import Store
+from .study import Study, StudyRunner, summarise
+
+
+def main(study: Study, argv: list[str] | None = None) -> int:
+    """Run a study; the exit status. What the user can mend is one line on the standard error stream."""
+    try:
+        return _run(study, parse(study, argv))
+    except (RecipeError, ImportError, FileNotFoundError) as error:
+        print(f"{study.name}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped; what was done is kept, and the same command goes on from there", file=sys.stderr)
+        return 130
+
+
+def _run(study: Study, options: argparse.Namespace) -> int:
+    names = study.names(options)[: options.prompts]
+    path = options.out / f"{study.name}_{options.scale}.json"
+    store = Store(path, _head(study, options, names), options.restart)
+    runner = StudyRunner(study, options, names, store, lambda note: None)
+    left = len(runner.missing())
+    if left:
+        with counting(study.name, left) as runner.step:
+            runner.run()
+    else:
+        runner.run()
+    store.data["summary"] = summarise(runner.rows, store.data)
+    store.save()
+    print_report(store.data, Console(width=None if sys.stdout.isatty() else 140))
+    print(f"written: {path}")
+    if options.plot:
+        save_plot(store.data, path.with_suffix(".png"))
+        print(f"written: {path.with_suffix('.png')}")
+    return 0
+
+
+def parse(study: Study, argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=study.name, description=study.title)
+    add = parser.add_argument
+    add("--scale", choices=study.scales, required=True, help="; ".join(f"{scale}: {text}" for scale, text in study.label.items()))
+    add("--k", type=int, default=5, help="tokens drafted per round (default 5)")
+    add("--new-tokens", type=int, help=f"most new tokens a prompt (default {study.new_tokens})")
+    add("--prompts", type=int, help="only the first N prompts")
+    add("--repetitions", type=int, default=1)
+    add("--device", help="default: the GPU if there is one")
+    add("--dtype", choices=("bfloat16", "float16", "float32"), default="float32", help="default float32")
+    add("--threads", type=int)
+    add("--out", type=Path, default=Path("recipes/out"), help="folder of the JSON and the plot")
+    add("--restart", action="store_true", help="do away with the runs in the JSON")
+    add("--no-plot", dest="plot", action="store_false")
+    study.arguments(parser)
+    options = parser.parse_args(argv)
+    for name in ("k", "new_tokens", "prompts", "repetitions", "threads"):
+        if getattr(options, name) is not None and getattr(options, name) < 1:
+            raise RecipeError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be 1 or more.")
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    try:
+        options.device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(1, device=options.device)
+    except (RuntimeError, AssertionError) as error:
+        raise RecipeError(f"--device {options.device}: {str(error).splitlines()[0]}") from error
+    options.dtype = getattr(torch, options.dtype)
+    options.new_tokens = options.new_tokens or study.new_tokens[options.scale]
+    options.cost_repetitions = 15
+    study.check(options)
+    return options
+
+
+def _head(study: Study, options: argparse.Namespace, names: list[str]) -> dict[str, Any]:
+    simulated = options.scale == "shape"
+    settings = {
+        "recipe": study.name, "scale": options.scale, "k": options.k, "new_tokens": options.new_tokens, "prompts": names,
+        "repetitions": options.repetitions, "dtype": str(options.dtype).removeprefix("torch."), **study.settings(options),
+    }  # fmt: skip
+    environment = {
+        "device": torch.cuda.get_device_name(options.device) if options.device.type == "cuda" else platform.machine(),
+        "threads": torch.get_num_threads(), "python": platform.python_version(), "torch": torch.__version__,
+        "transformers": transformers.__version__, "hf_specdec": hf_specdec.__version__,
+    }  # fmt: skip
+    return {"title": study.title, "label": study.label[options.scale], "acceptance": {"kind": "SIMULATED" if simulated else "measured"},
+            "paper": study.paper, "remarks": list(study.remarks), "notes": [], "settings": settings, "environment": environment}  # fmt: skip
+
+
+# --- the report ---------------------------------------------------------------------------------------------------------
+
+
+def print_report(data: dict[str, Any], console: Console) -> None:
+    settings, environment = data["settings"], data["environment"]
+    console.print(f"[bold]{data['title']}[/bold]", highlight=False)
+    console.print(
+        f"{data['label']}; batch 1, up to {settings['new_tokens']} new tokens, {len(settings['prompts'])} prompts, repetitions: "
+        f"{settings['repetitions']}, {settings['dtype']}, {environment['device']}, threads: {environment['threads']}, "
+        f"torch {environment['torch']}, transformers {environment['transformers']}", soft_wrap=True, highlight=False, markup=False)
+    console.print(table(data))
+    for line in notes(data):
+        console.print(line, style="dim", highlight=False, markup=False)
+
+
+def table(data: dict[str, Any]) -> Table:
+    simulated = data["acceptance"]["kind"] == "SIMULATED"
+    mark = " SIMULATED" if simulated else ""
+    result = Table(header_style="bold", box=None, padding=(0, 1, 0, 0))
+    for name in ("draft", "T", "l", "K", "paper's alpha", "alpha", "judged", "block eff.", "Eq. 1", "c", "speed-up", "theory", "output"):
+        result.add_column(name, justify="left" if name in ("draft", "output") else "right", no_wrap=True)
+    for row in data["summary"]:
+        result.add_row(
+            row["draft"], str(row["temperature"]), f"{row['lenience']:g}", str(row["k"]), _text(row["paper_alpha"], "{:.2f}"),
+            _text(row["alpha"], "{:.2f}") + mark, str(row["judged"]), f"{row['block_efficiency']:.2f}", f"{row['expected']:.2f}",
+            f"{row['c']:.3f}", _text(row["speed_up"], "{:.2f}x") + ("*" if simulated else ""),
+            _text(row["predicted"], "{:.2f}x") + ("*" if simulated else ""), _output(row),
+        )  # fmt: skip
+    return result
+
+
+def _output(row: dict[str, Any]) -> str:
+    equal = "" if row["equal_to_plain"] is None else f"{row['equal_to_plain']}/{row['outputs']} = plain"
+    if not row["lossless"]:
+        return ", ".join(["LOSSY", equal] if equal else ["LOSSY"])
+    return equal or "the target's law"
+
+
+def notes(data: dict[str, Any]) -> list[str]:
+    lines = [
+        f"paper's alpha: {data['paper']}; other weights and data. alpha: accepted / judged. block eff.: tokens per target forward; Eq. 1: what "
+        "the paper's equation says of it from alpha and K. c: a draft step over a target step. speed-up: decoding, over plain decoding at the same "
+        "temperature; theory: Theorem 3.8 with the cost of a wide pass, from single forwards timed here. LOSSY: l < 1 changes the output's law."
+    ]
+    if data["acceptance"]["kind"] == "SIMULATED":
+        lines.append("* SIMULATED acceptance: the weights are random, the draft model runs, and what is proposed is replaced by right tokens at a "
+                     "stated rate. Costs are real, text and acceptance are not.")
+    return lines + data["remarks"] + data["notes"]
+
+
+def _text(value: float | None, pattern: str) -> str:
+    return "-" if value is None else pattern.format(value)
+
+
+def save_plot(data: dict[str, Any], path: Path) -> None:
+    """Alpha beside the paper's, and the speed-up beside theory."""
+    from hf_specdec.viz.canvas import PALETTE, label, new_figure
+
+    rows = data["summary"]
+    figure = new_figure(max(7.0, 0.55 * len(rows)), 6)
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    for axes, series in ((upper, {"alpha": "alpha", "paper's alpha": "paper_alpha"}), (lower, {"measured": "speed_up", "theory": "predicted"})):
+        for number, (name, key) in enumerate(series.items()):
+            known = [(i + 0.4 * number - 0.2, row[key]) for i, row in enumerate(rows) if row[key] is not None]
+            if known:
+                axes.bar(*zip(*known), 0.38, label=name, color=PALETTE[number])
+    lower.axhline(1, color="grey", linewidth=0.8)
+    names = [f"{row['draft']}\nT={row['temperature']}, l={row['lenience']:g}" for row in rows]
+    lower.set_xticks(range(len(rows)), names, fontsize=7, rotation=30 if len(rows) > 6 else 0)
+    label(upper, "", "alpha", f"{data['title']}\n{data['label']}")
+    label(lower, "", "decoding speed over plain")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
