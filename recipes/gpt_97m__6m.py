@@ -65,7 +65,7 @@ def material(options: argparse.Namespace, prompts: list[str]) -> Material:
 
 def _shape(options: argparse.Namespace, prompts: list[str]) -> Material:
     both = configs("shape", 8000)
-    check_memory(*map(size_of, both), options.dtype.itemsize, POSITIONS, True, options.device)
+    check_memory(*map(size_of, both), options.dtype.itemsize, POSITIONS, True, options.device, "")
     target, draft = (random_model(config, options.dtype, options.device) for config in both)
     rates = {name: TABLE_3[name, 0] for name in (MODEL, BIGRAM, UNIGRAM)} | {MODEL: options.acceptance}
     drafts = {name: partial(_simulated_table, rates[name]) for name in (BIGRAM, UNIGRAM)}
@@ -94,7 +94,7 @@ def _full(options: argparse.Namespace, prompts: list[str]) -> Material:
         tokenizer, pair = _folder(options.target, "--target"), _loaded(options)
         return _measured(build_corpus(texts, tokenizer), *pair, prompts)
     sizes = [size_of(config) for config in configs("full", 8000)]
-    check_memory(sizes[0], sizes[1], 16, POSITIONS * 64, True, options.device)  # weights, gradients and two moments, in float32
+    check_memory(sizes[0], sizes[1], 16, POSITIONS * 64, True, options.device, "")  # weights, gradients and two moments, in float32
     tokenizer = AutoTokenizer.from_pretrained(options.work / "tokenizer") if (options.work / "tokenizer").is_dir() else build_tokenizer(texts(), 8000)
     tokenizer.save_pretrained(options.work / "tokenizer")
     corpus = build_corpus(texts, tokenizer, options.work, source)
@@ -123,7 +123,7 @@ def _loaded(options: argparse.Namespace) -> list:
             raise RecipeError(f"{flag}: a model of width and layers {sizes[0]}; this recipe's has {sizes[1]}.")
     if found[0].vocab_size != found[1].vocab_size:
         raise RecipeError(f"--draft: a vocabulary of {found[1].vocab_size} against the target's {found[0].vocab_size}: they need one tokenizer.")
-    check_memory(*map(size_of, found), options.dtype.itemsize, POSITIONS, True, options.device)
+    check_memory(*map(size_of, found), options.dtype.itemsize, POSITIONS, True, options.device, "")
     return [_folder(folder, flag, AutoModelForCausalLM, dtype=options.dtype).to(options.device).eval()
             for folder, flag in ((options.target, "--target"), (options.draft, "--draft"))]  # fmt: skip
 

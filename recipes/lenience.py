@@ -74,7 +74,7 @@ def _check_fit(options: argparse.Namespace) -> None:
     except (OSError, ValueError) as error:
         raise RecipeError(_what_to_do(options, error)) from error
     sizes = [size_of(config) for config in configs]
-    check_memory(sizes[0], sizes[1] if options.draft else sizes[0], options.dtype.itemsize, 1024, True, options.device)
+    check_memory(sizes[0], sizes[1] if options.draft else sizes[0], options.dtype.itemsize, 1024, True, options.device, "")
 
 
 def _what_to_do(options: argparse.Namespace, error: Exception) -> str:

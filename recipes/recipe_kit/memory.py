@@ -62,7 +62,10 @@ def free_bytes(device: torch.device) -> int | None:
         return free
 
 
-def check_memory(target: Size, draft: Size | None, itemsize: int, tokens: int, phases: bool, device: torch.device) -> None:
+PART = ", or --scale shape --layers N for a part of the model"
+
+
+def check_memory(target: Size, draft: Size | None, itemsize: int, tokens: int, phases: bool, device: torch.device, remedy: str = PART) -> None:
     """RecipeError if it does not fit, with what would."""
     free = free_bytes(device)
     needed = needed_bytes(target, draft, itemsize, tokens, phases)
@@ -73,4 +76,4 @@ def check_memory(target: Size, draft: Size | None, itemsize: int, tokens: int, p
     if not phases:
         text += (f". With --phases the 16-bit runs come first and the target is then compressed in place: {smaller / 1e9:.1f} GB"
                  f"{'' if smaller <= free else ', still too much'}")
-    raise RecipeError(f"too little memory: {text}. Free some, take a larger machine, or --scale shape --layers N for a part of the model.")
+    raise RecipeError(f"too little memory: {text}. Free some, or take a larger machine{remedy}.")

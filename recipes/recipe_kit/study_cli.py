@@ -82,7 +82,7 @@ def parse(study: Study, argv: list[str] | None) -> argparse.Namespace:
         raise RecipeError(f"--device {options.device}: {str(error).splitlines()[0]}") from error
     options.dtype = getattr(torch, options.dtype)
     options.new_tokens = options.new_tokens or study.new_tokens[options.scale]
-    options.cost_repetitions = 15
+    options.cost_repetitions = 31
     study.check(options)
     return options
 
