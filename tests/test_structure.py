@@ -19,7 +19,7 @@ LEAVES = {"bench", "cli", "commands", "mx", "viz", "training"}
 # what may be imported by what comes after it; modules of one line know nothing of each other
 LINES = [
     {"tree", "registry", "theory", "noise", "compat", "kv_cache"},
-    {"proposal", "sequences", "distributions", "config", "schedule", "trace"},
+    {"proposal", "sequences", "distributions", "config", "schedule", "trace", "seq2seq"},
     {"cached_model", "acceptance.base"},
     {"probe", "acceptance.*", "drafts.base"},
     {"drafts.*", "acceptance"},

@@ -72,12 +72,12 @@ def check_call(model, input_ids, processors, generation, model_kwargs: dict, tra
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(generation, name, None) and generation.return_dict_in_generate:
             raise ValueError(f"{name}=True: not available from a pass that scores several tokens. Drop it, or use speculative=False.")
-    known = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position",
-             "output_attentions", "output_hidden_states"}
+    known = {"attention_mask", "past_key_values", "use_cache", "logits_to_keep", "cache_position", "output_attentions",
+             "output_hidden_states", *(("encoder_outputs", "decoder_attention_mask") if traits.encoder == "own" else ("position_ids",))}
     for name, value in model_kwargs.items():
         if value is not None and name not in known:
             raise ValueError(f"{name}: this model input is not supported with speculative=True. Drop it, or use speculative=False.")
-    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+    mask, positions = model_kwargs.get(traits.mask_name), model_kwargs.get("position_ids")
     real = torch.ones_like(input_ids).bool() if mask is None else mask[:, -input_ids.shape[1]:].bool()
     longest = int(real.sum(-1).max())
     if traits.max_positions and longest > traits.max_positions:
@@ -85,7 +85,9 @@ def check_call(model, input_ids, processors, generation, model_kwargs: dict, tra
     if positions is not None and positions.shape == real.shape and not torch.equal(positions[real], (real.cumsum(-1) - 1)[real]):
         raise ValueError("position_ids: the loop counts positions itself, from each row's first token. Drop it, or use speculative=False.")
     cache = model_kwargs.get("past_key_values")
-    if cache is not None:
+    if traits.encoder == "own":
+        _check_encoder_decoder(model, input_ids.shape[0], real)
+    elif cache is not None:
         compat.check_cache(cache)
         if cache.get_seq_length() >= input_ids.shape[1]:
             raise ValueError(f"past_key_values holds {cache.get_seq_length()} tokens and input_ids {input_ids.shape[1]}; input_ids must be "
@@ -93,3 +95,12 @@ def check_call(model, input_ids, processors, generation, model_kwargs: dict, tra
     compat.check_rope(compat.unwrap(model), generation.max_length, "target")
     compat.check_processors(processors)
     check_batch(compat.unwrap(model), traits, input_ids.shape[0], "target")
+
+
+def _check_encoder_decoder(model, batch: int, real: torch.Tensor) -> None:
+    if batch > 1:
+        raise ValueError(f"target: {type(compat.unwrap(model)).__name__} is an encoder-decoder model, and its decoder counts positions itself, the "
+                         f"same for all rows, so {batch} rows that accept different numbers of tokens cannot share a pass. Generate the rows one "
+                         f"by one (batch size 1, num_return_sequences=1), or use speculative=False.")
+    if not real.all():
+        raise ValueError("decoder_attention_mask: decoder_input_ids with padding are not supported with speculative=True; pass them without.")

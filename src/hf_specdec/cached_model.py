@@ -15,19 +15,22 @@ from transformers import DynamicCache, PreTrainedModel
 from . import compat
 from .kv_cache import SlotCache
 from .proposal import Proposal
+from .seq2seq import Decoder, Source
 from .tree import Tree
 
 
 class CachedModel:
-    """limit: most slots a row can need. role: how errors name the model.
+    """limit: most slots a row can need. role: how errors name the model. source: what the decoder of an encoder-decoder reads.
 
     lengths: committed tokens per row whose keys and values are in the cache.
     fresh: per row, how many tokens before the candidates the last pass has fed, the root included.
     calls, seconds: forwards run, and the time they took on the host.
     """
 
-    def __init__(self, model: PreTrainedModel, limit: int, role: str = "target", traits: compat.ModelTraits | None = None):
+    def __init__(self, model: PreTrainedModel, limit: int, role: str = "target", traits: compat.ModelTraits | None = None,
+                 source: Source | None = None):
         self.model, self.role = model, role
+        self.run = model if source is None else Decoder(model, source)
         self.traits = traits or compat.traits_of(compat.unwrap(model), role)
         self.cache = SlotCache(limit)
         self.device, self.dtype = model.device, model.dtype
@@ -92,7 +95,7 @@ class CachedModel:
             wanted, columns = columns.unique(return_inverse=True)
             if self.traits.logits_to_keep:
                 inputs["logits_to_keep"] = wanted
-        logits = self.model(input_ids=tokens, past_key_values=self.cache, use_cache=True, return_dict=True, **inputs).logits
+        logits = self.run(input_ids=tokens, past_key_values=self.cache, use_cache=True, return_dict=True, **inputs).logits
         if columns is not None:
             wanted = torch.arange(len(wanted), device=logits.device) if self.traits.logits_to_keep else wanted
             logits = logits[torch.arange(len(sizes), device=logits.device)[:, None], wanted[columns]]

@@ -6,7 +6,7 @@ import warnings
 from typing import Any
 
 import torch
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from . import compat, registry
 from .arguments import check_call, check_vocabulary
@@ -15,6 +15,7 @@ from .distributions import Sampler
 from .drafts.base import Context, Draft
 from .loop import SpeculativeLoop
 from .noise import Noise
+from .seq2seq import Source
 from .schedule import AutoSchedule, FixedSchedule
 from .sequences import Sequences
 from .trace import SpeculationTrace
@@ -26,16 +27,24 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
     speculation: SpeculationTrace | None = None
 
 
-class Call:
-    """decoder: the `SpeculativeDecoder`, of which config, draft and streamer are read; the rest is what `generate` has prepared."""
+class SpeculativeSeq2SeqOutput(GenerateEncoderDecoderOutput):
+    """`GenerateEncoderDecoderOutput` with `speculation`, the `SpeculationTrace` of the call."""
 
-    def __init__(self, decoder, model, input_ids, processors, generation_config, model_kwargs):
+    speculation: SpeculationTrace | None = None
+
+
+class Call:
+    """decoder: the `SpeculativeDecoder`, of which config, draft and streamer are read; the rest is what `generate` has prepared,
+    inputs_tensor the input of an encoder-decoder's encoder."""
+
+    def __init__(self, decoder, model, input_ids, processors, generation_config, inputs_tensor, model_kwargs):
         self.decoder, self.model, self.config = decoder, model, decoder.config
         self.input_ids, self.generation = input_ids, generation_config
         self.traits = compat.traits_of(compat.unwrap(model), "target")
         check_vocabulary(decoder.draft, self.traits)
         check_call(model, input_ids, processors, generation_config, model_kwargs, self.traits)
-        mask = model_kwargs.get("attention_mask")
+        self.source = Source.of(model, inputs_tensor, model_kwargs) if self.traits.encoder == "own" else None
+        mask = model_kwargs.get(self.traits.mask_name)
         mask = torch.ones_like(input_ids) if mask is None else mask[:, -input_ids.shape[1]:]
         self.columns = [keep.nonzero()[:, 0].tolist() for keep in mask.bool()]  # of every row, what is not padding
         self.prompts = [row[columns].tolist() for row, columns in zip(input_ids, self.columns)]
@@ -50,6 +59,11 @@ class Call:
         self.given = self.cache is not None and (
             decoder.cache_is_given or self.cache.get_seq_length() > 0 or getattr(self.cache, "_is_user_defined", False)
         )
+        if self.source is not None:
+            if self.given:
+                raise ValueError(f"past_key_values: the {type(self.cache).__name__} of an encoder-decoder model cannot be continued with "
+                                 f"speculative=True. Leave it out, and pass decoder_input_ids for a text to be continued.")
+            self.cache = None  # transformers' own, made for nothing
 
     def run(self, criteria: list) -> Any:
         generation, decoder = self.generation, self.decoder
@@ -59,12 +73,12 @@ class Call:
         sequences = Sequences(self.prompts, self.max_new, criteria, device, decoder.streamer)
         longest = max(map(len, self.prompts)) + self.max_new
         reach = self.config.max_auto_tokens if self.config.num_assistant_tokens == "auto" else self.config.num_assistant_tokens
-        target = CachedModel(self.model, longest + reach, "target", self.traits)
+        target = CachedModel(self.model, longest + reach, "target", self.traits, self.source)
         if self.given and self.cache.get_seq_length():
             target.load(self.cache, self.columns, self.cache.get_seq_length())
         sampler = Sampler(self.processors, rule.samples, bool(as_dict and generation.output_scores))
         noise = Noise(self._seeds(batch), device)
-        context = Context(sequences.tokens, longest, self.traits.vocab_size, device, sampler, noise.uniform)
+        context = Context(sequences.tokens, longest, self.traits.vocab_size, device, sampler, noise.uniform, self.source)
         trace = SpeculationTrace(self.config.to_dict() | {"acceptance": self.rule_name}, rule.lossless)
         loop = SpeculativeLoop(
             target, decoder.draft, rule, sampler, self._schedule(), sequences, noise, context, trace,
@@ -94,10 +108,12 @@ class Call:
         if loop.want_cache and len(loop.cached_rows) == len(sequences.rows):
             rows = [loop.cached_rows[row.index] for row in sequences.rows]
             columns = [[*own, *range(self.input_ids.shape[1], ids.shape[1])] for own in self.columns]
-            cache = assemble_cache(self.model.config, rows, columns, ids.shape[1] - 1, self.cache)
+            config = None if self.source else self.model.config
+            cache = assemble_cache(config, rows, columns, ids.shape[1] - 1, self.cache)
+            cache = loop.target.run.with_cross(cache) if self.source else cache
         if not self.generation.return_dict_in_generate:
             return ids
-        output = SpeculativeOutput(
+        output = (SpeculativeSeq2SeqOutput if self.source else SpeculativeOutput)(
             sequences=ids,
             scores=_stacked([row.scores for row in sequences.rows]) if loop.want_scores else None,
             logits=_stacked([row.logits for row in sequences.rows]) if loop.want_logits else None,

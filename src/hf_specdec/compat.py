@@ -98,6 +98,7 @@ _KNOWN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 _KNOWN_BLOCKS = {"attention"}
 _OWN_MASK = {"bloom", "mpt", "gpt_neo"}
 _OWN_MASK_BEFORE_SDPA = {"ctrl"}  # takes a 4-D mask since it has sdpa attention; transformers 5.10 reads a 2-D one only
+ENCODER_DECODERS = frozenset("bart blenderbot blenderbot-small m2m_100 marian mbart mt5 pegasus plbart t5 umt5 whisper".split())
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 
@@ -111,7 +112,9 @@ class ModelTraits:
                     chains only.
     logits_to_keep: whether forward can be told which logits to compute.
     vocab_size:     number of logits.
-    max_positions:  longest text, or None.
+    max_positions:  longest text, or None; of the decoder where there is an encoder, too.
+    encoder:        "none", "own" (encoder-decoder models) or "another's" (decoders that read the outputs of an encoder they
+                    do not have). With either, masks and positions are the model's own.
     """
 
     masks: tuple[tuple[str | None, str, int], ...]
@@ -119,6 +122,12 @@ class ModelTraits:
     logits_to_keep: bool
     vocab_size: int
     max_positions: int | None
+    encoder: str = "none"
+
+    @property
+    def mask_name(self) -> str:
+        """The argument that says what of a prompt is padding."""
+        return "decoder_attention_mask" if self.encoder == "own" else "attention_mask"
 
 
 def unwrap(model: Any) -> PreTrainedModel:
@@ -135,18 +144,22 @@ def traits_of(model: PreTrainedModel, role: str) -> ModelTraits:
     own_mask = config.model_type in _OWN_MASK or getattr(config, "alibi", False) \
         or config.model_type in _OWN_MASK_BEFORE_SDPA and not model._supports_sdpa
     head = model.get_output_embeddings()
+    encoder = "own" if model.config.is_encoder_decoder else "another's" if "encoder_outputs" in forward else "none"
+    limits = ("max_target_positions", "max_position_embeddings", "max_seq_len")
     return ModelTraits(
         masks=_masks(config),
-        own_positions=own_mask or "position_ids" not in forward,
+        own_positions=own_mask or encoder != "none" or "position_ids" not in forward,
         logits_to_keep="logits_to_keep" in forward,
         vocab_size=head.weight.shape[0] if getattr(head, "weight", None) is not None else config.vocab_size,
-        max_positions=getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None),
+        max_positions=next(filter(None, (getattr(config, limit, None) for limit in limits)), None),
+        encoder=encoder,
     )
 
 
 def _refuse_what_cannot_roll_back(model: PreTrainedModel, config: Any, name: str) -> None:
-    if model.config.is_encoder_decoder:
-        raise ValueError(f"{name} is an encoder-decoder model; speculative=True takes decoder-only models. Use speculative=False.")
+    if model.config.is_encoder_decoder and config.model_type not in ENCODER_DECODERS:
+        raise ValueError(f"{name} is an encoder-decoder model of type {config.model_type!r}, whose decoder nobody has tried to roll back; those "
+                         f"that work are {sorted(ENCODER_DECODERS)}. Use speculative=False.")
     strange = sorted(set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS) \
         or sorted(set(getattr(config, "layers_block_type", None) or ()) - _KNOWN_BLOCKS - _KNOWN_LAYERS)  # transformers 5.10
     if getattr(model, "_is_stateful", False) or strange:
@@ -165,6 +178,24 @@ def own_mask_refusal(model: PreTrainedModel, role: str) -> str:
     return (f"{role}: {type(unwrap(model)).__name__} makes its attention mask or position bias itself (ALiBi, for one), so rows that "
             f"accept different numbers of tokens, or branches of a tree, cannot share a pass. Generate the rows one by one "
             f"(batch size 1) with chains, or use speculative=False.")
+
+
+def one_vocabulary(model: PreTrainedModel) -> bool:
+    """Whether the encoder and the decoder of an encoder-decoder model share their token embeddings, and so their token ids."""
+    ours, theirs = (part.get_input_embeddings() for part in (model.get_encoder(), model.get_decoder()))
+    return getattr(ours, "weight", None) is not None and getattr(ours, "weight", None) is getattr(theirs, "weight", None)
+
+
+def parameters_per_token(model: PreTrainedModel) -> int:
+    """Parameters that decoding one token reads: all but those of an encoder, which runs once a text."""
+    model = unwrap(model)
+    everything = {id(p): p.numel() for p in model.parameters()}
+    if model.config.is_encoder_decoder:
+        decoder = {id(p) for part in (model.get_decoder(), model.get_output_embeddings()) if part is not None for p in part.parameters()}
+        for p in model.get_encoder().parameters():
+            if id(p) not in decoder:
+                everything.pop(id(p), None)
+    return sum(everything.values())
 
 
 def check_rope(model: PreTrainedModel, max_length: int, role: str) -> None:
@@ -214,8 +245,9 @@ def read_cache(cache: DynamicCache) -> list[tuple[torch.Tensor, torch.Tensor, in
 
 
 def write_cache(config: Any, layers: list[tuple[torch.Tensor, torch.Tensor]], into: DynamicCache | None) -> DynamicCache:
-    """A `DynamicCache` that holds keys and values [B, H, n, D] per layer; `into` is refilled in place if given."""
-    fresh = DynamicCache(config=config)
+    """A `DynamicCache` that holds keys and values [B, H, n, D] per layer; `into` is refilled in place if given. config: None for a
+    decoder whose config counts the layers of its encoder."""
+    fresh = DynamicCache(config=config) if config is not None else DynamicCache()
     if hasattr(fresh, "activate_past_recording"):
         fresh.activate_past_recording()
     for index, (keys, values) in enumerate(layers):

@@ -23,7 +23,6 @@ from .config import SpeculativeConfig
 from .drafts.base import Draft
 
 _OPTIONS = ("num_assistant_tokens", "lenience", "acceptance")
-_STOCK = inspect.signature(GenerationMixin.generate)
 
 
 # --- enable, disable --------------------------------------------------------------------------------------------------
@@ -58,7 +57,7 @@ def enable(model):
     """Let this instance's `generate()` understand `speculative=`; returns the instance. Its class, config and weights stay as
     they are; copies, pickles and saved checkpoints keep working. Enabling twice is enabling once.
 
-    Raises ValueError for models that cannot be used (encoder-decoder, recurrent), TypeError for what is no model.
+    Raises ValueError for models that cannot be used (recurrent, for one), TypeError for what is no model.
     """
     if not isinstance(compat.unwrap(model), GenerationMixin) or not hasattr(model, "generate"):
         raise TypeError(f"model: expected a transformers model with generate(), got {type(model).__name__}.")
@@ -87,7 +86,7 @@ def _generate(model, stock, *args, speculative=None, assistant_model=None, **kwa
             raise ValueError("assistant_model is a hf_specdec Draft, which plain generate() does not know; pass speculative=True too.")
         given = {} if assistant_model is None else {"assistant_model": assistant_model}
         return stock(*args, **given, **kwargs)
-    kwargs = _named(args, kwargs)
+    kwargs = _named(stock, args, kwargs)
     assistant_model = kwargs.pop("assistant_model", assistant_model)
     options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
     config = SpeculativeConfig.resolve(speculative, **options)
@@ -101,9 +100,11 @@ def _generate(model, stock, *args, speculative=None, assistant_model=None, **kwa
         return stock(custom_generate=decoder, **kwargs)
 
 
-def _named(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of a call of `generate` by name, those that were passed by position, too."""
-    named = _STOCK.bind_partial(None, *args, **kwargs).arguments
+def _named(stock, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a call of `stock`, the model's own `generate`, by name, those that were passed by position, too."""
+    if not args:
+        return kwargs
+    named = inspect.signature(stock).bind_partial(*args, **kwargs).arguments
     return {name: value for name, value in {**named, **named.get("kwargs", {})}.items() if name not in ("self", "kwargs")}
 
 
@@ -149,10 +150,10 @@ class SpeculativeDecoder:
             model.generation_config = own
 
     @torch.no_grad()
-    def __call__(self, model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
+    def __call__(self, model, input_ids, logits_processor, stopping_criteria, generation_config, inputs_tensor=None, **model_kwargs):
         """What transformers calls after it has prepared inputs, processors and criteria. Returns int64 [B, P + new], or a
         `SpeculativeOutput` with `return_dict_in_generate=True`."""
-        call = Call(self, model, input_ids, logits_processor, generation_config, model_kwargs)
+        call = Call(self, model, input_ids, logits_processor, generation_config, inputs_tensor, model_kwargs)
         criteria = [c for c in stopping_criteria if not isinstance(c, MaxLengthCriteria)]
         if self.stop_strings is not None:
             criteria.append(StopStringCriteria(self.tokenizer, self.stop_strings))

@@ -17,6 +17,7 @@ from ..proposal import Proposal, Verdict
 
 if TYPE_CHECKING:
     from ..distributions import Sampler
+    from ..seq2seq import Source
 
 
 @dataclass
@@ -32,6 +33,7 @@ class Context:
                 it for its own logits, so that q resembles p. `sampler.do_sample` is False for greedy decoding.
     noise:      noise(stream, n) -> float64 [B, n] in [0, 1): fresh uniform numbers for this round, per row, a function of
                 (row seed, round, stream, index) alone. Drafts use streams named "draft...".
+    source:     what the target's encoder has read, if it has one.
     """
 
     rows: list[list[int]]
@@ -40,6 +42,12 @@ class Context:
     device: torch.device
     sampler: "Sampler"
     noise: Callable[[str, int], torch.Tensor]
+    source: "Source | None" = None
+
+    @property
+    def texts(self) -> list[list[int]]:
+        """The rows, each behind the text that the target's encoder has read, if any: where a lookup may look."""
+        return [self.source.tokens + row for row in self.rows] if self.source and self.source.tokens else self.rows
 
 
 class Draft(CandidateGenerator):

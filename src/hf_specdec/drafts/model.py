@@ -10,15 +10,20 @@ from ..cached_model import CachedModel
 from ..distributions import draw
 from ..probe import check_batch
 from ..proposal import Proposal
+from ..seq2seq import Source
 from .base import Context, Draft
 
 
 class ModelDraft(Draft):
     """Drafts K tokens one by one with `model`: its argmax where the target decodes greedily, else draws from its own law after
     the same processors as the target's. The model may have another dtype, another device, and a vocabulary padded to another
-    size; only ids that both have are proposed.
+    size; only ids that both have are proposed. An encoder-decoder reads what the target's encoder reads: with its own encoder, or the
+    outputs of the target's if the two encoders are one module or have equal parameters.
 
-    Raises ValueError if the model cannot be rolled back (recurrent, encoder-decoder, flash attention).
+    reads: after the start of a call, whose encoder outputs an encoder-decoder reads, and why: "its own", or "the target's: " and
+           "the same module", "equal parameters" or "it has no encoder of its own"; "" for a decoder-only model.
+
+    Raises ValueError if the model cannot be rolled back (recurrent, flash attention).
     """
 
     name = "model"
@@ -28,14 +33,26 @@ class ModelDraft(Draft):
         self.model = model
         self.traits = compat.traits_of(compat.unwrap(model), "assistant_model")
         self.cached: CachedModel | None = None
+        self.source: Source | None = None
+        self.reads = ""
 
     def start(self, context: Context) -> None:
         self.context = context
-        self.cached = CachedModel(self.model, context.max_length, "assistant_model", self.traits)
+        self.source = self._source(context)
+        self.reads = "" if self.source is None else f"the target's: {self.source.shared}" if self.source.shared else "its own"
+        self.cached = CachedModel(self.model, context.max_length, "assistant_model", self.traits, self.source)
         self.drafted: torch.Tensor | list[list[int]] = [[] for _ in context.rows]
         self.base = [len(row) for row in context.rows]
         check_batch(compat.unwrap(self.model), self.traits, len(context.rows), "assistant_model")
         self.cached.lengths = [0] * len(context.rows)
+
+    def _source(self, context: Context) -> Source | None:
+        if context.source is not None and self.traits.encoder != "none":
+            return context.source.for_draft(self.model, self.traits)
+        if self.traits.encoder == "own":
+            raise ValueError(f"assistant_model: {type(compat.unwrap(self.model)).__name__} is an encoder-decoder model, and the target, which has "
+                             f"no encoder, gives it nothing to read. Pass a decoder-only draft.")
+        return None
 
     def _fits(self, context: Context) -> bool:
         """Whether all rows are within the draft's own context; beyond it the target decodes alone."""
@@ -106,7 +123,7 @@ class ModelDraft(Draft):
 
     def relative_cost(self, target: PreTrainedModel) -> float:
         """c by size: decoding reads every weight once a token."""
-        return sum(p.numel() for p in self.model.parameters()) / max(sum(p.numel() for p in target.parameters()), 1)
+        return compat.parameters_per_token(self.model) / max(compat.parameters_per_token(target), 1)
 
     @property
     def calls(self) -> int:
@@ -125,7 +142,7 @@ class ModelDraft(Draft):
     def finish(self) -> None:
         if self.cached is not None:
             self.cached.cache.layers.clear()
-        self.context = None
+        self.context = self.source = None
         self.drafted = []
         super().finish()
 

@@ -36,7 +36,7 @@ class _Index:
 
 
 class PromptLookupDraft(Draft):
-    """Looks for the longest earlier match of the last tokens in prompt and output.
+    """Looks for the longest earlier match of the last tokens in prompt and output, and in what an encoder has read in that vocabulary.
 
     The draft grows with the match, at most n * n + 1 tokens for a match of n: a one-token match is worth a try, not a full
     block. An empty proposal costs nothing, and a short one is not padded. `min_match`: shortest match that counts.
@@ -58,11 +58,11 @@ class PromptLookupDraft(Draft):
 
     def evidence(self, context: Context) -> list[int]:
         """Per row: -1 without a match, else its length, grouped (1, 2, 3, 4-5, 6-9, 10 and more)."""
-        self.matches = [index.match(row, self.LONGEST, self.CANDIDATES) for index, row in zip(self.indices, context.rows)]
+        self.matches = [index.match(row, self.LONGEST, self.CANDIDATES) for index, row in zip(self.indices, context.texts)]
         return [_group(n) for n, _ in self.matches]
 
     def propose(self, context: Context, k: list[int]) -> Proposal:
-        rows = [self._continuation(row, n, end, own) for row, (n, end), own in zip(context.rows, self.matches, k)]
+        rows = [self._continuation(row, n, end, own) for row, (n, end), own in zip(context.texts, self.matches, k)]
         return Proposal.from_lists(rows, context.device, self.name)
 
     def _continuation(self, row: list[int], n: int, end: int, k: int) -> list[int]:

@@ -76,7 +76,7 @@ class RecyclingDraft(Draft):
     def observe(self, proposal: Proposal, logits: torch.Tensor) -> None:
         """The successors of the root and of every drafted token; of equal tokens in one pass, that nearest to the root counts."""
         vocab = min(self.context.vocab_size, logits.shape[-1])
-        self.matrices = self.matrices or self._new(self.context.rows, vocab)
+        self.matrices = self.matrices or self._new(self.context.texts, vocab)
         best = logits[..., :vocab].topk(self.matrices[0].shape[1]).indices.int().cpu().numpy()
         for b, (row, drafted, size) in enumerate(zip(self.context.rows, proposal.tokens.tolist(), proposal.sizes)):
             nodes = {token: node for node, token in reversed(list(enumerate([row[-1], *drafted[:size]])))}

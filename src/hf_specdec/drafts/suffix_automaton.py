@@ -187,7 +187,7 @@ class SuffixAutomatonDraft(Draft):
 
     def evidence(self, context: Context) -> list[int]:
         """Per row: -1 without a match, else its length, grouped (1, 2, 3, 4-5, 6-9, 10-19, 20 and more)."""
-        for row, tokens in zip(self.rows, context.rows):
+        for row, tokens in zip(self.rows, context.texts):
             row.read(tokens)
         return [_group(row.match) if row.match >= self.min_match else -1 for row in self.rows]
 

@@ -1,0 +1,116 @@
+"""Encoder-decoder models: what the encoder has read, and the decoder as a model that is called like any other.
+
+The encoder runs once a call. A draft model reads the target's encoder outputs if it has no encoder of its own, or the same one;
+otherwise its own encoder runs once, on the same input. What a draft reads decides how often it is right, never what is committed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+
+from . import compat
+
+
+@dataclass
+class Source:
+    """What an encoder has read, and what it has made of it; one row.
+
+    encoder: the module.
+    inputs:  token ids int64 [1, S] or features (float); None where the call was given the outputs alone.
+    mask:    int64 [1, S] or None.
+    outputs: the encoder's `ModelOutput`.
+    tokens:  the text of `inputs` without padding, [] if the decoder has another vocabulary or there is no text.
+    shared:  whose outputs these are: "" the model's own, else why they are the target's.
+    """
+
+    encoder: torch.nn.Module
+    inputs: torch.Tensor | None
+    mask: torch.Tensor | None
+    outputs: Any
+    tokens: list[int]
+    shared: str = ""
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, inputs: torch.Tensor | None, model_kwargs: dict[str, Any]) -> "Source":
+        """What `generate` has prepared for `model`: `inputs_tensor` and its model inputs."""
+        model, mask = compat.unwrap(model), model_kwargs.get("attention_mask")
+        if inputs is None or (not inputs.is_floating_point() and int(inputs.min()) < 0):
+            inputs = None  # generate() makes ids of -100 where it is given encoder_outputs
+        text = inputs is not None and inputs.ndim == 2 and not inputs.is_floating_point() and compat.one_vocabulary(model)
+        keep = torch.ones_like(inputs) if text and mask is None else mask
+        return cls(model.get_encoder(), inputs, mask, model_kwargs["encoder_outputs"], inputs[keep.bool()].tolist() if text else [])
+
+    def for_draft(self, model: PreTrainedModel, traits: compat.ModelTraits) -> "Source":
+        """What the draft `model` reads. ValueError naming assistant_model if it cannot read this source."""
+        model = compat.unwrap(model)
+        if traits.encoder == "another's":
+            return self._lent(model, "it has no encoder of its own")
+        encoder = model.get_encoder()
+        same = same_encoder(encoder, self.encoder)
+        if same:
+            return self._lent(model, same)
+        name = f"assistant_model: {type(model).__name__}"
+        if self.inputs is None:
+            raise ValueError(f"{name} has an encoder of its own, and the call was given encoder_outputs of the target's. Pass the encoder's input "
+                             f"instead ({self.encoder.main_input_name}).")
+        bins = getattr(encoder.config, "num_mel_bins", None)
+        if bins is not None and self.inputs.is_floating_point() and self.inputs.shape[1] != bins:
+            raise ValueError(f"{name} reads features of {bins} mel bins, and these have {self.inputs.shape[1]}. Pass a draft that reads the "
+                             f"target's features.")
+        if not self.inputs.is_floating_point() and int(self.inputs.max()) >= encoder.get_input_embeddings().num_embeddings:
+            raise ValueError(f"{name}: its encoder knows token ids below {encoder.get_input_embeddings().num_embeddings}, and the input has "
+                             f"{int(self.inputs.max())}. Speculative decoding needs a draft with the target's tokenizer.")
+        return self._read(model, encoder)
+
+    def _lent(self, model: PreTrainedModel, why: str) -> "Source":
+        hidden = self.outputs[0].to(model.device, model.dtype)
+        if hidden.shape[-1] != model.config.hidden_size:
+            raise ValueError(f"assistant_model: {type(model).__name__} has a width of {model.config.hidden_size} and no encoder of its own, and the "
+                             f"target's encoder has {hidden.shape[-1]}. Pass a draft made for this target, or one with its own encoder.")
+        mask = None if self.mask is None else self.mask.to(model.device)
+        return Source(self.encoder, self.inputs, mask, BaseModelOutput(last_hidden_state=hidden), self.tokens, why)
+
+    def _read(self, model: PreTrainedModel, encoder: torch.nn.Module) -> "Source":
+        inputs = self.inputs.to(model.device, model.dtype) if self.inputs.is_floating_point() else self.inputs.to(model.device)
+        mask = None if self.mask is None else self.mask.to(model.device)
+        given = {encoder.main_input_name: inputs} | ({} if mask is None else {"attention_mask": mask})
+        return Source(encoder, inputs, mask, encoder(**given, return_dict=True), self.tokens)
+
+
+class Decoder:
+    """The decoder of `model` with its source: takes a decoder's own tokens and cache, as a decoder-only model does.
+
+    cross: keys and values of the source, filled by the first pass.
+    """
+
+    def __init__(self, model: PreTrainedModel, source: Source):
+        self.model, self.source, self.cross = model, source, DynamicCache()
+        self.cache: EncoderDecoderCache | None = None
+        own = compat.unwrap(model).config.is_encoder_decoder
+        self.name = "decoder_input_ids" if own else "input_ids"
+        self.given = {"attention_mask": source.mask} if own and source.mask is not None else {}
+
+    def __call__(self, input_ids: torch.Tensor, past_key_values, attention_mask=None, **inputs):
+        """One row, a chain: the mask of ones that it comes with says nothing that the model does not know."""
+        if self.cache is None or self.cache.self_attention_cache is not past_key_values:
+            self.cache = EncoderDecoderCache(past_key_values, self.cross)
+        return self.model(**{self.name: input_ids}, encoder_outputs=self.source.outputs, past_key_values=self.cache, **self.given, **inputs)
+
+    def with_cross(self, cache: DynamicCache) -> EncoderDecoderCache:
+        """The cache that plain generate returns: the decoder's own `cache`, and that of the source."""
+        return EncoderDecoderCache(cache, self.cross)
+
+
+def same_encoder(one: torch.nn.Module, other: torch.nn.Module) -> str:
+    """Why two encoders are the same: "the same module" or "equal parameters"; "" if they are not."""
+    if one is other:
+        return "the same module"
+    ours, theirs = one.state_dict(), other.state_dict()
+    alike = type(one) is type(other) and ours.keys() == theirs.keys() and all(
+        (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device) for a, b in zip(ours.values(), theirs.values()))
+    return "equal parameters" if alike and all(a is b or torch.equal(a, b) for a, b in zip(ours.values(), theirs.values())) else ""
