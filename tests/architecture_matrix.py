@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 
 import torch
 import transformers
 
 import hf_specdec
+from tests import encoder_decoders
 from tests.architectures import ATTENTION, FAMILIES, REFUSED, Family, offers, outcome
 from tests.helpers import build
 
@@ -22,6 +24,23 @@ a tree of ten tokens). The cache is the package's own in every case; a plain `Dy
 | family | model_type | masks | attention | batch 1 | ragged batch | tree |
 | --- | --- | --- | --- | --- | --- | --- |
 """
+
+ENCODER_DECODERS = """
+## Encoder-decoder models
+
+Batch 1 with chains; drafted by a copy of the model, by one that is always wrong, by a perturbed copy with an encoder of its own, and
+by lookup in the decoder's text and, where the vocabulary is shared, in the source. A batch of several rows and trees are refused.
+
+| family | model_type | decoder positions | attention | batch 1 |
+| --- | --- | --- | --- | --- |
+"""
+
+
+def encoder_decoder_line(family: encoder_decoders.Family) -> str:
+    results = {attn: encoder_decoders.outcome(family, attn) for attn in ATTENTION if encoder_decoders.offers(family, attn)}
+    words = set(results.values())
+    text = words.pop() if len(words) == 1 else "; ".join(f"{attn}: {result}" for attn, result in results.items())
+    return f"| {family.name} | `{family.kind}` | {family.positions} | {', '.join(results)} | {text} |\n"
 
 
 def cell(result: str) -> str:
@@ -41,9 +60,9 @@ def line(family: Family) -> tuple[str, list[str]]:
     return f"| {family.name} | `{family.kind}` | {masks} | {', '.join(attentions)} | {' | '.join(columns)} |", reasons
 
 
-def refusal(kind: str, settings: dict) -> str:
+def refusal(kind: str, settings: dict, make=partial(build, attn="eager")) -> str:
     try:
-        hf_specdec.enable(build(kind, attn="eager", **settings))
+        hf_specdec.enable(make(kind, **settings))
     except ValueError as error:
         return str(error)
     return "NOT REFUSED"
@@ -60,9 +79,11 @@ def main(path: str = "docs/SUPPORTED.md") -> None:
         print(f"\r{done}/{len(FAMILIES)} {family.name:<40}", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     text = HEAD.format(transformers=transformers.__version__, torch=torch.__version__) + "\n".join(lines)
-    text += "\n\n## Refused, with these words\n\n| family | message |\n| --- | --- |\n"
+    text += "\n" + ENCODER_DECODERS + "".join(map(encoder_decoder_line, encoder_decoders.FAMILIES))
+    text += "\n## Refused, with these words\n\n| family | message |\n| --- | --- |\n"
     text += "".join(f"| {family} | {reason} |\n" for reason, family in reasons.items())
     text += "".join(f"| {name} | {refusal(kind, settings)} |\n" for name, kind, settings in REFUSED)
+    text += "".join(f"| {name} | {refusal(kind, settings, encoder_decoders.refused)} |\n" for name, kind, settings in encoder_decoders.REFUSED)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(text)
 

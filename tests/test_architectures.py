@@ -1,7 +1,6 @@
 """Every family of the table decodes what plain generate decodes, alone and in ragged batches, or is refused by name."""
 
 import pytest
-import torch
 
 import hf_specdec
 from tests.architectures import ATTENTION, FAMILIES, REFUSED, offers, outcome, reference
@@ -48,22 +47,6 @@ def test_recurrent_models_are_refused_when_they_are_enabled(name, kind, settings
     model = build(kind, attn="eager", **settings)
     with pytest.raises(ValueError, match=f"(?s)model: {type(model).__name__}.*(recurrent state|layers of type).*speculative=False"):
         hf_specdec.enable(model)
-
-
-def encoder_decoder():
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    return T5ForConditionalGeneration(T5Config(vocab_size=30, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2))
-
-
-def test_an_encoder_decoder_is_refused_when_it_is_enabled():
-    with pytest.raises(ValueError, match="encoder-decoder.*decoder-only.*speculative=False"):
-        hf_specdec.enable(encoder_decoder())
-
-
-def test_an_encoder_decoder_is_refused_by_the_decoder_object():
-    with pytest.raises(ValueError, match="encoder-decoder"):
-        encoder_decoder().generate(input_ids=torch.tensor([[3, 4, 5]]), custom_generate=hf_specdec.SpeculativeDecoder(), max_new_tokens=4)
 
 
 def test_a_recurrent_draft_is_refused_by_its_argument():

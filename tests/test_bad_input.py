@@ -19,8 +19,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     QuantizedCache,
     StaticCache,
-    T5Config,
-    T5ForConditionalGeneration,
+    SwitchTransformersConfig,
+    SwitchTransformersForConditionalGeneration,
     TextStreamer,
 )
 
@@ -77,7 +77,7 @@ def refused(*models, words, error=ValueError):
 @lru_cache
 def encoder_decoder():
     sizes = dict(vocab_size=VOCAB, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
-    return T5ForConditionalGeneration(T5Config(**sizes)).eval()
+    return SwitchTransformersForConditionalGeneration(SwitchTransformersConfig(**sizes, num_experts=2)).eval()
 
 
 @lru_cache
@@ -188,7 +188,7 @@ def test_a_rule_that_contradicts_do_sample_is_refused(rule, do_sample):
 
 
 MODELS = [
-    (encoder_decoder, ("T5ForConditionalGeneration", "encoder-decoder", "Use speculative=False")),
+    (encoder_decoder, ("SwitchTransformersForConditionalGeneration", "encoder-decoder", "Use speculative=False")),
     (recurrent, ("MambaForCausalLM", "cannot be rolled back", "Use speculative=False")),
     (flash, ("LlamaForCausalLM", "flash_attention_2", "set_attn_implementation")),
 ]

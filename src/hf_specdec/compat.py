@@ -98,7 +98,9 @@ _KNOWN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 _KNOWN_BLOCKS = {"attention"}
 _OWN_MASK = {"bloom", "mpt", "gpt_neo"}
 _OWN_MASK_BEFORE_SDPA = {"ctrl"}  # takes a 4-D mask since it has sdpa attention; transformers 5.10 reads a 2-D one only
-ENCODER_DECODERS = frozenset("bart blenderbot blenderbot-small m2m_100 marian mbart mt5 pegasus plbart t5 umt5 whisper".split())
+ENCODER_DECODERS = frozenset(
+    "bart blenderbot blenderbot-small led longt5 m2m_100 marian mbart mt5 mvp pegasus pegasus_x plbart t5 umt5 whisper".split()
+)
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 
@@ -157,9 +159,10 @@ def traits_of(model: PreTrainedModel, role: str) -> ModelTraits:
 
 
 def _refuse_what_cannot_roll_back(model: PreTrainedModel, config: Any, name: str) -> None:
-    if model.config.is_encoder_decoder and config.model_type not in ENCODER_DECODERS:
-        raise ValueError(f"{name} is an encoder-decoder model of type {config.model_type!r}, whose decoder nobody has tried to roll back; those "
-                         f"that work are {sorted(ENCODER_DECODERS)}. Use speculative=False.")
+    kind = model.config.model_type
+    if model.config.is_encoder_decoder and kind not in ENCODER_DECODERS:
+        raise ValueError(f"{name} is an encoder-decoder model of type {kind!r}, whose decoder nobody has tried to roll back; those that work are "
+                         f"{sorted(ENCODER_DECODERS)}. Use speculative=False.")
     strange = sorted(set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS) \
         or sorted(set(getattr(config, "layers_block_type", None) or ()) - _KNOWN_BLOCKS - _KNOWN_LAYERS)  # transformers 5.10
     if getattr(model, "_is_stateful", False) or strange:

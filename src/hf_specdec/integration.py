@@ -21,6 +21,7 @@ from .arguments import check_arguments
 from .call import Call
 from .config import SpeculativeConfig
 from .drafts.base import Draft
+from .trace import SpeculationTrace
 
 _OPTIONS = ("num_assistant_tokens", "lenience", "acceptance")
 
@@ -97,7 +98,10 @@ def _generate(model, stock, *args, speculative=None, assistant_model=None, **kwa
     decoder = SpeculativeDecoder(assistant_model, config, **bound)
     decoder.put_prompt, decoder.cache_is_given = True, kwargs.get("past_key_values") is not None
     with decoder.stop_strings_taken_over(compat.unwrap(model), kwargs) as kwargs:
-        return stock(custom_generate=decoder, **kwargs)
+        output = stock(custom_generate=decoder, **kwargs)
+    if getattr(output, "sequences", None) is not None and getattr(output, "speculation", None) is None:
+        output.speculation = decoder.trace  # Whisper makes an output of its own of ours
+    return output
 
 
 def _named(stock, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -117,6 +121,7 @@ class SpeculativeDecoder:
     draft: a model, a `Draft`, or None (the config's default draft). config: `SpeculativeConfig`, dict or None.
     streamer, tokenizer, stop_strings: `generate()` does not hand these to a custom decoding method, so pass them here.
     assistant_tokenizer: the draft's; its vocabulary is compared with that of `tokenizer`, which has to be given with it.
+    trace: the `SpeculationTrace` of the last pass that returned one (with `return_dict_in_generate=True`), else None.
     """
 
     def __init__(self, draft: PreTrainedModel | Draft | None = None, config: SpeculativeConfig | dict | None = None, *,
@@ -125,6 +130,7 @@ class SpeculativeDecoder:
         self.draft = _as_draft(draft, self.config)
         self.streamer, self.tokenizer, self.stop_strings = streamer, tokenizer, stop_strings
         self.put_prompt = self.cache_is_given = False
+        self.trace: SpeculationTrace | None = None
         if stop_strings is not None and tokenizer is None:
             raise ValueError("stop_strings needs tokenizer=, the target's tokenizer, beside it.")
         _check_tokenizers(tokenizer, assistant_tokenizer)
@@ -157,7 +163,9 @@ class SpeculativeDecoder:
         criteria = [c for c in stopping_criteria if not isinstance(c, MaxLengthCriteria)]
         if self.stop_strings is not None:
             criteria.append(StopStringCriteria(self.tokenizer, self.stop_strings))
-        return call.run(criteria)
+        output = call.run(criteria)
+        self.trace = getattr(output, "speculation", None)
+        return output
 
 
 def _without_stop_strings(config: GenerationConfig) -> GenerationConfig:

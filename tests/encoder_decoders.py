@@ -1,0 +1,147 @@
+"""The encoder-decoder families that the tests run: one line each, and what is run with a line."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import torch
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
+
+from hf_specdec import integration
+from hf_specdec.drafts import ModelDraft
+from tests.helpers import VOCAB, contrary, perturbed
+
+_T5 = dict(vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0, pad_token_id=0, eos_token_id=None)
+_BART = dict(vocab_size=VOCAB, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
+             encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=128, pad_token_id=0, bos_token_id=1, eos_token_id=None,
+             decoder_start_token_id=2, forced_eos_token_id=None)
+_LED = dict(_BART, max_encoder_position_embeddings=128, max_decoder_position_embeddings=128, attention_window=8)
+_WHISPER = dict(_BART, num_mel_bins=8, max_source_positions=20, max_target_positions=128)
+
+
+@dataclass(frozen=True)
+class Family:
+    """kind: the model_type of transformers; positions: how its decoder counts them."""
+
+    name: str
+    kind: str
+    settings: dict = field(default_factory=dict, hash=False)
+    positions: str = "learned"
+
+    def model(self, attn: str = "eager", seed: int = 0, spread: float = 0.3, **settings):
+        torch.manual_seed(seed)
+        auto = AutoModelForSpeechSeq2Seq if self.kind == "whisper" else AutoModelForSeq2SeqLM
+        config = AutoConfig.for_model(self.kind, **{**self.settings, **settings})
+        model = auto.from_config(config, attn_implementation=attn).float().eval()
+        model.set_output_embeddings(copy.deepcopy(model.get_output_embeddings()))  # tied, it would repeat its last token
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.ndim > 1:  # the decoder's last token has to count for more than the source, or the text is stuck
+                    much, little = ("embed", "shared", "relative"), ("encoder_attn.out_proj", "EncDecAttention.o", "SelfAttention.o", "self_attn.out_proj")
+                    factor = 4 if any(part in name for part in much) else 0.4 if any(part in name for part in little) else 1
+                    parameter.normal_(0.0, spread * factor)
+        model.generation_config.do_sample = False
+        return model
+
+
+FAMILIES = [
+    Family("T5", "t5", _T5, "relative bias"),
+    Family("T5 v1.1 (gated)", "t5", {**_T5, "feed_forward_proj": "gated-gelu"}, "relative bias"),
+    Family("BART", "bart", _BART),
+    Family("Whisper", "whisper", _WHISPER),
+    Family("Marian", "marian", _BART, "sinusoidal"),
+    Family("Pegasus", "pegasus", _BART, "sinusoidal"),
+    # more of the same kinds
+    Family("Blenderbot", "blenderbot", _BART),
+    Family("Blenderbot (small)", "blenderbot-small", _BART),
+    Family("LED", "led", _LED),
+    Family("LongT5", "longt5", _T5, "relative bias"),
+    Family("M2M100", "m2m_100", _BART, "sinusoidal"),
+    Family("mBART", "mbart", _BART),
+    Family("mT5", "mt5", _T5, "relative bias"),
+    Family("MVP", "mvp", _BART),
+    Family("Pegasus-X", "pegasus_x", _BART, "sinusoidal"),
+    Family("PLBart", "plbart", _BART),
+    Family("UMT5", "umt5", _T5, "relative bias"),
+]
+REQUIRED = 6
+REFUSED = [("Switch Transformers", "switch_transformers", dict(_T5, num_experts=2)), ("FSMT", "fsmt", dict(langs=["a", "b"], src_vocab_size=VOCAB, tgt_vocab_size=VOCAB)),
+           ("BigBird-Pegasus", "bigbird_pegasus", _BART)]  # fmt: skip
+MAX_NEW = 24
+DRAFTS = {
+    "itself": ModelDraft,
+    "adversarial": lambda target: ModelDraft(contrary(target)),
+    "perturbed": lambda target: ModelDraft(perturbed(target, 0.03)),
+    "lookup": lambda target: None,
+}
+
+
+def family(name: str) -> Family:
+    return next(line for line in FAMILIES if line.name == name)
+
+
+def refused(kind: str, **settings):
+    """The model of a line of REFUSED."""
+    return AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(kind, **settings))
+
+
+def source(kind: str = "t5", seed: int = 0, length: int = 12) -> dict[str, torch.Tensor]:
+    """What an encoder of that kind reads: one row of token ids without 0 to 2, or features."""
+    generator = torch.Generator().manual_seed(seed)
+    if kind == "whisper":
+        return {"input_features": torch.randn((1, 8, 40), generator=generator)}
+    return {"input_ids": torch.randint(3, VOCAB, (1, length), generator=generator)}
+
+
+def plain(model, inputs: dict, **options) -> torch.Tensor:
+    """The reference: transformers' own generate, int64 [1, decoder tokens]."""
+    options = {"max_new_tokens": MAX_NEW, "do_sample": False, "num_beams": 1, "return_dict_in_generate": True, **options}
+    return model.generate(**inputs, **options).sequences
+
+
+def speculate(model, inputs: dict, draft=None, k: int | str = 4, seed: int | None = None, **options):
+    """Ours; returns the output object."""
+    options = {"max_new_tokens": MAX_NEW, "do_sample": False, "num_beams": 1, "return_dict_in_generate": True, **options}
+    return integration.generate(model, **inputs, assistant_model=draft, speculative={"seed": seed}, num_assistant_tokens=k, **options)
+
+
+def offers(line: Family, attn: str) -> bool:
+    """Whether transformers has this attention for the family."""
+    try:
+        line.model(attn)
+    except ValueError as error:
+        if "does not support an attention implementation" not in str(error):
+            raise
+        return False
+    return True
+
+
+@lru_cache(maxsize=None)
+def seeds(name: str, n: int, attn: str = "eager") -> list[int]:
+    """The first n seeds with which the family's text is not stuck."""
+    line, found = family(name), []
+    for seed in range(60):
+        if len(found) < n and len(set(plain(line.model(attn, seed), source(line.kind, seed))[0].tolist())) >= 6:
+            found.append(seed)
+    return found
+
+
+def outcome(line: Family, attn: str, n: int = 1, ks=(4,)) -> str:
+    """"exact" if every kind of draft leaves n greedy texts as plain generate writes them and is accepted as often as it has to be;
+    else what is wrong."""
+    accepted = 0
+    for seed in seeds(line.name, n, attn):
+        model, inputs = line.model(attn, seed), source(line.kind, seed)
+        text = plain(model, inputs)
+        for name, make in DRAFTS.items():
+            for k in ks:
+                out = speculate(model, inputs, make(model), k)
+                if not torch.equal(out.sequences, text):
+                    return f"{name} draft, seed {seed}, k {k}: {out.sequences.tolist()} instead of {text.tolist()}"
+                rate = out.speculation.acceptance_rate
+                if rate != {"itself": 1.0, "adversarial": 0.0}.get(name, rate):
+                    return f"{name} draft, seed {seed}, k {k}: acceptance rate {rate}"
+                accepted += out.speculation.accepted if name in ("perturbed", "lookup") else 0
+    return "exact" if accepted else "only the target itself was ever right, so little was shown"
