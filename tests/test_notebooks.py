@@ -19,6 +19,7 @@ SHOWN = {
     "01_accepted_tokens": ["text/html", "image/png"],
     "02_choosing_k": ["image/png"] * 5,
     "03_bring_your_own_pair": ["text/html", "image/png", "text/html"],
+    "04_mx_weights": ["image/png", "image/png", "text/html"],
 }
 
 
