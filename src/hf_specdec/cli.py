@@ -176,3 +176,29 @@ def compress(
     from .commands.compress import compress as run
 
     run(target, format, scale_rule, skip or [], lm_head, dtype, out, report, text, every_layer, json_file)
+
+
+@app.command()
+@guarded
+def train(
+    target: Target = "smollm2",
+    out: Annotated[Path, typer.Option("--out", help="Folder of the drafter; the same command again goes on where it was stopped.")] = Path("drafter"),
+    data: Annotated[Path | None, typer.Option("--data", help="Folder of shards; OUT/data without it. What it lacks of --tokens is made.")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of training text that the target writes.")] = 500_000,
+    prompts: Annotated[str | None, typer.Option(help="A .txt or .jsonl file, or hub:NAME; without it the target makes them up.")] = None,
+    column: Annotated[str | None, typer.Option(help="The prompt's column in --prompts.")] = None,
+    layers: Annotated[str, typer.Option(help="The target's layers that the draft starts from.")] = "0,-1",
+    head: Annotated[int, typer.Option(min=0, help="Tokens that the draft's output head keeps; 0 for all.")] = 8192,
+    loss: Annotated[str, typer.Option(help="One or more of: cross_entropy, forward_kl, reverse_kl, tvd, tvd++, acceptance.")] = "forward_kl",
+    steps: Annotated[int, typer.Option(min=1)] = 2000,
+    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens a step.")] = 4096,
+    lr: Annotated[float, typer.Option(help="AdamW's learning rate.")] = 1e-3,
+    on_policy: Annotated[int, typer.Option(min=0, help="Tokens that the half-trained draft writes and the target judges.")] = 0,
+    format: Annotated[str, typer.Option("--format", help="How the weights are stored: bf16 or an MX format.")] = "mxint8",
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer in the training text.")] = 160,
+    seed: Annotated[int, typer.Option()] = 0,
+):
+    """Train a draft for a target on text that the target writes itself."""
+    from .commands.train import train as run
+
+    run(target, out, data, tokens, prompts, column, layers, head, loss, steps, batch_tokens, lr, on_policy, format, new_tokens, seed)

@@ -1,0 +1,42 @@
+"""`hf-specdec train`: a draft for a target, from the target's own text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+
+def train(target: str, out: Path, data: Path | None, tokens: int, prompts: str | None, column: str | None, layers: str, head: int,
+          losses: str, steps: int, batch_tokens: int, lr: float, on_policy: int, format: str, new_tokens: int, seed: int) -> None:
+    from ..bench.embedded import load_target
+    from ..mx.formats import get_format
+    from ..training.losses import LOSSES
+    from ..training.pipeline import prepare
+    from ..training.pipeline import train as run
+    from ..training.prompts import dataset_prompts, read_prompts
+    from ..training.trainer import RunConfig
+
+    names = [name.strip() for name in losses.split(",")]
+    for name in names:
+        if name not in LOSSES:
+            raise ValueError(f"--loss {name}: choose from {', '.join(LOSSES)}.")
+    get_format(format)
+    config = RunConfig(layers=_numbers(layers), head=head or None, loss=names[0], steps=steps, batch_tokens=batch_tokens, lr=lr,
+                       format=format, seed=seed)
+    asked = None
+    if prompts is not None:
+        asked = read_prompts(prompts, column) if Path(prompts).is_file() else dataset_prompts(prompts.removeprefix("hub:"), column)
+    console, data = Console(stderr=True), data or out / "data"
+    writer, tokenizer = load_target(target, "bfloat16")
+    prepare(data, writer, tokenizer, tokens, asked, new_tokens, seed=seed, console=console)
+    del writer
+    model, _ = load_target(target, "float32")
+    run(model, tokenizer, data, out, config, names, target, console, on_policy=on_policy)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"--layers {text}: give layer numbers with commas between them, such as 0,-1.") from None

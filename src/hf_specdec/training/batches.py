@@ -1,0 +1,101 @@
+"""Shards as batches: texts of similar length side by side, in an order that the seed and the step alone decide."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from .shards import Shard, shard_files
+
+HELD_OUT_EVERY = 16  # of 16 shards, one is not trained on
+
+
+@dataclass
+class Batch:
+    """tokens int64 [B, L], padded on the right; of the N positions that the target was asked about: their place in B * L
+    (where, int64 [N]), ids [N, k] and logprobs [N, k] of the next token."""
+
+    tokens: torch.Tensor
+    where: torch.Tensor
+    ids: torch.Tensor
+    logprobs: torch.Tensor
+
+    def to(self, device) -> "Batch":
+        return Batch(*(part.to(device) for part in (self.tokens, self.where, self.ids, self.logprobs)))
+
+
+class Corpus:
+    """All texts of some shards in memory; `order(epoch)` cuts them into batches of about `size` tokens."""
+
+    def __init__(self, files: list[Path], vocab_size: int, size: int, seed: int, longest: int = 512):
+        shards = [Shard.load(path, vocab_size) for path in files]
+        self.texts = [(shard, int(a), int(min(b, a + longest))) for shard in shards for a, b in zip(shard.starts, shard.starts[1:])]
+        self.size, self.seed = size, seed
+
+    @property
+    def tokens(self) -> int:
+        return sum(b - a for _, a, b in self.texts)
+
+    def order(self, epoch: int) -> list[list[int]]:
+        """The batches of an epoch, each a list of texts."""
+        generator = torch.Generator().manual_seed(self.seed * 100_003 + epoch)
+        noise = torch.rand(len(self.texts), generator=generator)
+        lengths = torch.tensor([b - a for _, a, b in self.texts])
+        batches, batch = [], []
+        for index in (lengths * (1 + 0.1 * noise)).argsort().tolist():
+            longest = max([int(lengths[index]), *(int(lengths[i]) for i in batch)])
+            if batch and longest * (len(batch) + 1) > self.size:
+                batches.append(batch)
+                batch = []
+            batch.append(index)
+        batches += [batch] if batch else []
+        return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
+
+    def batch(self, texts: list[int]) -> Batch:
+        parts = [self.texts[i] for i in texts]
+        width = max(b - a for _, a, b in parts)
+        tokens = torch.zeros((len(parts), width), dtype=torch.long)
+        where, ids, laws = [], [], []
+        for row, (shard, a, b) in enumerate(parts):
+            tokens[row, : b - a] = shard.tokens[a:b]
+            asked = torch.isfinite(shard.logprobs[a:b, 0]).nonzero()[:, 0]
+            where.append(row * width + asked)
+            ids.append(shard.ids[a:b][asked].long())
+            laws.append(shard.logprobs[a:b][asked])
+        return Batch(tokens, torch.cat(where), torch.cat(ids), torch.cat(laws))
+
+
+class Stream:
+    """The batches of a corpus by their number, epoch after epoch."""
+
+    def __init__(self, corpus: Corpus):
+        self.corpus, self.epoch, self.first, self.batches = corpus, 0, 0, corpus.order(0)
+
+    def batch(self, number: int) -> Batch:
+        """Numbers only rise."""
+        while number - self.first >= len(self.batches):
+            self.first, self.epoch = self.first + len(self.batches), self.epoch + 1
+            self.batches = self.corpus.order(self.epoch)
+        return self.corpus.batch(self.batches[number - self.first])
+
+
+def split(folder: Path) -> tuple[list[Path], list[Path]]:
+    """(shards to train on, held-out shards)."""
+    files = shard_files(folder)
+    if not files:
+        raise ValueError(f"data: {folder} holds no training shards; `hf-specdec train` makes some, or name the right folder.")
+    held = files[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY] or files[-1:]
+    return [path for path in files if path not in held] or files, held
+
+
+def frequent_tokens(files: list[Path], vocab_size: int, count: int) -> tuple[torch.Tensor, float]:
+    """The `count` tokens that the target gives most of its probability to, ids int64 ascending, and the share that they cover."""
+    mass = torch.zeros(vocab_size, dtype=torch.float64)
+    for path in files:
+        shard = Shard.load(path, vocab_size)
+        asked = torch.isfinite(shard.logprobs[:, 0])
+        mass.index_add_(0, shard.ids[asked].flatten().long(), shard.logprobs[asked].double().exp().flatten())
+    ids = mass.topk(min(count, vocab_size)).indices.sort().values
+    return ids, float(mass[ids].sum() / mass.sum())

@@ -1,0 +1,51 @@
+"""The model card of a drafter: what it is, what it was trained on, what it reached."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+CARD = """---
+library_name: hf_specdec
+base_model: {target}
+tags: [speculative-decoding, drafter]
+---
+# A draft for {target}
+
+{layers} layer(s) that started as layers {start} of the target; embedding and output head are the target's own and not stored. The
+head keeps {head} tokens, which carry {coverage:.2%} of the target's probability on the training text. Weights: {format}, {size:.1f} MB.
+
+```python
+import hf_specdec
+from hf_specdec import training
+
+draft = training.load_drafter("{folder}", target)
+hf_specdec.enable(target).generate(**inputs, assistant_model=draft, speculative=True)
+```
+
+The draft decides how fast the target decodes, never what it says: every token is checked by the target.
+
+| | |
+| --- | --- |
+| training text | {tokens:,} tokens written by the target itself ({texts}) |
+| loss, steps, tokens a step, learning rate | {loss}, {steps}, {batch_tokens}, {lr} |
+| held out: the draft's likeliest token is the target's | {greedy:.3f} |
+| held out: acceptance rate when sampling | {sampling:.3f} |
+
+It has the biases of the text that the target writes. It proposes nothing useful for another target.
+"""
+
+
+def write_card(folder: Path, trainer, data: dict) -> Path:
+    """Write README.md into the drafter's folder."""
+    last, config = trainer.progress.history[-1], trainer.config
+    size = (folder / "model.safetensors").stat().st_size / 1e6
+    text = CARD.format(
+        target=trainer.target_name or "the target", layers=len(config.layers), start=", ".join(map(str, config.layers)),
+        head=f"{len(trainer.ids):,}", coverage=trainer.coverage, format=config.format, size=size, folder=folder,
+        tokens=data["tokens"], texts=", ".join(f"{count} {kind}" for kind, count in sorted(data["texts"].items())),
+        loss=config.loss, steps=last["step"], batch_tokens=config.batch_tokens, lr=config.lr,
+        greedy=last["greedy_acceptance"], sampling=last["sampling_acceptance"],
+    )
+    path = folder / "README.md"
+    path.write_text(text)
+    return path

@@ -1,0 +1,206 @@
+"""A draft made of the target's parts: some of its layers, its embedding and its output head, the last two shared and not stored.
+
+A drafter's folder holds `config.json` (transformers' own), `drafter.json`, `model.safetensors` (the layers, in 16 bit or MX)
+and a model card.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from ..mx.formats import BLOCK, get_format
+from ..mx.linear import MXLinear
+from ..mx.packed import quantize
+from ..mx.swap import replace
+
+FORMAT = "hf_specdec drafter 1"
+PROBES = 8  # embedding entries by which a target is known again
+
+
+class PrunedHead(nn.Module):
+    """The rows `ids` (int64 [n]) of an output head; every other token gets minus infinity and is never drafted (FR-Spec,
+    arXiv 2502.14856). Exact by construction: q is the law that the token is drawn from."""
+
+    def __init__(self, weight: torch.Tensor, ids: torch.Tensor, vocab_size: int):
+        super().__init__()
+        self.linear = nn.Linear(weight.shape[1], len(ids), bias=False, device="meta")
+        self.linear.weight = nn.Parameter(weight[ids].clone(), requires_grad=False)
+        self.register_buffer("ids", ids.to(weight.device, copy=True))
+        self.vocab_size = vocab_size
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [..., vocab_size] from hidden [..., width]."""
+        few = self.linear(hidden)
+        every = few.new_full((*few.shape[:-1], self.vocab_size), -torch.inf)
+        return every.index_copy_(-1, self.ids, few)
+
+
+def build(target: PreTrainedModel, layers: list[int], head_ids: torch.Tensor | None = None) -> PreTrainedModel:
+    """A draft with copies of the target's layers `layers` and final norm, and its embedding and head themselves (the rows
+    `head_ids` of the head, where given). In the target's dtype and on its device.
+
+    Raises ValueError for a layer that the target does not have, and for a target without one list of layers.
+    """
+    count = target.config.get_text_config().num_hidden_layers
+    if not layers or not all(isinstance(layer, int) and 0 <= layer < count for layer in layers):
+        raise ValueError(f"layers={layers!r}: the target has layers 0..{count - 1}; name one or more of them.")
+    draft = _empty(target, _with_layers(target.config, layers))
+    prefix, own = _layer_list(target)
+    _, new = _layer_list(draft)
+    for module, layer in zip(new, layers):
+        module.load_state_dict(_dense(own[layer]))
+    rest = {name: p for name, p in target.state_dict().items() if not name.startswith(prefix)}
+    _share(draft, target, head_ids)
+    shared = _shared_names(draft)
+    draft.load_state_dict({name: p for name, p in rest.items() if name in draft.state_dict() and name not in shared}, strict=False)
+    return draft
+
+
+def save(draft: PreTrainedModel, folder: str | Path, target_name: str, format: str = "bf16", notes: dict | None = None) -> Path:
+    """Write what the draft does not share; Linear weights in the MX `format`, or dense 16 bit ("bf16"). Complete or absent."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    shared, linear = _shared_names(draft), {f"{name}.weight" for name, m in draft.named_modules() if type(m) is nn.Linear}
+    tensors = {}
+    for name, tensor in draft.state_dict().items():
+        if name in shared:
+            continue
+        if format != "bf16" and name in linear and tensor.shape[1] % BLOCK == 0:
+            packed = quantize(tensor.float(), format)
+            tensors[name], tensors[f"{name}_scale"] = packed.codes.contiguous(), packed.scales.contiguous()
+        else:
+            tensors[name] = tensor.to(torch.bfloat16).contiguous()
+    head = draft.get_output_embeddings()
+    if isinstance(head, PrunedHead):
+        tensors["head_ids"] = head.ids.int()
+    embedding = draft.get_input_embeddings().weight
+    about = {"format": FORMAT, "target": target_name, "weights": get_format(format).name, "vocab_size": draft.config.vocab_size,
+             "hidden_size": embedding.shape[1], "probe": _probe(embedding), "notes": notes or {}}
+    draft.config.save_pretrained(folder)
+    (folder / "drafter.json").write_text(json.dumps(about, indent=1) + "\n")
+    save_file(tensors, folder / "model.partial", metadata={"format": FORMAT})
+    os.replace(folder / "model.partial", folder / "model.safetensors")
+    return folder
+
+
+def load(folder: str | Path, target: PreTrainedModel) -> PreTrainedModel:
+    """The draft of that folder for `target`, whose embedding and head it shares; in its dtype and on its device.
+
+    Raises ValueError if the folder holds no whole drafter, or that of another target.
+    """
+    folder = Path(folder)
+    if not (folder / "drafter.json").is_file():
+        raise ValueError(f"{folder} holds no drafter (drafter.json is missing); `hf-specdec train` writes one.")
+    about = json.loads((folder / "drafter.json").read_text())
+    if about.get("format") != FORMAT:
+        raise ValueError(f"{folder}: format {about.get('format')!r} is not {FORMAT!r}; a newer hf_specdec has written it.")
+    _check_target(about, target, folder)
+    try:
+        with safe_open(folder / "model.safetensors", "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+    except (SafetensorError, FileNotFoundError) as error:
+        raise ValueError(f"{folder}/model.safetensors is damaged or cut short ({error}): copy the drafter again.") from error
+    ids = tensors.pop("head_ids", None)
+    if ids is not None and (ids.dim() != 1 or not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= about["vocab_size"]):
+        raise ValueError(f"{folder}: the head's token ids are not within the vocabulary; copy the drafter again.")
+    draft = _empty(target, AutoConfig.from_pretrained(folder))
+    _share(draft, target, None if ids is None else ids.long())
+    _pack(draft, tensors, about["weights"])
+    missing, unexpected = draft.load_state_dict(tensors, strict=False)
+    absent = set(missing) - _shared_names(draft)
+    if absent or unexpected:
+        raise ValueError(f"{folder}: model.safetensors does not fit config.json ({sorted(absent | set(unexpected))[0]}).")
+    return draft.eval()
+
+
+def _check_target(about: dict, target: PreTrainedModel, folder: Path) -> None:
+    weight = target.get_input_embeddings().weight
+    same = (about["vocab_size"], about["hidden_size"]) == (target.config.get_text_config().vocab_size, weight.shape[1])
+    if not same or not torch.allclose(torch.tensor(_probe(weight)), torch.tensor(about["probe"]), rtol=0.02, atol=1e-3):
+        raise ValueError(f"{folder} is a drafter for {about['target']}, whose embedding it shares; this target has another one.")
+
+
+def _probe(embedding: torch.Tensor) -> list[float]:
+    rows = torch.linspace(0, embedding.shape[0] - 1, PROBES).long()
+    return [round(value, 6) for value in embedding.detach()[rows, rows % embedding.shape[1]].tolist()]
+
+
+def _with_layers(config, layers: list[int]):
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    text.num_hidden_layers = len(layers)
+    if getattr(text, "layer_types", None):
+        text.layer_types = [text.layer_types[layer] for layer in layers]
+    for name in ("quantization_config", "_name_or_path"):
+        if hasattr(config, name):
+            delattr(config, name)
+    return config
+
+
+def _empty(target: PreTrainedModel, config) -> PreTrainedModel:
+    """A model of that config without weights worth keeping and, for a moment, with a vocabulary of nothing."""
+    vocab_size, config.vocab_size = config.vocab_size, 8
+    special = {name: getattr(config, name, None) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    config.pad_token_id = None
+    draft = AutoModelForCausalLM.from_config(config, dtype=target.dtype).to(target.device).eval()
+    for own in (config, draft.config):
+        own.vocab_size, own.tie_word_embeddings = vocab_size, False
+        for name, value in special.items():
+            setattr(own, name, value)
+    return draft
+
+
+def _share(draft: PreTrainedModel, target: PreTrainedModel, head_ids: torch.Tensor | None) -> None:
+    draft.set_input_embeddings(target.get_input_embeddings())
+    head = target.get_output_embeddings()
+    if head_ids is not None:
+        weight = head.dequantize(target.dtype) if isinstance(head, MXLinear) else head.weight.detach()
+        head = PrunedHead(weight, head_ids, target.config.get_text_config().vocab_size)
+    draft.set_output_embeddings(head)
+
+
+def _shared_names(draft: PreTrainedModel) -> set[str]:
+    shared = {id(module) for module in (draft.get_input_embeddings(), draft.get_output_embeddings())}
+    prefixes = tuple(f"{name}." for name, module in draft.named_modules() if id(module) in shared)
+    return {name for name in draft.state_dict() if name.startswith(prefixes)}
+
+
+def own_parameters(draft: PreTrainedModel) -> list[nn.Parameter]:
+    """What the draft does not share."""
+    shared = _shared_names(draft)
+    return [p for name, p in draft.named_parameters() if name not in shared]
+
+
+def _layer_list(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
+    """Name and modules of the model's list of layers."""
+    count = model.config.get_text_config().num_hidden_layers
+    lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    if not lists:
+        raise ValueError(f"{type(model).__name__}: no list of its {count} layers found; a drafter cannot be made from its parts.")
+    return lists[0]
+
+
+def _dense(layer: nn.Module) -> dict[str, torch.Tensor]:
+    """A layer's state with MX weights as numbers."""
+    state = {name: p for name, p in layer.state_dict().items() if not name.endswith("weight_scale")}
+    for name, module in layer.named_modules():
+        if isinstance(module, MXLinear):
+            state[f"{name}.weight"] = module.dequantize(torch.float32)
+    return state
+
+
+def _pack(draft: PreTrainedModel, tensors: dict[str, torch.Tensor], format: str) -> None:
+    """MX layers where the file has codes."""
+    for name, module in list(draft.named_modules()):
+        if type(module) is nn.Linear and f"{name}.weight_scale" in tensors:
+            packed = MXLinear(module.in_features, module.out_features, module.bias is not None, format, dtype=module.weight.dtype)
+            replace(draft, name, packed)

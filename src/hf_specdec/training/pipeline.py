@@ -1,0 +1,98 @@
+"""From a target to a draft in one call: data if there is none, one run per loss, held-out acceptance, a model card."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from .batches import split
+from .card import write_card
+from .data import make_data, make_on_policy
+from .shards import Shard, shard_files
+from .trainer import RunConfig, Trainer
+
+COLUMNS = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:,.0f} of {task.total:,.0f}"),
+           TimeElapsedColumn(), TimeRemainingColumn())
+
+
+def prepare(folder: str | Path, model, tokenizer, tokens: int, prompts: list[str] | None = None, new_tokens: int = 160,
+            rows: int = 48, seed: int = 0, console: Console | None = None) -> list[Path]:
+    """`make_data` with a progress bar."""
+    with Progress(*COLUMNS, console=console, transient=True) as bar:
+        task = bar.add_task("Tokens written by the target", total=tokens)
+        return make_data(folder, model, tokenizer, tokens, rows, new_tokens, seed, prompts,
+                         lambda done, _: bar.update(task, completed=min(done, tokens)))
+
+
+def train(target, tokenizer, data: str | Path, out: str | Path, config: RunConfig, losses: Sequence[str] = (), target_name: str = "",
+          console: Console | None = None, every: int = 50, on_policy: int = 0) -> list[dict]:
+    """Train one draft per loss (config.loss alone without `losses`) on the shards in `data`; a run that was stopped goes on.
+
+    target: in float32. on_policy: tokens that the draft, half trained, writes itself and the target judges; every other step of
+    the second half is on them (DistillSpec, arXiv 2310.08461). Returns held-out acceptance per loss, best first; with several
+    losses the drafters lie in out/<loss>.
+    """
+    console = console or Console(stderr=True)
+    losses, out = list(losses) or [config.loss], Path(out)
+    results = []
+    for loss in losses:
+        run = replace(config, loss=loss)
+        trainer = Trainer(target, data, out / loss.replace("+", "p") if len(losses) > 1 else out, run, target_name)
+        _run(trainer, console, every, _on_policy(trainer, target, tokenizer, data, on_policy) if on_policy else None)
+        last = trainer.progress.history[-1]
+        results.append({"loss": loss, "out": str(trainer.out), **last, "history": trainer.progress.history})
+        write_card(trainer.out, trainer, data_notes(data))
+    results.sort(key=lambda result: -result["greedy_acceptance"])
+    (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    console.print(table(results))
+    return results
+
+
+def _on_policy(trainer: Trainer, target, tokenizer, data: str | Path, tokens: int) -> Callable[[], list[Path]]:
+    def make() -> list[Path]:
+        draft, (files, _) = trainer.draft.eval(), split(Path(data))
+        return make_on_policy(trainer.out / "on_policy", draft, target, files, tokens, [tokenizer.eos_token_id], seed=trainer.config.seed)
+
+    return make
+
+
+def _run(trainer: Trainer, console: Console, every: int, on_policy: Callable[[], list[Path]] | None) -> None:
+    with Progress(*COLUMNS, TextColumn("{task.fields[note]}"), console=console, transient=True) as bar:
+        task = bar.add_task(f"Training, {trainer.config.loss}", total=trainer.config.steps, completed=trainer.progress.step, note="")
+
+        def report(progress, loss: float) -> None:
+            held = progress.history[-1] if progress.history else None
+            note = f"loss {loss:.3f}" + (f", held out {held['greedy_acceptance']:.3f}" if held else "")
+            bar.update(task, completed=progress.step, note=note)
+
+        if on_policy is not None:
+            trainer.run(report, every, until=trainer.config.steps // 2)
+            bar.update(task, note="the draft writes, the target judges")
+            trainer.use(on_policy())
+        trainer.run(report, every)
+        trainer.finish()
+
+
+def table(results: list[dict]) -> Table:
+    """Held-out acceptance per loss."""
+    made = Table("loss", "steps", "greedy acceptance", "sampling acceptance", "folder", title="Held out", header_style="bold")
+    for row in results:
+        made.add_row(row["loss"], str(row["step"]), f"{row['greedy_acceptance']:.3f}", f"{row['sampling_acceptance']:.3f}", row["out"])
+    return made
+
+
+def data_notes(folder: str | Path) -> dict:
+    """Tokens and kinds of the shards in a folder."""
+    kinds: dict[str, int] = {}
+    total = 0
+    for path in shard_files(Path(folder)):
+        shard = Shard.load(path)
+        total += len(shard.tokens)
+        kinds[shard.notes["kind"]] = kinds.get(shard.notes["kind"], 0) + len(shard)
+    return {"tokens": total, "texts": kinds}

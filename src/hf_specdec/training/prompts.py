@@ -1,0 +1,84 @@
+"""Prompts to train on: the target's own idea of what users write (Magpie, arXiv 2406.08464), a file, or a data set."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+MARK = "\x00here\x00"
+
+# How user turns begin; the target writes the rest. kind -> (tokens at most, openings).
+OPENINGS: dict[str, tuple[int, list[str]]] = {
+    "chat": (56, ["", "", "", "How do I", "How can", "What is", "What are the", "Can you explain", "Write a", "Write a short story about",
+                  "Give me", "I want to", "I am", "Why", "Tell me about", "Imagine", "Who", "List", "Compare", "Describe", "Help me write",
+                  "Draft an email", "Suggest", "Discuss", "Create a", "Explain how", "Should I", "Act as", "Rewrite", "Edit", "Plan"]),
+    "code": (72, ["Write a Python function", "Write a function that", "Implement", "Fix this code:\n\n```python\ndef", "How do I",
+                  "Explain this code:\n\n```python\n", "Write a SQL query", "Write a JavaScript function", "Write a program",
+                  "Complete the following function.\n\n```python\ndef ", "Add type hints to this function:\n\n```python\ndef "]),
+    "summary": (200, ["Summarize:\n", "Summarize the following text:\n\n", "Summarize this article in a few sentences.\n\n",
+                      "Give a summary of this news story:\n", "Shorten this text:\n\n", "What are the key points of this text?\n\n"]),
+    "passage": (200, ["Answer the question from the passage.\n\nPassage: ", "Context: ", "Read the text and answer the question.\n\nText: ",
+                      "Here are some documents.\n\nDocument 1: ", "Use the following information to answer. "]),
+    "question": (32, ["who", "what", "when did", "where is", "how many", "which", "what year", "who wrote", "what does", "Who was the",
+                      "Where did", "In which", "how long", "What is the name of", "what is the difference between"]),
+    "math": (72, ["A store sells", "If", "There are", "Solve", "Calculate", "A train", "How many", "Tom has", "A farmer", "Find", "Maria buys",
+                  "What is the value of", "A rectangle", "In a class of", "Each"]),
+    "translation": (48, ["Translate German to English: ", "Translate this sentence to English: ", "Translate to French: ",
+                         "Translate the following German text into English: Die", "Translate into English: Der", "Translate into English: Es"]),
+}
+
+
+def chat_parts(tokenizer) -> tuple[list[int], list[int]]:
+    """Token ids of the chat template before a user's words, and from their end to the answer.
+
+    Raises ValueError if the tokenizer has no chat template.
+    """
+    if not tokenizer.chat_template:
+        raise ValueError("data: the target's tokenizer has no chat template, so it cannot make up prompts; give prompts in a file.")
+    text = tokenizer.apply_chat_template([{"role": "user", "content": MARK}], tokenize=False, add_generation_prompt=True)
+    before, after = text.split(MARK)
+    return tuple(tokenizer(part, add_special_tokens=False).input_ids for part in (before, after))
+
+
+TURNS = ("chat", "passage", "chat", "code", "chat", "summary", "question", "chat", "passage", "math", "chat", "translation")
+
+
+def openings(number: int, count: int, seed: int) -> tuple[str, int, list[str]]:
+    """The kind of the shard `number`, how long its user turns may get, and `count` openings of it."""
+    random_, kind = random.Random(seed), TURNS[number % len(TURNS)]
+    limit, texts = OPENINGS[kind]
+    return kind, limit, [random_.choice(texts) for _ in range(count)]
+
+
+def read_prompts(path: str | Path, column: str | None = None) -> list[str]:
+    """The prompts of a .txt file (one a line) or a .jsonl file (`column`, else prompt, text, instruction or the first of turns).
+
+    Raises ValueError naming the file and the columns that there are.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"prompts: {path} is not a file.")
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if path.suffix == ".txt":
+        return lines
+    return [_prompt(json.loads(line), column, path) for line in lines]
+
+
+def _prompt(row: dict, column: str | None, source) -> str:
+    names = [column] if column else ["prompt", "text", "instruction", "turns"]
+    for name in names:
+        if name in row:
+            return row[name][0] if isinstance(row[name], list) else row[name]
+    raise ValueError(f"prompts: {source} has no column {names[0] if column else ' or '.join(names)}; it has {sorted(row)}. "
+                     f"Name one with --column.")
+
+
+def dataset_prompts(name: str, column: str | None = None, split: str = "train", limit: int | None = None) -> list[str]:
+    """The prompts of a data set of the hub, or of a folder that `datasets.load_from_disk` wrote."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise ImportError('prompts: reading data sets needs the extra "train": pip install "hf-specdec[train]".') from error
+    data = datasets.load_from_disk(name) if Path(name).is_dir() else datasets.load_dataset(name, split=split)
+    return [_prompt(data[i], column, name) for i in range(min(len(data), limit or len(data)))]

@@ -1,0 +1,90 @@
+"""Training text on disk: token ids and the target's law after every token, in safetensors shards that are complete or absent."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+FORMAT = "hf_specdec training shard 1"
+TOP = 16  # successors of every position that a shard keeps
+
+
+@dataclass
+class Sample:
+    """One text.
+
+    tokens: token ids, prompt included.
+    ids, logprobs: of the positions from `first` on, the target's `TOP` likeliest next tokens, int32 [m, TOP], and their log
+        probabilities, float16 [m, TOP]; entry j belongs to the token after tokens[first + j].
+    """
+
+    tokens: list[int]
+    first: int
+    ids: torch.Tensor
+    logprobs: torch.Tensor
+
+
+@dataclass
+class Shard:
+    """Samples laid end to end: tokens int32 [n], starts int64 [S + 1], ids int32 [n, TOP], logprobs float16 [n, TOP], minus
+    infinity where the target was not asked."""
+
+    tokens: torch.Tensor
+    starts: torch.Tensor
+    ids: torch.Tensor
+    logprobs: torch.Tensor
+    notes: dict = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, samples: list[Sample], notes: dict) -> "Shard":
+        lengths = [len(sample.tokens) for sample in samples]
+        starts = torch.tensor([0, *lengths]).cumsum(0)
+        tokens = torch.tensor([token for sample in samples for token in sample.tokens], dtype=torch.int32)
+        ids = torch.zeros((len(tokens), TOP), dtype=torch.int32)
+        logprobs = torch.full((len(tokens), TOP), -torch.inf, dtype=torch.float16)
+        for sample, start in zip(samples, starts.tolist()):
+            place = slice(start + sample.first, start + sample.first + len(sample.ids))
+            ids[place], logprobs[place] = sample.ids, sample.logprobs
+        return cls(tokens, starts, ids, logprobs, notes)
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def save(self, path: Path) -> None:
+        """Written beside `path` and renamed, so that a kill leaves no half of a shard."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        save_file({"tokens": self.tokens, "starts": self.starts, "ids": self.ids, "logprobs": self.logprobs}, partial,
+                  metadata={"format": FORMAT, "notes": json.dumps(self.notes)})
+        os.replace(partial, path)
+
+    @classmethod
+    def load(cls, path: Path, vocab_size: int | None = None) -> "Shard":
+        """Raises ValueError naming the file if it is not a whole shard of this format, or holds ids beyond `vocab_size`."""
+        try:
+            with safe_open(path, "pt") as file:
+                notes = file.metadata() or {}
+                if notes.get("format") != FORMAT:
+                    raise ValueError(f"{path}: not a training shard of this version; make it again with `hf-specdec train --data`.")
+                parts = {name: file.get_tensor(name) for name in ("tokens", "starts", "ids", "logprobs")}
+        except SafetensorError as error:
+            raise ValueError(f"{path}: damaged or cut short ({error}); delete it, and the run will make it again.") from error
+        shard = cls(**parts, notes=json.loads(notes["notes"]))
+        starts, n = shard.starts, len(shard.tokens)
+        if int(starts[0]) or int(starts[-1]) != n or bool((starts.diff() <= 0).any()) or len(shard.ids) != n or len(shard.logprobs) != n:
+            raise ValueError(f"{path}: its texts do not fit its offsets; delete it, and the run will make it again.")
+        largest = max(int(shard.tokens.max()), int(shard.ids.max()))
+        if min(int(shard.tokens.min()), int(shard.ids.min())) < 0 or vocab_size is not None and largest >= vocab_size:
+            raise ValueError(f"{path}: token ids beyond the target's vocabulary ({largest}); it was made with another target.")
+        return shard
+
+
+def shard_files(folder: Path) -> list[Path]:
+    """The complete shards of a folder, in order."""
+    return sorted(Path(folder).glob("*.safetensors"))

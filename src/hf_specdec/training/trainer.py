@@ -1,0 +1,215 @@
+"""The training run: shards in, a drafter out; it can be stopped at any moment and goes on where it was."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from . import drafter
+from .batches import Batch, Corpus, Stream, frequent_tokens, split
+from .losses import LOSSES, acceptance, buckets
+
+CHECKPOINT = "checkpoint.safetensors"
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One training run.
+
+    loss: a name in `losses.LOSSES`. steps, batch_tokens: optimiser steps, and tokens in each. lr: AdamW's, after `warmup` steps,
+    falling to a tenth along a cosine. head: tokens that the draft's head keeps, None for all. layers: the target's layers that
+    the draft starts from. format: of the stored weights.
+    """
+
+    layers: tuple[int, ...] = (0, -1)
+    head: int | None = 8192
+    loss: str = "forward_kl"
+    steps: int = 1000
+    batch_tokens: int = 4096
+    lr: float = 1e-3
+    warmup: int = 30
+    seed: int = 0
+    format: str = "mxint8"
+    precision: str = "bf16"
+
+    def __post_init__(self):
+        if self.loss not in LOSSES:
+            raise ValueError(f"loss={self.loss!r} is not known; choose one of {sorted(LOSSES)}.")
+        if self.precision not in ("bf16", "float32"):
+            raise ValueError(f"precision={self.precision!r} must be \"bf16\" or \"float32\".")
+        for name in ("steps", "batch_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be at least 1.")
+
+
+@dataclass
+class Progress:
+    """Where a run is: step, and the history of held-out measurements."""
+
+    step: int = 0
+    history: list[dict] = field(default_factory=list)
+
+
+class Student(nn.Module):
+    """The draft as it is trained: the logits of its own head at some positions only."""
+
+    def __init__(self, draft: nn.Module, half: bool):
+        super().__init__()
+        self.draft, self.half = draft, half
+
+    def forward(self, tokens: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+        """Logits [N, V'] at the places where [N] of tokens [B, L]. Padding is on the right: a causal draft does not see it."""
+        head = self.draft.get_output_embeddings()
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.half):
+            hidden = self.draft.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+            return getattr(head, "linear", head)(hidden.flatten(0, 1)[where]).float()
+
+
+class Trainer:
+    """target: the model whose parts the draft shares, in float32. data: the folder of shards. out: where checkpoint and drafter go.
+
+    Raises ValueError for a folder without shards, and where `out` holds the checkpoint of a run with another config.
+    """
+
+    def __init__(self, target, data: str | Path, out: str | Path, config: RunConfig, target_name: str = ""):
+        self.config, self.out, self.target_name = config, Path(out), target_name
+        if target.dtype != torch.float32:
+            raise ValueError(f"target: weights in {target.dtype}; load it in float32 to train a draft from its parts.")
+        self.accelerator = Accelerator(cpu=target.device.type == "cpu")
+        files, held = split(Path(data))
+        vocab = target.config.get_text_config().vocab_size
+        self.corpus = Corpus(files, vocab, config.batch_tokens, config.seed)
+        self.held = Corpus(held, vocab, config.batch_tokens, config.seed)
+        ids, self.coverage = (torch.arange(vocab), 1.0) if config.head is None else frequent_tokens(files, vocab, config.head)
+        self.ids = ids.to(target.device)
+        self.place = torch.full((vocab,), -1).index_put((ids,), torch.arange(len(ids))).to(target.device)
+        count = target.config.get_text_config().num_hidden_layers
+        self.draft = drafter.build(target, [layer % count for layer in config.layers], None if config.head is None else ids)
+        own = drafter.own_parameters(self.draft)
+        for p in self.draft.parameters():
+            p.requires_grad_(any(p is mine for mine in own))
+        optimizer = torch.optim.AdamW(own, lr=config.lr, betas=(0.9, 0.95), weight_decay=0.01)
+        self.student, self.optimizer = self.accelerator.prepare(Student(self.draft, config.precision == "bf16"), optimizer)
+        self.own, self.progress = own, Progress()
+        self.streams = [Stream(self.corpus)]
+        self._resume()
+
+    # --- the run ------------------------------------------------------------------------------------------------------
+
+    def use(self, files: list[Path]) -> None:
+        """Every other step from now on is on these shards."""
+        self.streams.append(Stream(Corpus(files, len(self.place), self.config.batch_tokens, self.config.seed)))
+
+    def run(self, report: Callable[[Progress, float], None] | None = None, every: int = 50, until: int | None = None) -> None:
+        """Train up to the step `until` (the last one without it); measure and keep a checkpoint every `every` steps, and before
+        Ctrl-C is passed on."""
+        last = self.config.steps if until is None else min(until, self.config.steps)
+        try:
+            while self.progress.step < last:
+                loss = self.step()
+                if self.progress.step % every == 0 or self.progress.step == last:
+                    self.progress.history.append({"step": self.progress.step, "train_loss": loss, **self.measure()})
+                    self.keep()
+                if report:
+                    report(self.progress, loss)
+        except KeyboardInterrupt:
+            self.keep()
+            raise
+
+    def step(self) -> float:
+        """One optimiser step; the mean loss of its positions."""
+        batch = self._batch()
+        self.draft.train()
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.config.lr * self._rate()
+        loss = LOSSES[self.config.loss](*self._laws(batch, self._logits(batch))).mean()
+        self.accelerator.backward(loss)
+        self.accelerator.clip_grad_norm_(self.own, 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.progress.step += 1
+        return float(loss.detach())
+
+    def _rate(self) -> float:
+        """A rising line, then half a cosine down to a tenth."""
+        step, config = self.progress.step, self.config
+        if step < config.warmup:
+            return (step + 1) / config.warmup
+        done = min((step - config.warmup) / max(config.steps - config.warmup, 1), 1.0)
+        return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
+
+    def _batch(self) -> Batch:
+        step = self.progress.step
+        stream = self.streams[step % len(self.streams)]
+        number = step // len(self.streams) * self.accelerator.num_processes + self.accelerator.process_index
+        return stream.batch(number).to(self.ids.device)
+
+    def _logits(self, batch: Batch) -> torch.Tensor:
+        return self.student(batch.tokens, batch.where)
+
+    def _laws(self, batch: Batch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return buckets(logits, batch.ids, batch.logprobs, self.place)
+
+    @torch.no_grad()
+    def measure(self, batches: int = 12) -> dict:
+        """On held-out text: how often the draft's likeliest token is the target's, and the acceptance rate when sampling."""
+        self.draft.eval()
+        hits, rate, n = 0.0, 0.0, 0
+        for texts in self.held.order(0)[:batches]:
+            batch = self.held.batch(texts).to(self.ids.device)
+            logits = self._logits(batch)
+            best = batch.ids.gather(1, batch.logprobs.argmax(-1, keepdim=True)).squeeze(1)
+            hits += float((self.ids[logits.argmax(-1)] == best).sum())
+            rate += float(acceptance(*self._laws(batch, logits)).sum())
+            n += len(best)
+        return {"greedy_acceptance": hits / n, "sampling_acceptance": rate / n}
+
+    # --- what stays ---------------------------------------------------------------------------------------------------
+
+    def keep(self) -> None:
+        """The checkpoint, complete or as it was before."""
+        if not self.accelerator.is_main_process:
+            return
+        self.out.mkdir(parents=True, exist_ok=True)
+        tensors = {f"weight.{i}": p.detach() for i, p in enumerate(self.own)}
+        for i, p in enumerate(self.own):
+            tensors |= {f"{name}.{i}": value for name, value in self.optimizer.state.get(p, {}).items()}
+        about = {"config": json.dumps(asdict(self.config)), "progress": json.dumps(asdict(self.progress))}
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, self.out / "checkpoint.partial", metadata=about)
+        os.replace(self.out / "checkpoint.partial", self.out / CHECKPOINT)
+
+    def _resume(self) -> None:
+        path = self.out / CHECKPOINT
+        if not path.is_file():
+            return
+        with safe_open(path, "pt") as file:
+            about, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}
+        config = json.loads(about["config"])
+        mine = json.loads(json.dumps(asdict(self.config)))
+        different = sorted(name for name in mine if config.get(name) != mine[name] and name != "steps")
+        if different:
+            raise ValueError(f"out: {self.out} holds a run with {different[0]}={config.get(different[0])!r}, not "
+                             f"{mine[different[0]]!r}; go on with that, or name another folder.")
+        for i, p in enumerate(self.own):
+            p.data.copy_(tensors[f"weight.{i}"])
+            self.optimizer.state[p] = {name: tensors[f"{name}.{i}"].to(p.device if name != "step" else "cpu")
+                                       for name in ("step", "exp_avg", "exp_avg_sq") if f"{name}.{i}" in tensors}
+        self.progress = Progress(**json.loads(about["progress"]))
+
+    def finish(self) -> Path:
+        """Write the drafter, with what the run was and reached."""
+        notes = {"run": asdict(self.config), "head_coverage": self.coverage, "trained_tokens": self.corpus.tokens,
+                 "held_out_tokens": self.held.tokens, **(self.progress.history or [{}])[-1]}
+        if self.accelerator.is_main_process:
+            drafter.save(self.draft, self.out, self.target_name, self.config.format, notes)
+        return self.out

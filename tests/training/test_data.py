@@ -1,0 +1,130 @@
+"""The training text: the target's own laws, shards that are whole or absent, prompts from anywhere."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from hf_specdec.training.answers import continue_texts, judge_texts
+from hf_specdec.training.data import make_data, make_on_policy
+from hf_specdec.training.prompts import OPENINGS, TURNS, chat_parts, openings, read_prompts
+from hf_specdec.training.shards import TOP, Shard, shard_files
+
+from ..helpers import tiny_llama
+
+
+def texts_of(shard):
+    return [slice(int(a), int(b)) for a, b in zip(shard.starts, shard.starts[1:])]
+
+
+def test_every_law_in_a_shard_is_what_the_target_says_at_that_position(target, data):
+    shard = Shard.load(shard_files(data)[0])
+    checked = 0
+    for text in texts_of(shard)[:4]:
+        tokens, laws = shard.tokens[text].long(), shard.logprobs[text].float()
+        expected = target(tokens[None]).logits[0].log_softmax(-1)
+        asked = torch.isfinite(laws[:, 0])
+        best = expected.topk(TOP)
+        torch.testing.assert_close(laws[asked], best.values[asked], atol=4e-3, rtol=4e-3)
+        assert torch.equal(shard.ids[text][asked][:, 0].long(), best.indices[asked][:, 0])
+        checked += int(asked.sum())
+    assert checked > 50
+
+
+def test_the_user_turn_and_the_answer_are_both_labelled(data, tokenizer):
+    before, after = chat_parts(tokenizer)
+    shard = Shard.load(shard_files(data)[0])
+    for text in texts_of(shard):
+        asked = torch.isfinite(shard.logprobs[text][:, 0])
+        assert shard.tokens[text][: len(before)].tolist() == before
+        answer = shard.tokens[text].tolist().index(after[-1])
+        assert bool(asked[answer])  # what follows the template's last token
+        assert bool(asked[len(before) :].any())
+
+
+def test_judging_a_text_gives_the_laws_that_writing_it_gave(target):
+    written = continue_texts(target, [[3, 4, 5], [7, 8, 9, 10, 11]], 12, 0, [60], do_sample=True)
+    judged = judge_texts(target, [text.tokens for text in written], [text.first for text in written])
+    for wrote, saw in zip(written, judged):
+        n = len(wrote.ids)
+        assert torch.equal(wrote.ids[:, 0], saw.ids[:n, 0])
+        torch.testing.assert_close(wrote.logprobs.float(), saw.logprobs[:n].float(), atol=4e-3, rtol=4e-3)
+
+
+def test_a_run_that_was_stopped_goes_on_and_makes_the_same_shards(target, tokenizer, data, tmp_path):
+    files = shard_files(data)
+    make_data(tmp_path, target, tokenizer, tokens=1, rows=8, new_tokens=24, seed=5)
+    assert len(shard_files(tmp_path)) == 1
+    (tmp_path / "000001.partial").write_bytes(b"half of a shard")
+    make_data(tmp_path, target, tokenizer, tokens=3000, rows=8, new_tokens=24, seed=5)
+    assert [path.name for path in shard_files(tmp_path)] == [path.name for path in files]
+    for one, other in zip(shard_files(tmp_path), files):
+        assert torch.equal(Shard.load(one).tokens, Shard.load(other).tokens)
+
+
+def test_given_prompts_are_answered_in_order(target, tokenizer, tmp_path):
+    before, after = chat_parts(tokenizer)
+    prompts = ["ABC", "HELLO", "XYZ"]
+    make_data(tmp_path, target, tokenizer, tokens=10**9, rows=2, new_tokens=5, prompts=prompts)
+    starts = [Shard.load(path) for path in shard_files(tmp_path)]
+    found = [shard.tokens[text].tolist() for shard in starts for text in texts_of(shard)]
+    for prompt, tokens in zip(prompts, found, strict=True):
+        head = before + tokenizer(prompt, add_special_tokens=False).input_ids + after
+        assert tokens[: len(head)] == head and 1 <= len(tokens) - len(head) <= 5
+
+
+def test_text_of_the_drafts_own_is_judged_by_the_target(target, data, tmp_path):
+    draft = tiny_llama(9)
+    path = make_on_policy(tmp_path, draft, target, shard_files(data), 200, [60], rows=4, new_tokens=12)[0]
+    shard = Shard.load(path)
+    text = texts_of(shard)[0]
+    asked = torch.isfinite(shard.logprobs[text][:, 0])
+    expected = target(shard.tokens[text].long()[None]).logits[0].log_softmax(-1).topk(TOP)
+    assert torch.equal(shard.ids[text][asked][:, 0].long(), expected.indices[asked][:, 0])
+
+
+@pytest.mark.parametrize("harm", ["cut", "foreign", "offsets", "vocabulary"])
+def test_a_bad_shard_is_refused_by_name(data, tmp_path, harm):
+    whole, path = shard_files(data)[0], tmp_path / "bad.safetensors"
+    shard, vocab = Shard.load(whole), 61
+    if harm == "cut":
+        path.write_bytes(whole.read_bytes()[:-100])
+    elif harm == "foreign":
+        save_file({"tokens": shard.tokens}, path)
+    elif harm == "offsets":
+        shard.starts[-1] += 5
+        shard.save(path)
+    else:
+        shard.save(path)
+        vocab = 20
+    with pytest.raises(ValueError, match="bad.safetensors"):
+        Shard.load(path, vocab)
+
+
+def test_openings_repeat_with_their_seed_and_every_kind_has_its_turn():
+    assert openings(3, 5, 7) == openings(3, 5, 7) != openings(3, 5, 8)
+    assert {openings(number, 1, 0)[0] for number in range(len(TURNS))} == set(OPENINGS)
+
+
+def test_prompts_come_from_lines_columns_and_turns(tmp_path):
+    (tmp_path / "a.txt").write_text("one\n\ntwo\n")
+    (tmp_path / "b.jsonl").write_text('{"turns": ["first", "second"]}\n{"prompt": "other"}\n')
+    assert read_prompts(tmp_path / "a.txt") == ["one", "two"]
+    assert read_prompts(tmp_path / "b.jsonl") == ["first", "other"]
+    (tmp_path / "c.jsonl").write_text(json.dumps({"question": "?"}))
+    assert read_prompts(tmp_path / "c.jsonl", "question") == ["?"]
+    with pytest.raises(ValueError, match="question.*--column"):
+        read_prompts(tmp_path / "c.jsonl")
+    with pytest.raises(ValueError, match="not a file"):
+        read_prompts(tmp_path / "none.txt")
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused(tokenizer):
+    class Plain:
+        chat_template = None
+
+    with pytest.raises(ValueError, match="chat template"):
+        chat_parts(Plain())

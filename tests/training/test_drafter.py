@@ -1,0 +1,121 @@
+"""A drafter: made of the target's parts, stored without what it shares, exact as a draft."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import hf_specdec
+from hf_specdec.mx.linear import MXLinear
+from hf_specdec.training import build_drafter, load_drafter
+from hf_specdec.training.drafter import PrunedHead, own_parameters, save
+
+from ..helpers import build, tiny_llama
+
+HEAD = torch.arange(0, 61, 2)
+
+
+@pytest.fixture
+def draft(target):
+    return build_drafter(target, [1], HEAD)
+
+
+def logits_of(model):
+    return model(input_ids=torch.tensor([[5, 6, 7, 8]])).logits
+
+
+def test_embedding_is_the_targets_and_the_layers_are_copies(target, draft):
+    assert draft.get_input_embeddings() is target.get_input_embeddings()
+    layer, copy = target.model.layers[1], draft.model.layers[0]
+    assert torch.equal(layer.mlp.up_proj.weight, copy.mlp.up_proj.weight)
+    assert layer.mlp.up_proj.weight.data_ptr() != copy.mlp.up_proj.weight.data_ptr()
+    assert len(own_parameters(draft)) == len(list(copy.parameters())) + 1  # and the final norm
+    assert draft.config.vocab_size == target.config.vocab_size and draft.config.num_hidden_layers == 1
+
+
+def test_all_layers_and_the_whole_head_are_the_target_itself(target):
+    torch.testing.assert_close(logits_of(build_drafter(target, [0, 1])), logits_of(target))
+
+
+def test_a_pruned_head_gives_its_tokens_and_nothing_else(target, draft):
+    logits, whole = logits_of(draft), logits_of(build_drafter(target, [1]))
+    torch.testing.assert_close(logits[..., HEAD], whole[..., HEAD])
+    left = torch.ones(61, dtype=torch.bool).index_fill(0, HEAD, False)
+    assert bool((logits[..., left] == -torch.inf).all())
+
+
+@pytest.mark.parametrize("format", ["bf16", "mxint8"])
+def test_what_is_stored_comes_back(target, draft, tmp_path, format):
+    save(draft, tmp_path, "tiny", format)
+    again = load_drafter(tmp_path, target)
+    assert again.get_input_embeddings() is target.get_input_embeddings()
+    head = again.get_output_embeddings()
+    assert isinstance(head, PrunedHead) and torch.equal(head.ids, HEAD)
+    if format == "mxint8":  # the width is 32, the middle 48 and no multiple of the block
+        assert isinstance(again.model.layers[0].mlp.up_proj, MXLinear) and not isinstance(again.model.layers[0].mlp.down_proj, MXLinear)
+    torch.testing.assert_close(logits_of(again)[..., HEAD], logits_of(draft)[..., HEAD], atol=0.5, rtol=0.1)
+    size = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+    assert size < 2 * sum(p.numel() for p in own_parameters(draft)) + 4000  # no embedding, no head
+
+
+def test_stored_in_16_bit_the_weights_are_bit_for_bit_those_in_bfloat16(target, draft, tmp_path):
+    save(draft, tmp_path, "tiny")
+    again = load_drafter(tmp_path, target)
+    for mine, stored in zip(own_parameters(draft), own_parameters(again)):
+        assert torch.equal(mine.bfloat16().float(), stored)
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("head", [None, HEAD], ids=["whole head", "pruned head"])
+def test_the_target_writes_what_it_writes_alone(target, head, do_sample):
+    model = hf_specdec.enable(tiny_llama(3))
+    draft = build_drafter(model, [1], head)
+    ids = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
+    settings = dict(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=do_sample, pad_token_id=0)
+    out = model.generate(**settings, assistant_model=draft, speculative={"num_assistant_tokens": 4, "seed": 1}, return_dict_in_generate=True)
+    assert out.speculation.proposed > 20 and out.speculation.lossless
+    if not do_sample:
+        assert torch.equal(out.sequences, model.generate(**settings))
+
+
+def test_another_target_is_refused(target, draft, tmp_path):
+    save(draft, tmp_path, "tiny")
+    with pytest.raises(ValueError, match="drafter for tiny"):
+        load_drafter(tmp_path, tiny_llama(4))
+    with pytest.raises(ValueError, match="drafter for tiny"):
+        load_drafter(tmp_path, build("gpt2", vocab_size=61, n_embd=16, n_layer=1, n_head=2, n_positions=64))
+
+
+@pytest.mark.parametrize("harm", ["absent", "cut", "newer", "ids", "missing"])
+def test_a_bad_folder_is_refused(target, draft, tmp_path, harm):
+    if harm != "absent":
+        save(draft, tmp_path, "tiny")
+    weights, about = tmp_path / "model.safetensors", tmp_path / "drafter.json"
+    if harm == "cut":
+        weights.write_bytes(weights.read_bytes()[:-50])
+    elif harm == "newer":
+        about.write_text(json.dumps(json.loads(about.read_text()) | {"format": "hf_specdec drafter 9"}))
+    elif harm == "ids":
+        draft.get_output_embeddings().ids[-1] = 61
+        save(draft, tmp_path, "tiny")
+    elif harm == "missing":
+        config = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    with pytest.raises(ValueError, match=str(tmp_path)):
+        load_drafter(tmp_path, target)
+
+
+@pytest.mark.parametrize("layers", [[], [2], [-3], ["0"]])
+def test_layers_that_the_target_does_not_have_are_refused(target, layers):
+    with pytest.raises(ValueError, match="layers"):
+        build_drafter(target, layers)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen3", "gpt_neox"])
+def test_other_families_have_parts_too(family):
+    sizes = dict(gpt2=dict(n_embd=32, n_layer=3, n_head=2, n_positions=64)).get(
+        family, dict(hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=2))
+    model = build(family, vocab_size=61, **sizes)
+    torch.testing.assert_close(logits_of(build_drafter(model, [0, 1, 2])), logits_of(model))

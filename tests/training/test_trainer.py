@@ -1,0 +1,139 @@
+"""The run: it learns, it can be stopped at any step and ends where it would have, and says what it reached."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from hf_specdec.cli import app
+from hf_specdec.training import LOSSES, RunConfig, Trainer, load_drafter, train
+from hf_specdec.training.batches import Corpus, frequent_tokens, split
+from hf_specdec.training.drafter import own_parameters
+from hf_specdec.training.shards import shard_files
+
+CONFIG = RunConfig(layers=(1,), head=None, steps=40, batch_tokens=256, lr=3e-3, warmup=3, precision="float32", format="bf16")
+
+
+def weights(trainer):
+    return [p.detach().clone() for p in own_parameters(trainer.draft)]
+
+
+def test_training_raises_held_out_acceptance(target, data, tmp_path):
+    trainer = Trainer(target, data, tmp_path, RunConfig(**{**vars(CONFIG), "steps": 90, "lr": 1e-2}), "tiny")
+    before = trainer.measure()
+    trainer.run(every=30)
+    after = trainer.measure()
+    assert after["greedy_acceptance"] > before["greedy_acceptance"] + 0.05, (before, after)
+    assert after["sampling_acceptance"] > before["sampling_acceptance"] + 0.05, (before, after)
+    assert [entry["step"] for entry in trainer.progress.history] == [30, 60, 90]
+
+
+def test_the_targets_own_parts_are_not_trained(target, data, tmp_path):
+    before = {name: p.clone() for name, p in target.state_dict().items()}
+    Trainer(target, data, tmp_path, CONFIG).run(every=40)
+    assert all(torch.equal(before[name], p) for name, p in target.state_dict().items())
+
+
+def test_a_stopped_run_ends_where_an_unbroken_one_does(target, data, tmp_path):
+    whole = Trainer(target, data, tmp_path / "whole", CONFIG)
+    whole.run(every=15)
+
+    class Stop(Exception):
+        pass
+
+    def stop(progress, loss):
+        if progress.step == 22:
+            raise Stop
+
+    with pytest.raises(Stop):
+        Trainer(target, data, tmp_path / "parts", CONFIG).run(stop, every=15)
+    rest = Trainer(target, data, tmp_path / "parts", CONFIG)
+    assert rest.progress.step == 15  # the last checkpoint
+    rest.run(every=15)
+    assert all(torch.equal(a, b) for a, b in zip(weights(whole), weights(rest)))
+
+
+def test_ctrl_c_keeps_the_step_it_was_at(target, data, tmp_path):
+    def stop(progress, loss):
+        if progress.step == 7:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Trainer(target, data, tmp_path, CONFIG).run(stop, every=15)
+    assert Trainer(target, data, tmp_path, CONFIG).progress.step == 7
+
+
+def test_the_folder_of_another_run_is_refused_and_left_alone(target, data, tmp_path):
+    Trainer(target, data, tmp_path, CONFIG).keep()
+    before = (tmp_path / "checkpoint.safetensors").read_bytes()
+    with pytest.raises(ValueError, match="lr=0.003"):
+        Trainer(target, data, tmp_path, RunConfig(**{**vars(CONFIG), "lr": 1e-4}))
+    assert (tmp_path / "checkpoint.safetensors").read_bytes() == before
+
+
+def test_one_drafter_per_loss_with_a_card_and_a_table(target, tokenizer, data, tmp_path):
+    config = RunConfig(**{**vars(CONFIG), "steps": 6, "head": 40, "format": "mxint8"})
+    results = train(target, tokenizer, data, tmp_path, config, ["forward_kl", "tvd++"], "tiny", every=3)
+    assert {result["loss"] for result in results} == {"forward_kl", "tvd++"}
+    assert results[0]["greedy_acceptance"] >= results[1]["greedy_acceptance"]
+    for result in results:
+        draft = load_drafter(result["out"], target)
+        assert len(draft.get_output_embeddings().ids) == 40
+        card = open(f"{result['out']}/README.md").read()
+        assert f"{result['greedy_acceptance']:.3f}" in card and "tiny" in card
+        notes = json.load(open(f"{result['out']}/drafter.json"))["notes"]
+        assert notes["run"]["loss"] == result["loss"] and 0.5 < notes["head_coverage"] <= 1
+
+
+def test_the_second_half_can_be_on_the_drafts_own_text(target, tokenizer, data, tmp_path):
+    config = RunConfig(**{**vars(CONFIG), "steps": 8})
+    train(target, tokenizer, data, tmp_path, config, target_name="tiny", on_policy=150)
+    assert len(shard_files(tmp_path / "on_policy")) >= 1
+
+
+def test_batches_hold_every_text_once_an_epoch(target, data):
+    files, held = split(data)
+    assert not set(files) & set(held)
+    corpus = Corpus(files, 61, 256, seed=1)
+    for epoch in (0, 1):
+        assert sorted(sum(corpus.order(epoch), [])) == list(range(len(corpus.texts)))
+    assert corpus.order(0) != corpus.order(1) and corpus.order(1) == Corpus(files, 61, 256, seed=1).order(1)
+
+
+def test_the_head_keeps_what_the_target_likes_most(data):
+    files, _ = split(data)
+    ids, coverage = frequent_tokens(files, 61, 30)
+    _, more = frequent_tokens(files, 61, 61)
+    assert len(ids) == 30 and torch.equal(ids, ids.sort().values) and 0.3 < coverage < more == pytest.approx(1)
+
+
+@pytest.mark.parametrize("change", [{"loss": "guess"}, {"precision": "int4"}, {"steps": 0}, {"batch_tokens": 0}])
+def test_bad_settings_are_named(change):
+    with pytest.raises(ValueError, match=next(iter(change))):
+        RunConfig(**change)
+
+
+def test_a_16_bit_target_and_a_folder_without_shards_are_refused(target, data, tmp_path):
+    import copy
+
+    with pytest.raises(ValueError, match="float32"):
+        Trainer(copy.deepcopy(target).bfloat16(), data, tmp_path, CONFIG)
+    with pytest.raises(ValueError, match="no training shards"):
+        Trainer(target, tmp_path, tmp_path, CONFIG)
+
+
+def test_the_command_trains_goes_on_and_refuses(target, tokenizer, tmp_path):
+    target.save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    arguments = ["train", str(tmp_path / "target"), "--out", str(tmp_path / "out"), "--tokens", "400", "--steps", "4", "--layers", "1",
+                 "--head", "40", "--batch-tokens", "128", "--new-tokens", "12", "--format", "bf16", "--loss"]
+    run = CliRunner().invoke(app, [*arguments, "tvd"])
+    assert run.exit_code == 0, run.output
+    assert load_drafter(tmp_path / "out", target) is not None
+    bad = CliRunner().invoke(app, [*arguments, "guess"])
+    assert bad.exit_code == 2 and "guess" in bad.output and all(name in bad.output for name in LOSSES)
+    other = CliRunner().invoke(app, [*arguments, "tvd", "--lr", "0.5"])
+    assert other.exit_code == 2 and "holds a run" in other.output
