@@ -1,6 +1,7 @@
 """CodeGen 1-7B mono (Salesforce/codegen-6B-mono) with CodeGen 350M mono as its draft model: Python from a comment and a signature.
 
     python recipes/codegen_7b__350m.py --scale full                     real weights, from the hub
+    python recipes/codegen_7b__350m.py --scale full --humaneval FILE --execute-code     the same on HumanEval, with pass@1
     python recipes/codegen_7b__350m.py --scale shape --acceptance 0.8   the full shape, random weights, SIMULATED acceptance
     python recipes/codegen_7b__350m.py --scale tiny                     a toy, in seconds
 """
@@ -34,6 +35,7 @@ RECIPE = Recipe(
     prompts=PROMPTS,
     prompt_tokens=32,
     new_tokens=224,
+    code=True,
     in_article=True,
     configs={
         "shape": lambda: (codegen(4096, 33, 16, 64), codegen(1024, 20, 16, 32)),

@@ -17,6 +17,8 @@ from hf_specdec import mx
 from hf_specdec.bench.embedded import EMBEDDED
 from hf_specdec.bench.terminal import counting
 
+from . import quality
+from .models import read
 from .recipe import RUNS, Recipe, RecipeError
 from .report import print_report, save_plot
 from .running import Runner
@@ -37,6 +39,9 @@ def main(recipe: Recipe, argv: list[str] | None = None) -> int:
 
 
 def _run(recipe: Recipe, options: argparse.Namespace) -> int:
+    tasks = {}
+    if options.humaneval:
+        recipe, tasks = quality.with_tasks(recipe, options.humaneval)
     names = list(recipe.texts())[: options.prompts]
     path = options.out / f"{recipe.name}_{options.scale}.json"
     store = Store(path, _head(recipe, options, names), options.restart)
@@ -57,6 +62,9 @@ def _run(recipe: Recipe, options: argparse.Namespace) -> int:
         return 130
     data = store.data
     data["summary"], data["goal"] = summarise(recipe, data), acceptance_for_goal(data)
+    data["quality"] = quality.against_baseline(data)
+    if options.execute_code:
+        data["pass_at_1"] = quality.pass_rates(data, tasks, read(recipe, options.target, "tokenizer"))
     store.save()
     print_report(data, Console(width=None if sys.stdout.isatty() else 140))
     print(f"written: {path}")
@@ -84,6 +92,8 @@ def parse(recipe: Recipe, argv: list[str] | None) -> argparse.Namespace:
     add("--device-map", help="full, on GPUs: passed to from_pretrained (default: all on --device)")
     add("--dtype", choices=("bfloat16", "float16", "float32"), help="default bfloat16; tiny: float32")
     add("--threads", type=int)
+    add("--humaneval", type=Path, help="full, CodeGen: a JSONL file of HumanEval, whose tasks take the place of the prompts")
+    add("--execute-code", action="store_true", help="full: RUN what was generated for --humaneval, in limited processes, and print pass@1")
     add("--out", type=Path, default=Path("recipes/out"), help="folder of the JSON and the plot")
     add("--restart", action="store_true", help="do away with the runs in the JSON")
     add("--no-plot", dest="plot", action="store_false")
@@ -97,6 +107,10 @@ def _complete(recipe: Recipe, options: argparse.Namespace) -> argparse.Namespace
         given, wanted = getattr(options, name) is not None, full if name in ("draft", "device_map") else not full
         if given and (not wanted or (recipe.lookup and name in ("draft", "acceptance")) or (name == "layers" and tiny)):
             raise RecipeError(f"--{name.replace('_', '-')} has no meaning at --scale {options.scale} in this recipe.")
+    if options.humaneval and not (full and recipe.code):
+        raise RecipeError(f"--humaneval has no meaning at --scale {options.scale} in this recipe: it needs real weights of a code model.")
+    if options.execute_code and not options.humaneval:
+        raise RecipeError("--execute-code needs the tasks that the code is for: --humaneval FILE.")
     for name in ("k", "new_tokens", "prompts", "repetitions", "layers", "threads"):
         if (getattr(options, name) or 1) < 1 or getattr(options, name) == 0:
             raise RecipeError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be 1 or more.")
@@ -136,7 +150,7 @@ def _head(recipe: Recipe, options: argparse.Namespace, names: list[str]) -> dict
         "recipe": recipe.name, "scale": options.scale, "target": target, "draft": draft, "k": options.k,
         "acceptance": options.acceptance, "new_tokens": options.new_tokens, "prompts": names, "repetitions": options.repetitions,
         "layers": options.layers, "phases": options.phases, "dtype": str(options.dtype).removeprefix("torch."),
-    }  # fmt: skip
+    } | ({"humaneval": str(options.humaneval)} if options.humaneval else {})  # fmt: skip
     on_gpu = options.device.type == "cuda"
     environment = {
         "device": torch.cuda.get_device_name(options.device) if on_gpu else platform.machine(),

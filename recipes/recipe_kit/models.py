@@ -31,8 +31,8 @@ def make_pair(recipe: Recipe, options, names: list[str]) -> Pair:
     tokens = recipe.prompt_tokens + options.new_tokens + options.k
     if options.scale == "full":
         _check_draft(recipe, options)
-        config = _read(recipe, options.target, "config")
-        draft = _read(recipe, options.draft, "config") if options.draft else None
+        config = read(recipe, options.target, "config")
+        draft = read(recipe, options.draft, "config") if options.draft else None
     else:
         config, draft = recipe.configs[options.scale]()
         if options.layers:
@@ -110,7 +110,7 @@ def _check_draft(recipe: Recipe, options) -> None:
     raise RecipeError(f"--draft is missing: {recipe.draft_missing}")
 
 
-def _read(recipe: Recipe, name: str, what: str, **kwargs):
+def read(recipe: Recipe, name: str, what: str, **kwargs):
     """A config, tokenizer or model of the hub or a folder; RecipeError with what to do where that fails."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -139,14 +139,14 @@ def _what_to_do(recipe: Recipe, name: str, what: str, error: BaseException) -> s
 
 
 def _loaded(recipe: Recipe, options, names: list[str]) -> Pair:
-    tokenizer = _read(recipe, options.target, "tokenizer")
+    tokenizer = read(recipe, options.target, "tokenizer")
     placed = {"dtype": options.dtype}
     if options.device.type != "cpu":
         if find_spec("accelerate") is None:
             raise RecipeError("loading straight to the GPU (device_map) needs the package accelerate: pip install accelerate")
         placed["device_map"] = options.device_map or str(options.device)
-    target = _read(recipe, options.target, "model", **placed).eval()
-    draft = _read(recipe, options.draft, "model", **placed).eval() if options.draft else None
+    target = read(recipe, options.target, "model", **placed).eval()
+    draft = read(recipe, options.draft, "model", **placed).eval() if options.draft else None
     if draft is not None and draft.config.vocab_size < target.config.vocab_size // 2:
         raise RecipeError(f"--draft {options.draft}: a vocabulary of {draft.config.vocab_size} against the target's "
                           f"{target.config.vocab_size}: the draft needs the target's tokenizer.")

@@ -26,7 +26,8 @@ class Recipe:
     """One pair.
 
     target, draft: hub ids; target "smollm2" is the embedded model; draft None means prompt lookup if `lookup`, else that
-    `--draft` has to name one (`draft_missing` says what it is). licence: where a gated target's licence is accepted.
+    `--draft` has to name one (`draft_missing` says what it is). licence: where a gated target's licence is accepted. code: the target
+    writes Python, so that HumanEval can be asked of it.
     prompts: name -> text, or a function that gives both. configs: scale -> function making (target config, draft config or
     None), for the scales with random weights.
     """
@@ -42,6 +43,7 @@ class Recipe:
     draft_missing: str = ""
     licence: str = ""
     chat: bool = False
+    code: bool = False
     in_article: bool = False
     configs: dict[str, Callable[[], tuple[Any, Any]]] = field(default_factory=dict)
 

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from . import quality
 from .recipe import ARTICLE, BASELINE
 from .summary import goal_text
 
@@ -75,6 +76,7 @@ def notes(data: dict[str, Any]) -> list[str]:
     few = min(row["decoded_tokens"] for row in data["summary"])
     if few < FEW:
         lines.append(f"Only {few} tokens were decoded after the prompt pass in one of the runs: take more --new-tokens before reading speed-ups.")
+    lines += quality.lines(data)
     for fork in data["forks"]:
         why = {True: "a near-tie: rounding explains it", False: "NOT explained by rounding", None: "not judged, for want of memory"}
         lines.append(f"{fork['run']}, {fork['prompt']}: parts from plain at token {fork['position'] + 1}: {why[fork['near_tie']]}")

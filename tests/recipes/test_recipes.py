@@ -249,3 +249,44 @@ def test_a_simulated_draft_runs_its_model_and_leaves_the_output_as_it_is(recipes
         assert out.speculation.draft_calls >= out.speculation.proposed
     with pytest.raises(ValueError, match="greedy"):
         model.generate(ids, speculative=True, assistant_model=simulated, **{**settings, "do_sample": True})
+
+
+# --- quality ----------------------------------------------------------------------------------------------------------
+
+
+def test_outputs_are_compared_with_those_of_the_baseline(run, tmp_path):
+    _, out, _ = run(SIMULATED[0], *QUICK)
+    quality = result(tmp_path, SIMULATED[0])["quality"]
+    assert list(quality) == RUNS and quality["speculation"]["exact_match"] == quality["baseline"]["exact_match"] == 1
+    assert quality["speculation"]["rougeL"] in (1, None) and "against the baseline's outputs: MXFP6" in " ".join(out.split())
+
+
+@pytest.mark.parametrize("name, arguments, words", [
+    ("codegen_7b__350m", ("--scale", "tiny", "--humaneval", "x"), "--humaneval has no meaning at --scale tiny"),
+    ("llama2_7b__115m", ("--scale", "full", "--humaneval", "x"), "real weights of a code model"),
+    ("codegen_7b__350m", ("--scale", "full", "--execute-code"), "--humaneval FILE"),
+    ("codegen_7b__350m", ("--scale", "full", "--humaneval", "nowhere.jsonl"), "--humaneval nowhere.jsonl"),
+])  # fmt: skip
+def test_pass_at_1_is_refused_where_there_is_nothing_to_run(name, arguments, words, run):
+    status, _, error = run(name, *arguments)
+    assert status == 2 and words in error
+
+
+def test_pass_at_1_of_the_four_runs(kit, monkeypatch):
+    import recipe_kit.quality as quality
+    from hf_specdec.bench.quality import Problem, run_problem
+
+    task = Problem("t", "def one():\n", "def check(f):\n    assert f() == 1\n", "one")
+    texts = {1: "    return 1\n", 2: "    return 2\n"}
+    tokenizer = type("Texts", (), {"decode": lambda self, ids, **_: texts[ids[0]]})()
+    runs = [{"repetition": 0, "prompt": "t", "run": arm, "tokens": [2 if arm == "MXFP6" else 1]} for arm in RUNS]
+    data = {"runs": runs, "settings": {"prompts": ["t"]}, "quality": {}}
+    try:
+        run_problem(task, texts[1])
+        limits = {}
+    except RuntimeError:
+        limits = {"isolation": "audit"}
+    assert quality.pass_rates(data, {"t": task}, tokenizer, **limits) == {arm: float(arm != "MXFP6") for arm in RUNS}
+    monkeypatch.setattr(quality, "pass_at_1", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("no namespace")))
+    with pytest.raises(kit.RecipeError, match="--execute-code: no namespace"):
+        quality.pass_rates(data, {"t": task}, tokenizer)
