@@ -20,7 +20,7 @@ LEAVES = {"bench", "cli", "commands", "mx", "viz", "training"}
 LINES = [
     {"tree", "registry", "theory", "noise", "compat", "kv_cache"},
     {"proposal", "sequences", "distributions", "config", "schedule", "trace", "seq2seq"},
-    {"cached_model", "acceptance.base"},
+    {"cached_model", "acceptance.base", "acceptance.primitive"},
     {"probe", "acceptance.*", "drafts.base"},
     {"drafts.*", "acceptance"},
     {"drafts", "loop", "arguments"},
@@ -28,7 +28,8 @@ LINES = [
     {"integration"},
     {""},
 ]
-WITHIN = {("drafts.ngram", "drafts.ngram_table"), ("drafts", "drafts.base")}
+WITHIN = {("drafts.ngram", "drafts.ngram_table"), ("drafts", "drafts.base"), ("acceptance.coupled", "acceptance.greedy"),
+          ("acceptance.block", "acceptance.sampling"), ("acceptance.spectr", "acceptance.sampling"), ("acceptance.typical", "acceptance.threshold")}
 
 
 def name_of(path: Path) -> str:

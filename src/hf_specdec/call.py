@@ -14,9 +14,9 @@ from .cached_model import CachedModel, assemble_cache
 from .distributions import Sampler
 from .drafts.base import Context, Draft
 from .loop import SpeculativeLoop
-from .noise import Noise
-from .seq2seq import Source
+from .noise import Gumbel, Noise
 from .schedule import AutoSchedule, FixedSchedule
+from .seq2seq import Source
 from .sequences import Sequences
 from .trace import SpeculationTrace
 
@@ -76,8 +76,9 @@ class Call:
         target = CachedModel(self.model, longest + reach, "target", self.traits, self.source)
         if self.given and self.cache.get_seq_length():
             target.load(self.cache, self.columns, self.cache.get_seq_length())
-        sampler = Sampler(self.processors, rule.samples, bool(as_dict and generation.output_scores))
-        noise = Noise(self._seeds(batch), device)
+        seeds = self._seeds(batch)
+        noise, gumbel = Noise(seeds, device), Gumbel(seeds, device) if rule.coupled else None
+        sampler = Sampler(self.processors, rule.samples, bool(as_dict and generation.output_scores), gumbel)
         context = Context(sequences.tokens, longest, self.traits.vocab_size, device, sampler, noise.uniform, self.source)
         trace = SpeculationTrace(self.config.to_dict() | {"acceptance": self.rule_name}, rule.lossless)
         loop = SpeculativeLoop(
@@ -128,8 +129,8 @@ class Call:
         return ("speculative_sampling" if self.generation.do_sample else "greedy") if name == "auto" else name
 
     def _acceptance(self):
-        rule = registry.load(registry.ACCEPTANCE, self.rule_name, "acceptance")(self.config.lenience)
-        if rule.samples != bool(self.generation.do_sample):
+        rule = registry.load(registry.ACCEPTANCE, self.rule_name, "acceptance").from_config(self.config)
+        if (rule.samples or rule.coupled) != bool(self.generation.do_sample):
             raise ValueError(f"acceptance={self.rule_name!r} does not go with do_sample={self.generation.do_sample}; use \"auto\".")
         return rule
 

@@ -27,6 +27,8 @@ class SpeculativeConfig:
     seed: an int (row b uses seed + b) or one int per row; None (default) takes it from torch's global generator. A row's
         text depends on its own seed only. With a seed, "auto" leaves measured times aside, so that a run repeats.
     max_auto_tokens: the largest K that "auto" may choose, 1..64 (default 16).
+    typical_epsilon, typical_delta: of acceptance="typical", numbers in (0, 1]; threshold: of acceptance="threshold", in (0, 1]
+        (default 0.09, 0.3, 0.3).
     record_probs: whether the trace keeps p and q of every committed and every rejected token (default False).
 
     Raises ValueError naming the argument and the remedy.
@@ -39,6 +41,9 @@ class SpeculativeConfig:
     seed: int | tuple[int, ...] | None = None
     max_auto_tokens: int = 16
     record_probs: bool = False
+    typical_epsilon: float = 0.09
+    typical_delta: float = 0.3
+    threshold: float = 0.3
 
     def __post_init__(self):
         if self.num_assistant_tokens != "auto":
@@ -48,9 +53,9 @@ class SpeculativeConfig:
             raise ValueError(f"draft={self.draft!r} is not known; choose one of {sorted(DRAFTS)}, or pass the draft as assistant_model.")
         if not isinstance(self.acceptance, str) or self.acceptance not in ("auto", *ACCEPTANCE):
             raise ValueError(f"acceptance={self.acceptance!r} is not known; choose one of {['auto', *sorted(ACCEPTANCE)]}.")
-        lenience = self.lenience
-        if isinstance(lenience, bool) or not isinstance(lenience, (int, float)) or not math.isfinite(lenience) or not 0 < lenience <= 1:
-            raise ValueError(f"lenience={lenience!r} must be a number in (0, 1]; 1.0 keeps the output exact.")
+        _check_fraction("lenience", self.lenience, "; 1.0 keeps the output exact")
+        for name in ("typical_epsilon", "typical_delta", "threshold"):
+            _check_fraction(name, getattr(self, name))
         if not isinstance(self.record_probs, bool):
             raise ValueError(f"record_probs={self.record_probs!r} must be True or False.")
         if isinstance(self.seed, list):
@@ -111,3 +116,8 @@ class SpeculativeConfig:
 def _check_count(name: str, value: Any, also: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_ASSISTANT_TOKENS:
         raise ValueError(f"{name}={value!r} must be an int in 1..{MAX_ASSISTANT_TOKENS}{also}.")
+
+
+def _check_fraction(name: str, value: Any, also: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or not 0 < value <= 1:
+        raise ValueError(f"{name}={value!r} must be a number in (0, 1]{also}.")

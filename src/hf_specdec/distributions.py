@@ -12,6 +12,7 @@ import torch
 from transformers import LogitsProcessor
 
 from . import compat
+from .noise import Gumbel
 
 Prefix = Callable[[int, int], torch.Tensor]
 
@@ -21,15 +22,17 @@ class Law:
 
     scores: float [B, n, V], processed logits; p = softmax(scores) when sampling, the one-hot of the argmax when greedy
             (Leviathan et al. 2023, section 2.2: greedy decoding is sampling from a one-hot law).
+    ranking: float [B, n, V], what the argmax is taken of: the scores, in coupled sampling with Gumbel noise added.
     """
 
-    def __init__(self, scores: torch.Tensor):
+    def __init__(self, scores: torch.Tensor, gumbel: torch.Tensor | None = None):
         self.scores = scores
+        self.ranking = scores if gumbel is None else scores + gumbel
 
     @cached_property
     def argmax(self) -> torch.Tensor:
-        """int64 [B, n]: the most likely token at every node."""
-        return self.scores.max(-1).indices  # several times faster than argmax in 16 bit; the first of equals, too
+        """int64 [B, n]: the most likely token at every node; in coupled sampling, the token drawn."""
+        return self.ranking.max(-1).indices  # several times faster than argmax in 16 bit; the first of equals, too
 
     @cached_property
     def log_norm(self) -> torch.Tensor:
@@ -72,14 +75,15 @@ class Sampler:
     once per node, with the row's own tokens and no padding.
 
     processors: one list of processors per row (the rows share one list where nothing depends on the row's padding).
-    do_sample:  False for greedy decoding.
+    do_sample:  whether tokens are drawn from the law; False where its argmax is taken, in greedy decoding and in coupled sampling.
+    gumbel:     the noise of coupled sampling, else None.
     """
 
-    def __init__(self, processors: Sequence[Sequence[LogitsProcessor]], do_sample: bool, keep_scores: bool = False):
+    def __init__(self, processors: Sequence[Sequence[LogitsProcessor]], do_sample: bool, keep_scores: bool = False, gumbel: Gumbel | None = None):
         self.rows = list(processors)
-        self.do_sample = do_sample
+        self.do_sample, self.gumbel = do_sample, gumbel
         self.needs_prefix = any(not compat.is_prefix_free(p) for p in self.rows[0]) if self.rows else False
-        self.exact_scores = do_sample or keep_scores or bool(self.rows and self.rows[0])
+        self.exact_scores = do_sample or keep_scores or gumbel is not None or bool(self.rows and self.rows[0])
 
     @classmethod
     def greedy(cls) -> "Sampler":
@@ -90,15 +94,25 @@ class Sampler:
         """Only these rows go on."""
         if self.rows:
             self.rows = [self.rows[row] for row in rows]
+        if self.gumbel is not None:
+            self.gumbel.keep(rows)
 
     def __call__(self, logits: torch.Tensor, sizes: Sequence[int], prefix: Prefix) -> Law:
         """logits [B, n, V] -> Law. sizes[b]: how many nodes of row b count; prefix(b, i): int64 [1, L], the tokens up to and
         including node i of row b. Half precision goes to float32 as in transformers' own loops."""
         if self.exact_scores and logits.dtype in (torch.float16, torch.bfloat16):
             logits = logits.float()
-        if not self.rows or not self.rows[0]:
-            return Law(logits)
-        return Law(self._processed(logits, sizes, prefix))
+        if self.rows and self.rows[0]:
+            logits = self._processed(logits, sizes, prefix)
+        return Law(logits, None if self.gumbel is None else self._noise(logits, sizes, prefix))
+
+    def _noise(self, logits: torch.Tensor, sizes: Sequence[int], prefix: Prefix) -> torch.Tensor:
+        """float32 [B, n, V]: the noise of the token that follows each node, 0 at nodes that do not count."""
+        noise = torch.zeros_like(logits)
+        for b, size in enumerate(sizes):
+            for i in range(size):
+                noise[b, i] = self.gumbel(b, prefix(b, i).shape[1], logits.shape[-1])
+        return noise
 
     def _processed(self, logits: torch.Tensor, sizes: Sequence[int], prefix: Prefix) -> torch.Tensor:
         batch, n, vocab = logits.shape

@@ -41,3 +41,34 @@ class Noise:
         counter = torch.arange(n, dtype=torch.long, device=self.device) + (label << 16) + (self.round << 32)
         bits = _mix(_mix(self.keys[:, None] + counter * _GOLDEN) + self.keys[:, None])
         return _shift(bits, 11).double() * 2.0**-53
+
+
+class Gumbel:
+    """Gumbel noise as a function of (row seed, position, token) alone: whoever draws at that place draws with the same numbers.
+
+    seeds: one int per row, 0 <= seed < 2**63. position: that of the token to be drawn, counted from the row's first token.
+    """
+
+    KEPT = 24  # positions per row that are remembered: those that draft and target ask for in one round
+
+    def __init__(self, seeds: list[int], device: torch.device | str = "cpu"):
+        self.device = device
+        seeds = torch.tensor(seeds, dtype=torch.long, device=device)
+        self.keys = _mix(_mix(seeds * _GOLDEN) ^ _GOLDEN)
+        self.known: list[dict[int, torch.Tensor]] = [{} for _ in seeds]
+
+    def keep(self, rows: list[int]) -> None:
+        """Only these rows go on."""
+        self.keys, self.known = self.keys[torch.tensor(rows, device=self.keys.device)], [self.known[row] for row in rows]
+
+    def __call__(self, row: int, position: int, vocab: int) -> torch.Tensor:
+        """float32 [vocab]; of a larger vocabulary, the first entries are the same."""
+        known = self.known[row]
+        if position not in known or len(known[position]) < vocab:
+            key = _mix(self.keys[row] + torch.tensor(position + 1, device=self.device) * _GOLDEN)
+            bits = _mix(_mix(key + torch.arange(vocab, dtype=torch.long, device=self.device) * _GOLDEN) + key)
+            uniform = _shift(bits, 11).double() * 2.0**-53 + 2.0**-54  # never 0 or 1
+            known[position] = -(-uniform.log()).log().float()
+            if len(known) > self.KEPT:
+                known.pop(next(iter(known)))
+        return known[position][:vocab]

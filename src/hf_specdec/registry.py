@@ -18,8 +18,13 @@ DRAFTS = {
 }
 
 ACCEPTANCE = {
+    "block": "acceptance.block:BlockVerification",
+    "coupled": "acceptance.coupled:CoupledSampling",
     "greedy": "acceptance.greedy:GreedyMatching",
+    "spectr": "acceptance.spectr:KSequentialSelection",
     "speculative_sampling": "acceptance.sampling:SpeculativeSampling",
+    "threshold": "acceptance.threshold:ThresholdAcceptance",
+    "typical": "acceptance.typical:TypicalAcceptance",
 }
 
 

@@ -1,16 +1,17 @@
 """Every registered draft under every registered rule: a new line in a registry buys the whole battery, or fails by name."""
 
+from functools import partial
+
 import pytest
 
 from hf_specdec import registry
 from hf_specdec.drafts import Draft
 from tests.conformance import law
 from tests.conformance.builders import BUILDERS, make
-from tests.helpers import FULL, generated, perturbed, plain, prompts, repetitive, small_vocabulary_llama, speculate, tiny_llama
+from tests.helpers import FULL, ScriptedDraft, generated, perturbed, plain, prompts, repetitive, small_vocabulary_llama, speculate, tiny_llama
 
 ALONE, RAGGED = "alone", "ragged"
 every_draft = pytest.mark.parametrize("draft", sorted(registry.DRAFTS))
-every_k = pytest.mark.parametrize("k", [1, 4, 7])
 every_batch = pytest.mark.parametrize("batch", [ALONE, RAGGED])
 
 
@@ -22,16 +23,50 @@ def greedy_rule(draft: str, k: int, batch: str) -> None:
     assert generated(out, rows) == plain(target, rows)
 
 
-def sampling_rule(draft: str, k: int, batch: str) -> None:
+def sampling_rule(draft: str, k: int, batch: str, acceptance: str = "speculative_sampling", n: int = 3_000) -> None:
     """The law of the first three tokens."""
     target = small_vocabulary_llama(1, law.VOCAB)
     rows = [[1, 2, 3, 1, 2]] if batch == ALONE else [[1, 2, 3, 1, 2], [4], [5, 4, 5]]
-    n = 50_000 if FULL else 3_000
-    found, _ = law.counts(target, rows, make(draft, target), n, 3, k, acceptance="speculative_sampling")
+    n = 50_000 if FULL else n
+    found, traces = law.counts(target, rows, make(draft, target), n, 3, k, acceptance=acceptance)
     assert law.worst_p_value(found, [law.joint(target, row, 3) for row in rows], 3) > law.THRESHOLD
+    assert all(trace.lossless for trace in traces)
 
 
-RULES = {"greedy": greedy_rule, "speculative_sampling": sampling_rule}
+def coupled_rule(draft: str, k: int, batch: str) -> None:
+    """The text that another draft and another K give with the same seed, and not that of another seed."""
+    target = tiny_llama(3)
+    rows = repetitive(12) if batch == ALONE else repetitive(12) + prompts(1, 5, seed=4)
+    texts = [generated(speculate(target, rows, given, own, seed=seed, do_sample=True, acceptance="coupled"), rows)
+             for given, own, seed in ((make(draft, target), k, 3), (ScriptedDraft(lambda row: []), 1, 3), (None, 1, 4))]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def lossy_rule(acceptance: str, passes):
+    def check(draft: str, k: int, batch: str) -> None:
+        """No drafted token is accepted that does not pass, and the trace says that the law is another."""
+        target = tiny_llama(3)
+        rows = repetitive(12) if batch == ALONE else repetitive(12) + prompts(1, 5, seed=4)
+        options = dict(seed=3, record_probs=True, threshold=0.1, typical_epsilon=0.1, typical_delta=1.0)
+        trace = speculate(target, rows, make(draft, target), k, speculative=options, do_sample=True, acceptance=acceptance, top_k=0).speculation
+        assert not trace.lossless
+        assert all(passes(p) for entries in trace.rounds for entry in entries for p in entry.p[: entry.accepted])
+
+    return check
+
+
+RULES = {
+    "block": partial(sampling_rule, acceptance="block", n=1_200),
+    "coupled": coupled_rule,
+    "greedy": greedy_rule,
+    "spectr": partial(sampling_rule, acceptance="spectr", n=1_200),
+    "speculative_sampling": sampling_rule,
+    "threshold": lossy_rule("threshold", lambda p: p >= 0.1 - 1e-6),
+    "typical": lossy_rule("typical", lambda p: p > 1.0 / 61 - 1e-6),  # exp(-H) is at least 1 / V
+}
+
+
+DEFAULT_RULES = ("greedy", "speculative_sampling")
 
 
 def test_every_registered_draft_has_a_builder_and_no_builder_is_left_over():
@@ -49,8 +84,7 @@ def test_a_registered_draft_is_a_draft_under_its_own_name(draft):
 
 
 @every_batch
-@every_k
-@pytest.mark.parametrize("rule", sorted(registry.ACCEPTANCE))
+@pytest.mark.parametrize(("rule", "k"), [(rule, k) for rule in sorted(registry.ACCEPTANCE) for k in (1, 4, 7) if FULL or k == 4 or rule in DEFAULT_RULES])
 @every_draft
 def test_draft_and_rule_give_the_targets_own_text(draft, rule, k, batch):
     RULES[rule](draft, k, batch)

@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from ..distributions import Law
 from ..proposal import Proposal, Verdict
+from ..tree import Tree
+
+if TYPE_CHECKING:
+    from ..config import SpeculativeConfig
 
 
 class Acceptance:
     """Judges a proposal against the target's laws.
 
     lenience: l of Leviathan et al. 2023, A.5, in (0, 1]; 1.0 is exact.
-    samples:  whether the rule draws from p (True) or follows its argmax (False).
+    samples:  whether the rule draws from p (True) or follows an argmax (False).
+    coupled:  whether that argmax is one of p with Gumbel noise by (row seed, position), which is how the rule samples.
+    lenient:  whether the rule knows what a lenience below 1 means.
     """
 
     samples: bool
+    coupled = False
+    lenient = False
 
     def __init__(self, lenience: float = 1.0):
+        if lenience != 1 and not self.lenient:
+            raise ValueError(f"lenience={lenience!r} means nothing to the acceptance rule {type(self).__name__}; leave it at 1.0, or "
+                             f'use acceptance="auto".')
         self.lenience = lenience
+
+    @classmethod
+    def from_config(cls, config: SpeculativeConfig) -> Acceptance:
+        """The rule with the options of a call. ValueError where it has no use for one that was set."""
+        return cls(config.lenience)
 
     @property
     def lossless(self) -> bool:
@@ -35,3 +53,17 @@ def chain_path(accepted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """accepted: bool [B, N], each token judged alone. Returns on_path [B, N+1] and the last node [B] of the path."""
     prefix = accepted.cumprod(-1)
     return torch.nn.functional.pad(prefix.bool(), (1, 0), value=True), prefix.sum(-1)
+
+
+def first_path(tree: Tree, accepted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same down a tree, along the first accepted child of every node; siblings come in rank order, parents before children."""
+    if tree.is_chain:
+        return chain_path(accepted)
+    on_path = torch.zeros((len(accepted), len(tree) + 1), dtype=torch.bool, device=accepted.device)
+    on_path[:, 0] = True
+    last = torch.zeros(len(accepted), dtype=torch.long, device=accepted.device)
+    for node, parent in enumerate(tree.parents, start=1):
+        step = accepted[:, node - 1] & (last == parent)
+        on_path[:, node] = step
+        last = torch.where(step, node, last)
+    return on_path, last

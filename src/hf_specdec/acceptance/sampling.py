@@ -7,31 +7,29 @@ import torch
 from ..distributions import Law
 from ..proposal import Proposal, Verdict
 from .base import Acceptance, chain_path
+from .primitive import acceptance_probability, residual
 
 
 class SpeculativeSampling(Acceptance):
     """Leviathan et al. 2023, Algorithm 1: x ~ q is accepted with probability min(1, p(x) / q(x)); after a rejection the
     token comes from the residual norm(max(0, p - q)), after full acceptance from p. A point-mass draft has a one-hot q.
-    Siblings of a tree are judged one after another, each against the residual that the one before has left.
+    Siblings of a tree are judged one after another, each against the residual that the one before has left (multi-round
+    speculative sampling, SpecInfer, arXiv 2305.09781, Algorithm 2): exact for siblings drawn independently, for siblings drawn without
+    replacement, where q of a later one is q without the earlier ones, and for point masses.
 
     Lenience l (A.5) puts l * q in the place of q: no token is then committed with probability above p(x) / l.
     """
 
     samples = True
+    lenient = True
 
     def accept(self, p: torch.Tensor, q: torch.Tensor | float) -> torch.Tensor:
-        """Acceptance probability of x, min(1, p(x) / (l q(x))); compared with a coin r by r < it, since r can be 0."""
-        return (p / (self.lenience * q)).clamp(max=1)
+        """`primitive.acceptance_probability` with the rule's lenience."""
+        return acceptance_probability(p, q, self.lenience)
 
-    def residual(self, p: torch.Tensor, q: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Weights of the residual law, max(0, p - l q), [B, V]; q None stands for the one-hot of x [B]. Where nothing is
-        left (p equals q up to rounding, and the rejection was rounding too) it is p itself."""
-        if q is None:
-            taken = p.gather(-1, x[:, None])
-            left = p.scatter(-1, x[:, None], (taken - self.lenience).clamp(min=0))
-        else:
-            left = (p - self.lenience * q).clamp(min=0)
-        return torch.where(left.sum(-1, keepdim=True) > 0, left, p)
+    def residual(self, p: torch.Tensor, q: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+        """`primitive.residual` with the rule's lenience: weights [B, V]."""
+        return residual(p, q, x, self.lenience)
 
     def verdict(self, proposal: Proposal, law: Law, coins: torch.Tensor | None) -> Verdict:
         if len(proposal.tree) == 0:
@@ -39,7 +37,7 @@ class SpeculativeSampling(Acceptance):
             return Verdict(torch.ones((len(node), 1), dtype=torch.bool, device=node.device), law.probs_at(node))
         return self._chain(proposal, law, coins) if proposal.tree.is_chain else self._walk(proposal, law, coins)
 
-    def _chain(self, proposal: Proposal, law: Law, coins: torch.Tensor | None) -> Verdict:
+    def _chain(self, proposal: Proposal, law: Law, coins: torch.Tensor) -> Verdict:
         tokens, q, n = proposal.tokens, proposal.probs, len(proposal.tree)
         p_x = law.prob_of_next(tokens)
         q_x = 1.0 if q is None else q.gather(-1, tokens[..., None]).squeeze(-1)
@@ -52,7 +50,7 @@ class SpeculativeSampling(Acceptance):
         left = self.residual(p, None if q is None else q[rows, first_rejected], tokens[rows, first_rejected])
         return Verdict(on_path, torch.where(rejected[:, None], left, p))
 
-    def _walk(self, proposal: Proposal, law: Law, coins: torch.Tensor | None) -> Verdict:
+    def _walk(self, proposal: Proposal, law: Law, coins: torch.Tensor) -> Verdict:
         tokens, valid = proposal.tokens, proposal.valid
         rows = torch.arange(len(tokens), device=tokens.device)
         last = torch.zeros_like(rows)

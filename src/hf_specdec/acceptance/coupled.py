@@ -1,0 +1,20 @@
+"""Coupled sampling: the draft and the target draw with the same random numbers, one set for every place of the text."""
+
+from __future__ import annotations
+
+from .greedy import GreedyMatching
+
+
+class CoupledSampling(GreedyMatching):
+    """The token at position t of a row is argmax_x (log p(x) + g_t(x)) with Gumbel noise g_t that is a function of the row's seed and
+    of t alone (`hf_specdec.noise.Gumbel`), which is a draw from p: lossless. The draft takes the argmax of its own log q + g_t, and a
+    drafted token is committed where the two agree, so that the noise has to be the same and q need not be known.
+
+    Drafter-invariant: the same seed gives the same text, token for token, with any draft, any K, any tree and any batch, and
+    without a draft, as long as the target's logits are the same (in float32; in 16 bit near-ties can fork, as in greedy decoding). The
+    price: P(accepted) is sum_x 1 / sum_y max(p(y) / p(x), q(y) / q(x)), at least (1 - d) / (1 + d) with d the total variation, where
+    speculative sampling has 1 - d. Daliri, Musco, Suresh 2024 (arXiv 2408.07978), section 3.
+    """
+
+    coupled = True
+    lenient = False
