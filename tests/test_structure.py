@@ -19,7 +19,7 @@ LEAVES = {"bench", "cli", "commands", "mx", "viz", "training"}
 # what may be imported by what comes after it; modules of one line know nothing of each other
 LINES = [
     {"tree", "registry", "theory", "noise", "compat", "kv_cache"},
-    {"proposal", "sequences", "distributions", "config", "schedule", "trace", "seq2seq"},
+    {"proposal", "sequences", "tree_shapes", "distributions", "config", "schedule", "trace", "seq2seq"},
     {"cached_model", "acceptance.base", "acceptance.primitive"},
     {"probe", "acceptance.*", "drafts.base"},
     {"drafts.*", "acceptance"},
@@ -28,7 +28,7 @@ LINES = [
     {"integration"},
     {""},
 ]
-WITHIN = {("drafts.ngram", "drafts.ngram_table"), ("drafts", "drafts.base"), ("acceptance.coupled", "acceptance.greedy"),
+WITHIN = {("drafts.ngram", "drafts.ngram_table"), ("drafts", "drafts.base"), ("drafts.model_tree", "drafts.model"), ("acceptance.coupled", "acceptance.greedy"),
           ("acceptance.block", "acceptance.sampling"), ("acceptance.spectr", "acceptance.sampling"), ("acceptance.typical", "acceptance.threshold")}
 
 

@@ -75,6 +75,20 @@ class CachedModel:
         self.lengths = [length + step for length, step in zip(self.lengths, advance)]
         return logits
 
+    def grow(self, tokens: torch.Tensor, tree: Tree, first: int) -> torch.Tensor:
+        """Feed the nodes first..first + m - 1 of a tree whose root, the last cached token, and earlier nodes have been fed: tokens
+        int64 [B, m], logits [B, m, V]. `adopt` keeps a path; without it all of them are forgotten."""
+        self.lengths = [length - 1 for length in self.lengths]
+        try:
+            return self._forward(tokens.to(self.device), tree.truncate(first + tokens.shape[1] - 1), [tokens.shape[1]] * len(tokens), first=first)
+        finally:
+            self.lengths = [length + 1 for length in self.lengths]
+
+    def adopt(self, advance: list[int], tree: Tree, on_path: torch.Tensor) -> None:
+        """Keep the first advance[b] nodes, below the root, of the path on_path [B, N+1] through a tree that `grow` has fed."""
+        self.lengths, self.fresh = [length - 1 for length in self.lengths], [1] * len(advance)
+        self.commit([1 + own for own in advance], tree, on_path)
+
     def feed(self, rows: list[list[int]]) -> None:
         """Cache tokens (ragged, some rows may have none) without asking for logits."""
         sizes = [len(tokens) for tokens in rows]
@@ -86,11 +100,13 @@ class CachedModel:
         width = max(map(len, rows)) + extra
         return torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in rows], device=self.device)
 
-    def _forward(self, tokens: torch.Tensor, tree: Tree | None, sizes: list[int], columns: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits at `columns` int64 [B, m] of the block, or at all of them; sizes[b]: places of row b that are meant."""
+    def _forward(self, tokens: torch.Tensor, tree: Tree | None, sizes: list[int], columns: torch.Tensor | None = None,
+                 first: int = 0) -> torch.Tensor:
+        """Logits at `columns` int64 [B, m] of the block, or at all of them; sizes[b]: places of row b that are meant. first: the node
+        of the tree at which the block begins."""
         begin = perf_counter()
-        self.cache.plan.lay(self.lengths, tokens.shape[1], self.device)
-        inputs = self._positions_and_masks(tokens.shape[1], tree, sizes)
+        self.cache.plan.lay([length + first for length in self.lengths], tokens.shape[1], self.device)
+        inputs = self._positions_and_masks(tokens.shape[1], tree, sizes, first)
         if columns is not None:
             wanted, columns = columns.unique(return_inverse=True)
             if self.traits.logits_to_keep:
@@ -105,7 +121,7 @@ class CachedModel:
 
     # --- positions and masks ------------------------------------------------------------------------------------------
 
-    def _positions_and_masks(self, width: int, tree: Tree | None, sizes: list[int]) -> dict:
+    def _positions_and_masks(self, width: int, tree: Tree | None, sizes: list[int], first: int = 0) -> dict:
         plan, device = self.cache.plan, self.device
         chain = tree is None or tree.is_chain
         if self.traits.own_positions:
@@ -116,18 +132,19 @@ class CachedModel:
         if level and chain and (width == 1 or plan.start == 0):  # the model's own causal mask says the same, at less cost
             positions = torch.arange(plan.start, plan.start + width, device=device)[None]
             return {"position_ids": positions.expand(len(sizes), -1), "attention_mask": None}
-        depths = torch.arange(width, device=device) if chain else torch.tensor(tree.depths, device=device)
+        depths = torch.arange(first, first + width, device=device) if chain else torch.tensor(tree.depths[first:], device=device)
         if level:
-            positions = (depths + plan.start)[None]
+            positions = (depths + (plan.start - first))[None]
         else:
-            deepest = [size - 1 if chain else max(tree.depths[:size]) for size in sizes]
+            deepest = [first + size - 1 if chain else max(tree.depths[: first + size]) for size in sizes]
             starts, last = torch.tensor([self.lengths, deepest], device=device)
             positions = starts[:, None] + torch.minimum(depths, last[:, None])
         slots = torch.arange(plan.visible, device=device)
         if chain:
             slot_positions, seen = slots[None, None], slots <= positions[..., None]
         else:
-            slot_positions, seen = self._tree_mask(slots, depths, tree)
+            slot_positions, seen = self._tree_mask(slots, torch.tensor(tree.depths, device=device), tree)
+            seen = seen[:, first:]
         masks = {key: self._mask(kind, size, seen, positions[..., None], slot_positions, len(sizes))
                  for key, kind, size in self.traits.masks}
         return {"position_ids": positions.expand(len(sizes), -1), "attention_mask": masks.get(None, masks)}

@@ -10,6 +10,7 @@ from importlib import import_module
 
 DRAFTS = {
     "model": "drafts.model:ModelDraft",
+    "model_tree": "drafts.model_tree:ModelTreeDraft",
     "ngram": "drafts.ngram:NGramDraft",
     "prompt_lookup": "drafts.prompt_lookup:PromptLookupDraft",
     "recycling": "drafts.recycling:RecyclingDraft",

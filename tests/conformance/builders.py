@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_specdec.drafts import ModelDraft, NGramDraft, PromptLookupDraft, RecyclingDraft, SuffixAutomatonDraft, UniformDraft
+from hf_specdec.drafts import ModelDraft, ModelTreeDraft, NGramDraft, PromptLookupDraft, RecyclingDraft, SuffixAutomatonDraft, UniformDraft
+from hf_specdec.tree import Tree
+from hf_specdec.tree_shapes import DynamicTree
 from tests.helpers import TreeDraft, perturbed
 
 
@@ -23,6 +25,7 @@ def ngram(target, **options):
 # name in the registry -> target -> draft
 BUILDERS = {
     "model": lambda target: ModelDraft(perturbed(target, 0.1)),
+    "model_tree": lambda target: ModelTreeDraft(perturbed(target, 0.1), siblings="independent"),
     "ngram": ngram,
     "prompt_lookup": lambda target: PromptLookupDraft(),
     "recycling": lambda target: RecyclingDraft(),
@@ -36,6 +39,9 @@ VARIANTS = {
     "model, in bfloat16": lambda target: ModelDraft(perturbed(target, 0.1).to(torch.bfloat16)),
     "model, the target itself": lambda target: ModelDraft(target),
     "model, unrelated": lambda target: ModelDraft(perturbed(target, 3.0)),
+    "model_tree, without replacement": lambda target: ModelTreeDraft(perturbed(target, 0.1), Tree((0, 0, 1, 1, 2, 0, 3))),
+    "model_tree, point masses": lambda target: ModelTreeDraft(perturbed(target, 0.1), (3, 2), siblings="likeliest"),
+    "model_tree, by confidence": lambda target: ModelTreeDraft(perturbed(target, 0.1), DynamicTree(nodes=7, width=2, branches=3)),
     "ngram, drawn": lambda target: ngram(target, sample=True),
     "recycling, tree": lambda target: RecyclingDraft(branches=3),
     "suffix_automaton, tree and texts": lambda target: SuffixAutomatonDraft(corpus(target.config.vocab_size), branches=3),

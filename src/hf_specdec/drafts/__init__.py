@@ -1,6 +1,6 @@
 """Drafts: what proposes the candidate tokens. One file per draft; names in `hf_specdec.registry.DRAFTS`.
 
-`ModelDraft`, `NGramDraft`, `PromptLookupDraft`, `RecyclingDraft`, `SuffixAutomatonDraft`, `UniformDraft` are imported when they are
+`ModelDraft`, `ModelTreeDraft`, `NGramDraft`, `PromptLookupDraft`, `RecyclingDraft`, `SuffixAutomatonDraft`, `UniformDraft` are imported when they are
 first asked for.
 """
 
