@@ -201,6 +201,15 @@ def parameters_per_token(model: PreTrainedModel) -> int:
     return sum(everything.values())
 
 
+def decoder_layers(model: PreTrainedModel) -> tuple[str, torch.nn.ModuleList]:
+    """Name and modules of the model's list of decoder layers; ValueError if it has none."""
+    count = model.config.get_text_config().num_hidden_layers
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == count:
+            return name, module
+    raise ValueError(f"{type(model).__name__}: no list of its {count} layers found; a draft cannot be made from its parts.")
+
+
 def check_rope(model: PreTrainedModel, max_length: int, role: str) -> None:
     """Refuse rotary scalings that depend on the longest position in a pass, where the text gets long enough to meet them."""
     config = model.config.get_text_config()

@@ -8,10 +8,11 @@
 or `hf-specdec train`. Nothing in the decoding path imports this package.
 """
 
+from .feature_trainer import FeatureRunConfig, FeatureTrainer
 from .drafter import build as build_drafter
 from .drafter import load as load_drafter
 from .losses import LOSSES
 from .pipeline import prepare, train
 from .trainer import RunConfig, Trainer
 
-__all__ = ["LOSSES", "RunConfig", "Trainer", "build_drafter", "load_drafter", "prepare", "train"]
+__all__ = ["LOSSES", "FeatureRunConfig", "FeatureTrainer", "RunConfig", "Trainer", "build_drafter", "load_drafter", "prepare", "train"]

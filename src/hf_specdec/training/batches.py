@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from .features import read_features
 from .shards import Shard, shard_files
 
 HELD_OUT_EVERY = 16  # of 16 shards, one is not trained on
@@ -15,22 +16,25 @@ HELD_OUT_EVERY = 16  # of 16 shards, one is not trained on
 @dataclass
 class Batch:
     """tokens int64 [B, L], padded on the right; of the N positions that the target was asked about: their place in B * L
-    (where, int64 [N]), ids [N, k] and logprobs [N, k] of the next token."""
+    (where, int64 [N]), ids [N, k] and logprobs [N, k] of the next token. states: the target's hidden states [B, L, F], or None."""
 
     tokens: torch.Tensor
     where: torch.Tensor
     ids: torch.Tensor
     logprobs: torch.Tensor
+    states: torch.Tensor | None = None
 
     def to(self, device) -> "Batch":
-        return Batch(*(part.to(device) for part in (self.tokens, self.where, self.ids, self.logprobs)))
+        parts = self.tokens, self.where, self.ids, self.logprobs, self.states
+        return Batch(*(None if part is None else part.to(device) for part in parts))
 
 
 class Corpus:
     """All texts of some shards in memory; `order(epoch)` cuts them into batches of about `size` tokens."""
 
-    def __init__(self, files: list[Path], vocab_size: int, size: int, seed: int, longest: int = 512):
+    def __init__(self, files: list[Path], vocab_size: int, size: int, seed: int, longest: int = 512, states: Path | None = None):
         shards = [Shard.load(path, vocab_size) for path in files]
+        self.states = {} if states is None else {id(shard): read_features(states / path.name) for shard, path in zip(shards, files)}
         self.texts = [(shard, int(a), int(min(b, a + longest))) for shard in shards for a, b in zip(shard.starts, shard.starts[1:])]
         self.size, self.seed = size, seed
 
@@ -57,14 +61,19 @@ class Corpus:
         parts = [self.texts[i] for i in texts]
         width = max(b - a for _, a, b in parts)
         tokens = torch.zeros((len(parts), width), dtype=torch.long)
-        where, ids, laws = [], [], []
+        where, ids, laws, states = [], [], [], None
+        if self.states:
+            width_of = next(iter(self.states.values())).shape[1]
+            states = torch.zeros((len(parts), width, width_of), dtype=torch.bfloat16)
         for row, (shard, a, b) in enumerate(parts):
             tokens[row, : b - a] = shard.tokens[a:b]
             asked = torch.isfinite(shard.logprobs[a:b, 0]).nonzero()[:, 0]
             where.append(row * width + asked)
             ids.append(shard.ids[a:b][asked].long())
             laws.append(shard.logprobs[a:b][asked])
-        return Batch(tokens, torch.cat(where), torch.cat(ids), torch.cat(laws))
+            if states is not None:
+                states[row, : b - a] = self.states[id(shard)][a:b]
+        return Batch(tokens, torch.cat(where), torch.cat(ids), torch.cat(laws), states)
 
 
 class Stream:

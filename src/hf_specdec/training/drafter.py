@@ -17,6 +17,9 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from .. import compat
+from ..drafts import features
+from ..drafts.feature import FeatureDraft
 from ..mx.formats import BLOCK, get_format
 from ..mx.linear import MXLinear
 from ..mx.packed import quantize
@@ -44,9 +47,10 @@ class PrunedHead(nn.Module):
         return every.index_copy_(-1, self.ids, few)
 
 
-def build(target: PreTrainedModel, layers: list[int], head_ids: torch.Tensor | None = None) -> PreTrainedModel:
+def build(target: PreTrainedModel, layers: list[int], head_ids: torch.Tensor | None = None, reads: tuple[int, ...] = ()) -> PreTrainedModel:
     """A draft with copies of the target's layers `layers` and final norm, and its embedding and head themselves (the rows
-    `head_ids` of the head, where given). In the target's dtype and on its device.
+    `head_ids` of the head, where given). In the target's dtype and on its device. With `reads`, layers of the target whose hidden
+    states it reads, it is a feature drafter (`drafts.features`).
 
     Raises ValueError for a layer that the target does not have, and for a target without one list of layers.
     """
@@ -54,12 +58,14 @@ def build(target: PreTrainedModel, layers: list[int], head_ids: torch.Tensor | N
     if not layers or not all(isinstance(layer, int) and 0 <= layer < count for layer in layers):
         raise ValueError(f"layers={layers!r}: the target has layers 0..{count - 1}; name one or more of them.")
     draft = _empty(target, _with_layers(target.config, layers))
-    prefix, own = _layer_list(target)
-    _, new = _layer_list(draft)
+    prefix, own = compat.decoder_layers(target)
+    _, new = compat.decoder_layers(draft)
     for module, layer in zip(new, layers):
         module.load_state_dict(_dense(own[layer]))
     rest = {name: p for name, p in target.state_dict().items() if not name.startswith(prefix)}
     _share(draft, target, head_ids)
+    if reads:
+        features.attach(draft, reads)
     shared = _shared_names(draft)
     draft.load_state_dict({name: p for name, p in rest.items() if name in draft.state_dict() and name not in shared}, strict=False)
     return draft
@@ -84,7 +90,7 @@ def save(draft: PreTrainedModel, folder: str | Path, target_name: str, format: s
         tensors["head_ids"] = head.ids.int()
     embedding = draft.get_input_embeddings().weight
     about = {"format": FORMAT, "target": target_name, "weights": get_format(format).name, "vocab_size": draft.config.vocab_size,
-             "hidden_size": embedding.shape[1], "probe": _probe(embedding), "notes": notes or {}}
+             "hidden_size": embedding.shape[1], "reads": list(getattr(draft, "reads", ())), "probe": _probe(embedding), "notes": notes or {}}
     draft.config.save_pretrained(folder)
     (folder / "drafter.json").write_text(json.dumps(about, indent=1) + "\n")
     save_file(tensors, folder / "model.partial", metadata={"format": FORMAT})
@@ -92,8 +98,9 @@ def save(draft: PreTrainedModel, folder: str | Path, target_name: str, format: s
     return folder
 
 
-def load(folder: str | Path, target: PreTrainedModel) -> PreTrainedModel:
-    """The draft of that folder for `target`, whose embedding and head it shares; in its dtype and on its device.
+def load(folder: str | Path, target: PreTrainedModel) -> PreTrainedModel | FeatureDraft:
+    """The draft of that folder for `target`, whose embedding and head it shares; in its dtype and on its device. What comes back goes
+    into `assistant_model`: a model, or a `FeatureDraft` where the drafter reads the target's hidden states.
 
     Raises ValueError if the folder holds no whole drafter, or that of another target.
     """
@@ -114,12 +121,14 @@ def load(folder: str | Path, target: PreTrainedModel) -> PreTrainedModel:
         raise ValueError(f"{folder}: the head's token ids are not within the vocabulary; copy the drafter again.")
     draft = _empty(target, AutoConfig.from_pretrained(folder))
     _share(draft, target, None if ids is None else ids.long())
+    if about.get("reads"):
+        features.attach(draft, tuple(about["reads"]))
     _pack(draft, tensors, about["weights"])
     missing, unexpected = draft.load_state_dict(tensors, strict=False)
     absent = set(missing) - _shared_names(draft)
     if absent or unexpected:
         raise ValueError(f"{folder}: model.safetensors does not fit config.json ({sorted(absent | set(unexpected))[0]}).")
-    return draft.eval()
+    return FeatureDraft(draft.eval(), target) if about.get("reads") else draft.eval()
 
 
 def _check_target(about: dict, target: PreTrainedModel, folder: Path) -> None:
@@ -178,15 +187,6 @@ def own_parameters(draft: PreTrainedModel) -> list[nn.Parameter]:
     """What the draft does not share."""
     shared = _shared_names(draft)
     return [p for name, p in draft.named_parameters() if name not in shared]
-
-
-def _layer_list(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """Name and modules of the model's list of layers."""
-    count = model.config.get_text_config().num_hidden_layers
-    lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
-    if not lists:
-        raise ValueError(f"{type(model).__name__}: no list of its {count} layers found; a drafter cannot be made from its parts.")
-    return lists[0]
 
 
 def _dense(layer: nn.Module) -> dict[str, torch.Tensor]:

@@ -76,10 +76,15 @@ class Student(nn.Module):
 
 
 class Trainer:
-    """target: the model whose parts the draft shares, in float32. data: the folder of shards. out: where checkpoint and drafter go.
+    """Trains a draft with layers of its own between the target's embedding and head.
+
+    target: the model whose parts the draft shares, in float32. data: the folder of shards. out: where checkpoint and drafter go.
 
     Raises ValueError for a folder without shards, and where `out` holds the checkpoint of a run with another config.
     """
+
+    reads: tuple[int, ...] = ()  # layers of the target whose hidden states the draft sees
+    states: Path | None = None   # where those of the shards are
 
     def __init__(self, target, data: str | Path, out: str | Path, config: RunConfig, target_name: str = ""):
         self.config, self.out, self.target_name = config, Path(out), target_name
@@ -88,18 +93,17 @@ class Trainer:
         self.accelerator = Accelerator(cpu=target.device.type == "cpu")
         files, held = split(Path(data))
         vocab = target.config.get_text_config().vocab_size
-        self.corpus = Corpus(files, vocab, config.batch_tokens, config.seed)
-        self.held = Corpus(held, vocab, config.batch_tokens, config.seed)
+        self.corpus, self.held = (Corpus(part, vocab, config.batch_tokens, config.seed, states=self.states) for part in (files, held))
         ids, self.coverage = (torch.arange(vocab), 1.0) if config.head is None else frequent_tokens(files, vocab, config.head)
         self.ids = ids.to(target.device)
         self.place = torch.full((vocab,), -1).index_put((ids,), torch.arange(len(ids))).to(target.device)
         count = target.config.get_text_config().num_hidden_layers
-        self.draft = drafter.build(target, [layer % count for layer in config.layers], None if config.head is None else ids)
+        self.draft = drafter.build(target, [layer % count for layer in config.layers], None if config.head is None else ids, self.reads)
         own = drafter.own_parameters(self.draft)
         for p in self.draft.parameters():
             p.requires_grad_(any(p is mine for mine in own))
         optimizer = torch.optim.AdamW(own, lr=config.lr, betas=(0.9, 0.95), weight_decay=0.01)
-        self.student, self.optimizer = self.accelerator.prepare(Student(self.draft, config.precision == "bf16"), optimizer)
+        self.student, self.optimizer = self.accelerator.prepare(self._student(), optimizer)
         self.own, self.progress = own, Progress()
         self.streams = [Stream(self.corpus)]
         self._resume()
@@ -132,7 +136,7 @@ class Trainer:
         self.draft.train()
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.lr * self._rate()
-        loss = LOSSES[self.config.loss](*self._laws(batch, self._logits(batch))).mean()
+        loss = self._loss(batch)
         self.accelerator.backward(loss)
         self.accelerator.clip_grad_norm_(self.own, 1.0)
         self.optimizer.step()
@@ -154,25 +158,35 @@ class Trainer:
         number = step // len(self.streams) * self.accelerator.num_processes + self.accelerator.process_index
         return stream.batch(number).to(self.ids.device)
 
-    def _logits(self, batch: Batch) -> torch.Tensor:
-        return self.student(batch.tokens, batch.where)
+    def _student(self) -> nn.Module:
+        return Student(self.draft, self.config.precision == "bf16")
+
+    def _logits(self, batch: Batch) -> list[torch.Tensor]:
+        """[N, V'] for every step that the draft takes on its own; here one."""
+        return [self.student(batch.tokens, batch.where)]
+
+    def _loss(self, batch: Batch) -> torch.Tensor:
+        return LOSSES[self.config.loss](*self._laws(batch, self._logits(batch)[0])).mean()
 
     def _laws(self, batch: Batch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return buckets(logits, batch.ids, batch.logprobs, self.place)
 
     @torch.no_grad()
     def measure(self, batches: int = 12) -> dict:
-        """On held-out text: how often the draft's likeliest token is the target's, and the acceptance rate when sampling."""
+        """On held-out text: how often the draft's likeliest token is the target's, and the acceptance rate when sampling; by step,
+        where the draft takes more than one."""
         self.draft.eval()
-        hits, rate, n = 0.0, 0.0, 0
+        hits, rates, n = [], [], 0
         for texts in self.held.order(0)[:batches]:
             batch = self.held.batch(texts).to(self.ids.device)
-            logits = self._logits(batch)
             best = batch.ids.gather(1, batch.logprobs.argmax(-1, keepdim=True)).squeeze(1)
-            hits += float((self.ids[logits.argmax(-1)] == best).sum())
-            rate += float(acceptance(*self._laws(batch, logits)).sum())
+            steps = self._logits(batch)
+            hits.append(torch.tensor([float((self.ids[logits.argmax(-1)] == best).sum()) for logits in steps]))
+            rates.append(torch.tensor([float(acceptance(*self._laws(batch, logits)).sum()) for logits in steps]))
             n += len(best)
-        return {"greedy_acceptance": hits / n, "sampling_acceptance": rate / n}
+        greedy, sampling = ((torch.stack(part).sum(0) / n).tolist() for part in (hits, rates))
+        more = {"greedy_by_step": greedy} if len(greedy) > 1 else {}
+        return {"greedy_acceptance": greedy[0], "sampling_acceptance": sampling[0], **more}
 
     # --- what stays ---------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,124 @@
+"""A drafter that reads the target's hidden states and goes on from its own (EAGLE, arXiv 2401.15077; EAGLE-3, arXiv 2503.01840)."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from ..proposal import Proposal, Verdict
+from .base import Context
+from .features import Tap, inputs
+from .model import ModelDraft
+
+
+class FeatureDraft(ModelDraft):
+    """Drafts with a small model made by `training`, whose place t sees the target's states at t and the token at t + 1. After the
+    committed tokens it takes its own output for the target's states.
+
+    model:  the feature drafter (`training.load_drafter` makes the whole draft).
+    target: the model whose generate() it is used in. While a call runs it has hooks that keep its hidden states; nothing
+            else of it is touched.
+
+    It has nothing to propose before the target has read the prompt. Raises ValueError if `model` is no feature drafter.
+    """
+
+    name = "feature"
+
+    def __init__(self, model: PreTrainedModel, target: PreTrainedModel):
+        if not getattr(model, "reads", None):
+            raise ValueError(f"model: {type(model).__name__} reads no hidden states; load a feature drafter with training.load_drafter.")
+        super().__init__(model)
+        self.target, self.layers = target, model.reads
+        self.tap: Tap | None = None
+
+    def start(self, context: Context) -> None:
+        super().start(context)
+        self.tap = Tap(self.target, self.layers)
+        self.hooks = [self.model.base_model.register_forward_pre_hook(self._with_states, with_kwargs=True),
+                      self.model.base_model.register_forward_hook(self._keep_output)]
+        width = self.model.feature_fuse.weight.shape[0]
+        self.states = torch.zeros((len(context.rows), 0, width), dtype=self.model.dtype, device=self.model.device)
+        self.known = [0] * len(context.rows)  # of every row, places whose states are there
+        self.output: torch.Tensor | None = None
+        self.first = True
+
+    # --- the target's states ------------------------------------------------------------------------------------------
+
+    def observe(self, proposal: Proposal, logits: torch.Tensor) -> None:
+        """Keep the states of all that was committed; those of the candidates wait for the verdict."""
+        for states, starts in self.tap.take():
+            states = self.model.feature_fuse(states.to(self.model.feature_fuse.weight))
+            starts = starts.tolist() * (len(states) // len(starts))
+            for b, (row, start) in enumerate(zip(self.context.rows, starts)):
+                self._store(b, start, states[b, : len(row) - start])
+        self.judged = states, [len(row) - 1 - start for row, start in zip(self.context.rows, starts)]
+
+    def commit(self, verdict: Verdict) -> None:
+        states, roots = self.judged
+        for b, (path, root) in enumerate(zip(verdict.on_path.tolist(), roots)):
+            nodes = [node for node, taken in enumerate(path) if taken and node]
+            self._store(b, len(self.context.rows[b]), states[b, [root + node for node in nodes]])
+
+    def _store(self, b: int, start: int, states: torch.Tensor) -> None:
+        end = start + len(states)
+        if end > self.states.shape[1]:
+            room = min(max(2 * end, 128), self.context.max_length + 1)
+            more = self.states.new_zeros((len(self.states), max(room, end) - self.states.shape[1], self.states.shape[2]))
+            self.states = torch.cat([self.states, more], dim=1)
+        self.states[b, start:end] = states
+        self.known[b] = max(self.known[b], end)
+
+    # --- drafting -----------------------------------------------------------------------------------------------------
+
+    def evidence(self, context: Context) -> list[int]:
+        fits = self._fits(context) and min(self.known) > 0
+        return [0 if fits else -1] * len(context.rows)
+
+    def propose(self, context: Context, k: list[int]) -> Proposal:
+        return super().propose(context, k if min(self.known) > 0 else [0] * len(k))
+
+    def _forget_what_was_rejected(self, context: Context) -> None:
+        """What was drafted stands on states of the draft's own: none of it is kept."""
+        self.cached.crop([min(length, base - 1) for length, base in zip(self.cached.lengths, self.base)])
+        self.base = [len(row) for row in context.rows]
+        self.drafted = [[] for _ in context.rows]
+
+    def _known(self, context: Context) -> list[list[int]]:
+        return [row[1:] for row in context.rows]
+
+    def _scores(self, context: Context, tokens: list[torch.Tensor], k: list[int], step: int) -> torch.Tensor:
+        self.first = step == 0
+        logits = super()._scores(context, tokens, k, step)
+        if self.first:  # go on from the last place that stands on the target's states
+            last = torch.tensor(self.cached.fresh, device=self.output.device) - 1
+            self.output = self.output[torch.arange(len(last), device=last.device), last][:, None]
+        return logits
+
+    def _with_states(self, module, args, kwargs):
+        tokens = kwargs.pop("input_ids", None)
+        tokens, args = (args[0], args[1:]) if tokens is None else (tokens, args)
+        states = self._ahead(tokens.shape[1]) if self.first else self.output
+        return args, kwargs | {"inputs_embeds": inputs(self.model, states, tokens)}
+
+    def _ahead(self, width: int) -> torch.Tensor:
+        """The target's states [B, width, H] at the places that come next in the draft's cache; the last one where there are none."""
+        places = torch.tensor(self.cached.lengths, device=self.states.device)[:, None] + torch.arange(width, device=self.states.device)
+        rows = torch.arange(len(places), device=places.device)[:, None]
+        return self.states[rows, places.clamp(max=self.states.shape[1] - 1)]
+
+    def _keep_output(self, module, args, output) -> None:
+        self.output = output.last_hidden_state
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def keep(self, rows: list[int]) -> None:
+        super().keep(rows)
+        self.states, self.known = self.states[rows], [self.known[row] for row in rows]
+
+    def finish(self) -> None:
+        if self.tap is not None:
+            self.tap.close()
+            for hook in self.hooks:
+                hook.remove()
+        self.tap, self.states, self.judged, self.output, self.hooks = None, None, None, None, []
+        super().finish()

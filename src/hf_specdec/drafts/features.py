@@ -1,0 +1,85 @@
+"""The target's hidden states: how a draft that reads them gets to see them, and the two layers that bring them into a model.
+
+After EAGLE (arXiv 2401.15077) and EAGLE-3 (arXiv 2503.01840).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from .. import compat
+
+
+class Tap:
+    """Keeps what some layers of a model put out, forward by forward, while it is open. Hooks on this one model, nothing else.
+
+    layers: numbers of decoder layers; the model's own count stands for what comes after the final norm.
+    """
+
+    def __init__(self, model: PreTrainedModel, layers: tuple[int, ...]):
+        base, (_, blocks) = model.base_model, compat.decoder_layers(model)
+        self.states: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
+        self.starts: list[torch.Tensor] = []
+        self.handles = [base.register_forward_pre_hook(self._position, with_kwargs=True)]
+        for layer in layers:
+            module = base if layer == len(blocks) else blocks[layer]
+            self.handles.append(module.register_forward_hook(self._hook(layer)))
+
+    def _hook(self, layer: int) -> Callable:
+        def keep(module: nn.Module, args, output) -> None:
+            hidden = getattr(output, "last_hidden_state", output)
+            self.states[layer].append(hidden[0] if isinstance(hidden, tuple) else hidden)
+
+        return keep
+
+    def _position(self, module: nn.Module, args, kwargs) -> None:
+        positions = kwargs.get("position_ids")
+        self.starts.append(torch.zeros(1, dtype=torch.long) if positions is None else positions[:, 0])
+
+    def take(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Of every forward since the last call: states [B, L, len(layers) * H], layer after layer along the last dimension, and the
+        position of every row's first one, int64 [B] or [1]."""
+        states = [torch.cat(parts, dim=-1) for parts in zip(*self.states.values())]
+        taken = list(zip(states, self.starts))
+        for parts in (*self.states.values(), self.starts):
+            parts.clear()
+        return taken
+
+    def close(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+@contextmanager
+def hidden_states(model: PreTrainedModel, layers: tuple[int, ...]) -> Iterator[Callable[[], torch.Tensor]]:
+    """Inside, one forward of `model`; the function then gives its hidden states [B, L, len(layers) * H]."""
+    tap = Tap(model, layers)
+    try:
+        yield lambda: tap.take()[-1][0]
+    finally:
+        tap.close()
+
+
+def attach(draft: PreTrainedModel, reads: tuple[int, ...]) -> None:
+    """Make a feature drafter of a draft model: `feature_fuse` brings the target's states [.., len(reads) * H] to width H, and
+    `feature_join` what comes of them, beside a token's embedding, to the input of the first layer. Both start as what passes
+    the last of the states, and the sum of state and embedding."""
+    weight = next(draft.base_model.parameters())
+    width = draft.get_input_embeddings().weight.shape[1]
+    eye, zeros = torch.eye(width), torch.zeros(width, width)
+    for name, parts in (("feature_fuse", [zeros] * (len(reads) - 1) + [eye]), ("feature_join", [eye, eye])):
+        linear = nn.Linear(width * len(parts), width, bias=False, device="meta")
+        linear.weight = nn.Parameter(torch.cat(parts, dim=1).to(weight))
+        setattr(draft, name, linear)
+    draft.reads = tuple(reads)
+
+
+def inputs(draft: PreTrainedModel, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """The first layer's input [B, L, H] from states [B, L, H] (fused, or the draft's own) and the tokens [B, L] that follow them."""
+    embedded = draft.get_input_embeddings()(tokens)
+    return draft.feature_join(torch.cat([states.to(embedded.dtype), embedded], dim=-1))

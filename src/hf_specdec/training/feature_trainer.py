@@ -1,0 +1,88 @@
+"""Training a feature drafter: like a draft of the target's parts, but it reads the target's hidden states, and its own further on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import DynamicCache
+
+from ..drafts import features
+from .batches import Batch, split
+from .features import make_features
+from .losses import LOSSES
+from .trainer import RunConfig, Trainer
+
+
+@dataclass(frozen=True)
+class FeatureRunConfig(RunConfig):
+    """A `RunConfig` with: reads, the target's layers whose output the draft sees (the count of layers stands for what comes after
+    the final norm); unroll, steps that it learns to go on from its own output (the training-time test of EAGLE-3), each
+    weighing `decay` of the one before."""
+
+    layers: tuple[int, ...] = (-1,)
+    reads: tuple[int, ...] = ()
+    unroll: int = 3
+    decay: float = 0.8
+
+
+class FeatureStudent(nn.Module):
+    """Logits of every unrolled step at some places."""
+
+    def __init__(self, draft: nn.Module, half: bool, unroll: int):
+        super().__init__()
+        self.draft, self.half, self.unroll = draft, half, unroll
+
+    def forward(self, tokens: torch.Tensor, states: torch.Tensor, where: torch.Tensor) -> list[torch.Tensor]:
+        """tokens [B, L]; states [B, L, F] of the target at them. Step j's logits [N, V'] for the token after place where[n] (of
+        B * L): from the target's states up to j + 1 places before it, and j of the draft's own from there on."""
+        head, base = self.draft.get_output_embeddings(), self.draft.base_model
+        batch, length = tokens.shape[0], tokens.shape[1] - 1
+        row, column = where // tokens.shape[1], where % tokens.shape[1]
+        place = row * length + (column - 1).clamp(min=0)
+        logits = []
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.half):
+            hidden, cache = self.draft.feature_fuse(states[:, :-1].to(self.draft.feature_fuse.weight.dtype)), DynamicCache()
+            positions = torch.arange(length, device=tokens.device)[None].expand(batch, -1)
+            for step in range(self.unroll):
+                out = base(inputs_embeds=features.inputs(self.draft, hidden, tokens[:, 1:]), position_ids=positions, use_cache=True,
+                           attention_mask=unrolled_mask(length, step, states), past_key_values=cache).last_hidden_state
+                logits.append(getattr(head, "linear", head)(out.flatten(0, 1)[place]).float())
+                hidden = torch.cat([torch.zeros_like(out[:, :1]), out[:, :-1]], dim=1)
+        return logits
+
+
+def unrolled_mask(length: int, step: int, like: torch.Tensor) -> torch.Tensor:
+    """float [1, 1, L, (step + 1) * L], 0 where place t of step j may look: at the target's states up to t - j, and at its own past
+    of step i at t - j + i."""
+    t, k = torch.arange(length, device=like.device)[:, None], torch.arange(length, device=like.device)[None]
+    seen = [k <= t - step if step else k <= t] + [k == t - step + i for i in range(1, step + 1)]
+    seen[0] = seen[0] | ((t < step) & (k == 0))  # before there is a past: something, so that softmax has a sum
+    return torch.zeros((), device=like.device).where(torch.cat(seen, dim=1), torch.finfo(torch.float32).min)[None, None]
+
+
+class FeatureTrainer(Trainer):
+    """A `Trainer` whose drafts read hidden states; these are computed once and kept in `data`/states."""
+
+    config: FeatureRunConfig
+
+    def __init__(self, target, data: str | Path, out: str | Path, config: FeatureRunConfig, target_name: str = "", progress=None):
+        count = target.config.get_text_config().num_hidden_layers
+        self.reads = tuple(config.reads) or (count // 4, count // 2, count)
+        files = [path for part in split(Path(data)) for path in part]
+        self.states = Path(data) / "states"
+        make_features(files, target, self.reads, self.states, progress)
+        super().__init__(target, data, out, config, target_name)
+
+    def _student(self) -> nn.Module:
+        return FeatureStudent(self.draft, self.config.precision == "bf16", self.config.unroll)
+
+    def _logits(self, batch: Batch) -> list[torch.Tensor]:
+        return self.student(batch.tokens, batch.states, batch.where)
+
+    def _loss(self, batch: Batch) -> torch.Tensor:
+        losses = [LOSSES[self.config.loss](*self._laws(batch, logits)).mean() for logits in self._logits(batch)]
+        weights = [self.config.decay**step for step in range(len(losses))]
+        return sum(weight * loss for weight, loss in zip(weights, losses)) / sum(weights)

@@ -1,0 +1,61 @@
+"""The target's hidden states on training text, kept beside the shards: what a feature drafter reads."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from ..drafts.features import hidden_states
+from .shards import Shard
+
+
+@torch.no_grad()
+def feature_file(path: Path, target, layers: tuple[int, ...], folder: Path, rows: int = 8) -> Path:
+    """The file with the hidden states bfloat16 [n, len(layers) * H] of a shard's n tokens after those layers; made if absent."""
+    made = folder / path.name
+    if made.is_file():
+        with safe_open(made, "pt") as file:
+            if json.loads(file.metadata()["layers"]) == list(layers):
+                return made
+    shard = Shard.load(path, target.config.get_text_config().vocab_size)
+    spans = list(zip(shard.starts.tolist(), shard.starts[1:].tolist()))
+    out = None
+    order = sorted(range(len(spans)), key=lambda i: spans[i][1] - spans[i][0])
+    for first in range(0, len(order), rows):
+        part = [spans[i] for i in order[first : first + rows]]
+        width = max(b - a for a, b in part)
+        tokens = torch.zeros((len(part), width), dtype=torch.long)
+        for row, (a, b) in enumerate(part):
+            tokens[row, : b - a] = shard.tokens[a:b]
+        with hidden_states(target, layers) as seen:
+            target.base_model(input_ids=tokens.to(target.device), use_cache=False)
+        states = seen().to("cpu", torch.bfloat16)
+        out = torch.empty((len(shard.tokens), states.shape[-1]), dtype=torch.bfloat16) if out is None else out
+        for row, (a, b) in enumerate(part):
+            out[a:b] = states[row, : b - a]
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = made.with_suffix(".partial")
+    save_file({"states": out}, partial, metadata={"layers": json.dumps(list(layers))})
+    os.replace(partial, made)
+    return made
+
+
+def make_features(files: list[Path], target, layers: tuple[int, ...], folder: Path,
+                  progress: Callable[[int, int], None] | None = None) -> None:
+    """`feature_file` of every shard; what is there stays."""
+    for number, path in enumerate(files, start=1):
+        feature_file(path, target, layers, folder)
+        if progress:
+            progress(number, len(files))
+
+
+def read_features(path: Path) -> torch.Tensor:
+    """bfloat16 [n, F]."""
+    with safe_open(path, "pt") as file:
+        return file.get_tensor("states")

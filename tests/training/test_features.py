@@ -1,0 +1,142 @@
+"""Feature drafters: they see the target's states, go on from their own as they were trained to, and change nothing of the output."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hf_specdec
+from hf_specdec.drafts.feature import FeatureDraft
+from hf_specdec.drafts.features import hidden_states
+from hf_specdec.training import FeatureRunConfig, FeatureTrainer, build_drafter, load_drafter
+from hf_specdec.training.drafter import save
+from hf_specdec.training.feature_trainer import FeatureStudent
+from hf_specdec.training.features import make_features, read_features
+from hf_specdec.training.shards import Shard, shard_files
+
+from ..helpers import tiny_llama
+
+READS = (0, 1, 2)
+
+
+def made(target, head=None, seed=0):
+    draft = build_drafter(target, [1], head, READS)
+    torch.manual_seed(seed)
+    for linear in (draft.feature_fuse, draft.feature_join):
+        linear.weight.data += 0.1 * torch.randn_like(linear.weight)
+    return draft
+
+
+def test_the_states_are_those_of_the_named_layers():
+    ids, target = torch.tensor([[5, 6, 7, 8]]), tiny_llama(3)
+    with hidden_states(target, READS) as seen:
+        target(input_ids=ids)
+    assert not target.base_model._forward_hooks and not target.model.layers[0]._forward_hooks
+    expected = target(input_ids=ids, output_hidden_states=True).hidden_states
+    states = seen()
+    torch.testing.assert_close(states[..., 64:], target.base_model(input_ids=ids).last_hidden_state)
+    torch.testing.assert_close(states[..., :32], expected[1])
+
+
+def test_states_of_shards_are_kept_and_made_once(target, data, tmp_path):
+    path = shard_files(data)[0]
+    make_features([path], target, READS, tmp_path)
+    kept = (tmp_path / path.name).stat().st_mtime_ns
+    make_features([path], target, READS, tmp_path)
+    assert (tmp_path / path.name).stat().st_mtime_ns == kept
+    shard, states = Shard.load(path), read_features(tmp_path / path.name)
+    a, b = int(shard.starts[2]), int(shard.starts[3])
+    with torch.no_grad(), hidden_states(target, READS) as seen:
+        target(input_ids=shard.tokens[a:b].long()[None])
+    torch.testing.assert_close(states[a:b].float(), seen()[0].bfloat16().float(), atol=0.02, rtol=0.02)
+
+
+class Watched(FeatureDraft):
+    """Writes down the logits of every step of every round, and what was committed before it."""
+
+    def start(self, context):
+        super().start(context)
+        self.log = []
+
+    def _scores(self, context, tokens, k, step):
+        logits = super()._scores(context, tokens, k, step)
+        self.log.append((step, [list(row) for row in context.rows], [step.tolist() for step in tokens], logits.clone()))
+        return logits
+
+
+@pytest.mark.parametrize("rows", [[[5, 6, 7, 8]], [[5, 6, 7, 8, 9, 10], [11, 12, 13], [3]]], ids=["one", "ragged"])
+def test_drafting_computes_what_training_computed(target, rows):
+    """Every step of every round against the unrolled student on the same tokens."""
+    model, unroll = hf_specdec.enable(tiny_llama(3)), 3
+    draft = Watched(made(model), model)
+    width = max(map(len, rows))
+    ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    model.generate(input_ids=ids, attention_mask=mask, assistant_model=draft, speculative={"num_assistant_tokens": unroll, "seed": 0},
+                   max_new_tokens=12, do_sample=False, pad_token_id=0)
+    student, checked = FeatureStudent(draft.model, False, unroll), 0
+    for step, committed, drafted, logits in draft.log:
+        for b, row in enumerate(committed):
+            tokens = torch.tensor([row + [one[b] for one in drafted]])
+            with torch.no_grad(), hidden_states(model, READS) as seen:
+                model(input_ids=tokens)
+                states = seen()
+            with torch.no_grad():
+                expected = student(tokens, states, torch.tensor([tokens.shape[1] - 1]))[step][0]
+            if tokens.shape[1] - 1 > step:
+                torch.testing.assert_close(logits[b, 0], expected, atol=2e-4, rtol=2e-4)
+                checked += 1
+    assert checked >= 9
+
+
+@pytest.mark.parametrize("head", [None, torch.arange(0, 61, 2)], ids=["whole", "pruned"])
+@pytest.mark.parametrize("k", [1, 4, "auto"])
+def test_greedy_output_is_the_targets_own_in_a_ragged_batch(head, k):
+    model = hf_specdec.enable(tiny_llama(3))
+    ids = torch.tensor([[0, 0, 5, 6, 7], [9, 10, 11, 12, 13], [0, 0, 0, 0, 4]])
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1] * 5, [0, 0, 0, 0, 1]])
+    settings = dict(input_ids=ids, attention_mask=mask, max_new_tokens=25, do_sample=False, pad_token_id=0, eos_token_id=[30, 31, 7])
+    out = model.generate(**settings, assistant_model=FeatureDraft(made(model, head), model), return_dict_in_generate=True,
+                         speculative={"num_assistant_tokens": k, "seed": 0})
+    assert torch.equal(out.sequences, model.generate(**settings)) and out.speculation.proposed > 0
+    assert not model.base_model._forward_hooks and not model.base_model._forward_pre_hooks
+
+
+def test_conversation_goes_on_from_a_cache(target):
+    model = hf_specdec.enable(tiny_llama(3))
+    ids = torch.tensor([[5, 6, 7, 8]])
+    first = model.generate(input_ids=ids, max_new_tokens=8, do_sample=False, pad_token_id=0, return_dict_in_generate=True, speculative=True)
+    longer = torch.cat([first.sequences, torch.tensor([[3, 4]])], dim=1)
+    settings = dict(max_new_tokens=10, do_sample=False, pad_token_id=0)
+    expected = model.generate(input_ids=longer, **settings)
+    found = model.generate(input_ids=longer, past_key_values=first.past_key_values, assistant_model=FeatureDraft(made(model), model),
+                           speculative={"num_assistant_tokens": 3}, **settings)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("format", ["bf16", "mxint8"])
+def test_it_is_stored_with_what_it_reads(target, tmp_path, format):
+    draft = made(target, torch.arange(40))
+    save(draft, tmp_path, "tiny", format)
+    again = load_drafter(tmp_path, target)
+    assert isinstance(again, FeatureDraft) and again.layers == READS
+    found, expected = again.model.feature_fuse(torch.ones(1, 96)), draft.feature_fuse(torch.ones(1, 96))
+    torch.testing.assert_close(found, expected, atol=0.2, rtol=0.1)
+
+
+def test_a_run_learns_and_goes_on_after_a_stop(target, data, tmp_path):
+    config = FeatureRunConfig(reads=READS, head=None, steps=120, batch_tokens=256, lr=1e-2, warmup=3, precision="float32", format="bf16", unroll=2)
+    trainer = FeatureTrainer(target, data, tmp_path, config, "tiny")
+    before = trainer.measure()
+    trainer.run(every=60)
+    after = trainer.measure()
+    assert after["greedy_acceptance"] > before["greedy_acceptance"] + 0.05, (before, after)
+    assert len(after["greedy_by_step"]) == 2
+    trainer.finish()
+    assert FeatureTrainer(target, data, tmp_path, config, "tiny").progress.step == 120
+    assert isinstance(load_drafter(tmp_path, target), FeatureDraft)
+
+
+def test_a_model_that_reads_no_states_is_refused(target):
+    with pytest.raises(ValueError, match="reads no hidden states"):
+        FeatureDraft(build_drafter(target, [1]), target)
