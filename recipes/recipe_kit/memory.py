@@ -25,17 +25,29 @@ class Size:
 
 def size_of(config) -> Size:
     """Counted on a model without memory."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
     from transformers.initialization import no_init_weights
 
+    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     with torch.device("meta"), no_init_weights():
-        model = AutoModelForCausalLM.from_config(config)
+        model = untied(auto.from_config(config))
     head = model.get_output_embeddings()
     linears = [m for m in model.modules() if type(m) is nn.Linear and m is not head and m.in_features % 32 == 0]
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     packed = sum(m.weight.numel() for m in linears)
     return Size(sum(p.numel() for p in model.parameters()), packed, 2 * config.num_hidden_layers * heads * width)
+
+
+def untied(model):
+    """An encoder-decoder model whose halves share the embedding and whose head is its own, as in T5 v1.1; others as they are."""
+    if not model.config.is_encoder_decoder:
+        return model
+    model.tie_weights()
+    head = model.get_output_embeddings()
+    if head.weight is model.get_input_embeddings().weight:
+        model.set_output_embeddings(nn.Linear(head.in_features, head.out_features, bias=False, dtype=head.weight.dtype, device=head.weight.device))
+    return model
 
 
 def needed_bytes(target: Size, draft: Size | None, itemsize: int, tokens: int, phases: bool) -> int:

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from .memory import Size, check_memory, size_of
+from .memory import Size, check_memory, size_of, untied
 from .recipe import Recipe, RecipeError, text_prompts, token_prompts
 
 PERIOD = 2**22 - 3  # odd, so that no two rows of a matrix are alike
-OUTPUTS = ("o_proj", "down_proj", "out_proj", "fc_out", "c_proj")
+OUTPUTS = ("o_proj", "down_proj", "out_proj", "fc_out", "c_proj", "o", "wo")
 
 
 @dataclass
@@ -69,11 +69,12 @@ def weight_bytes(model) -> int:
 def random_model(config, dtype: torch.dtype, device: torch.device):
     """A model of that shape at the real cost. Its blocks are one random stretch repeated and speak softly, its head is the
     embedding moved on by one token: every greedy token is clear-cut, so that rounding cannot part two outputs."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
     from transformers.initialization import no_init_weights
 
+    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     with device, no_init_weights():
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = untied(auto.from_config(config, dtype=dtype))
     generator = torch.Generator(device).manual_seed(0)
     stretch = torch.empty(PERIOD, dtype=dtype, device=device).normal_(0, 0.02, generator=generator)
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight

@@ -176,15 +176,18 @@ def _wait(model) -> None:
 def timed_forward(model, width: int) -> Callable[[], float]:
     """A function that times one forward of `width` tokens on top of a filled cache."""
     text = torch.arange(CONTEXT + width, device=model.device) % model.config.vocab_size
+    inputs, name = {}, "input_ids"
+    if model.config.is_encoder_decoder:  # the decoder alone, over a source as long as what is cached of its own text
+        inputs, name = {"encoder_outputs": model.get_encoder()(text[:CONTEXT][None], return_dict=True)}, "decoder_input_ids"
     with torch.no_grad():
-        cache = model(text[:CONTEXT][None], use_cache=True).past_key_values
-    tokens = text[CONTEXT:][None]
+        cache = model(**{name: text[:CONTEXT][None]}, **inputs, use_cache=True).past_key_values
+    tokens = {name: text[CONTEXT:][None]}
 
     @torch.no_grad()
     def forward() -> float:
         _wait(model)
         begin = time.perf_counter()
-        model(tokens, past_key_values=cache, use_cache=True)
+        model(**tokens, **inputs, past_key_values=cache, use_cache=True)
         _wait(model)
         seconds = time.perf_counter() - begin
         cache.crop(-width)

@@ -29,13 +29,16 @@ PAPER = "Leviathan et al. 2023"
 @dataclass(frozen=True)
 class Row:
     """One line of the table. draft: a name in `Material.drafts`. sample: temperature 1, else greedy. k: tokens drafted per round.
-    lenience: l of A.5. paper: the alpha that the paper has for it, if any."""
+    lenience: l of A.5. paper: the alpha that the paper has for it, if any; paper_k, paper_c, paper_speed_up: its gamma, c and measured speed-up."""
 
     draft: str
     sample: bool
     k: int
     lenience: float = 1.0
     paper: float | None = None
+    paper_k: int | None = None
+    paper_c: float | None = None
+    paper_speed_up: float | None = None
 
     @property
     def key(self) -> str:
@@ -57,7 +60,8 @@ class Material:
 @dataclass(frozen=True)
 class Study:
     """rows, material, settings, names: functions of the options. material(options, names) builds or loads, and checks the memory
-    before. settings: what goes into the JSON beside the common ones. label: scale -> what the figures stand on."""
+    before. settings: what goes into the JSON beside the common ones. label: scale -> what the figures stand on. k: tokens drafted per
+    round by default; None: as the rows say. dtypes: scale -> the default where it is not float32. variant: options -> a part of the file's name."""
 
     name: str
     title: str
@@ -71,6 +75,9 @@ class Study:
     check: Callable[[argparse.Namespace], None]
     settings: Callable[[argparse.Namespace], dict[str, Any]]
     remarks: tuple[str, ...] = ()
+    k: int | None = 5
+    dtypes: dict[str, str] = field(default_factory=dict)
+    variant: Callable[[argparse.Namespace], str] = lambda options: ""
 
     @property
     def scales(self) -> list[str]:
@@ -135,7 +142,8 @@ class StudyRunner:
         inputs = padded(target, [prompt])
         torch.manual_seed(seed)
         out = target.generate(**inputs, **chosen, **extra, max_new_tokens=new, pad_token_id=pad_token(target), return_dict_in_generate=True)
-        return new_tokens(target, out.sequences, len(prompt))[0], getattr(out, "speculation", None)
+        width = 1 if target.config.is_encoder_decoder else len(prompt)
+        return new_tokens(target, out.sequences, width)[0], getattr(out, "speculation", None)
 
     def _costs(self, material: Material) -> None:
         """Medians of the seconds of single forwards, by turns: the target over one token and over K + 1, the drafts over one."""
@@ -174,6 +182,7 @@ def _figures(row: Row, data: dict[str, Any]) -> dict[str, Any]:
     known = {(run["repetition"], run["prompt"]): run["tokens"] for run in plain}
     return {
         "draft": row.draft, "temperature": int(row.sample), "lenience": row.lenience, "k": row.k, "paper_alpha": row.paper,
+        "paper_k": row.paper_k, "paper_c": row.paper_c, "paper_speed_up": row.paper_speed_up,
         "alpha": alpha if judged else None, "judged": judged, "acceptance_is": data["acceptance"]["kind"],
         "block_efficiency": committed / len(rounds), "expected": expected_tokens(alpha, row.k), "mean_k": mean_k,
         "c": step / one, "width_cost": costs[f"target {row.k + 1}"] / one,

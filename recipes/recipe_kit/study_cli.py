@@ -20,6 +20,8 @@ from .recipe import RecipeError
 from .store import Store
 from .study import Study, StudyRunner, summarise
 
+PAPERS = {"K": ("paper_k", "{}"), "c": ("paper_c", "{:.2f}"), "speed-up": ("paper_speed_up", "{:.1f}x")}
+
 
 def main(study: Study, argv: list[str] | None = None) -> int:
     """Run a study; the exit status. What the user can mend is one line on the standard error stream."""
@@ -35,7 +37,7 @@ def main(study: Study, argv: list[str] | None = None) -> int:
 
 def _run(study: Study, options: argparse.Namespace) -> int:
     names = study.names(options)[: options.prompts]
-    path = options.out / f"{study.name}_{options.scale}.json"
+    path = options.out / f"{study.name}{study.variant(options)}_{options.scale}.json"
     store = Store(path, _head(study, options, names), options.restart)
     runner = StudyRunner(study, options, names, store, lambda note: None)
     left = len(runner.missing())
@@ -58,12 +60,12 @@ def parse(study: Study, argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=study.name, description=study.title)
     add = parser.add_argument
     add("--scale", choices=study.scales, required=True, help="; ".join(f"{scale}: {text}" for scale, text in study.label.items()))
-    add("--k", type=int, default=5, help="tokens drafted per round (default 5)")
+    add("--k", type=int, default=study.k, help=f"tokens drafted per round (default {study.k or 'as in the paper, row by row'})")
     add("--new-tokens", type=int, help=f"most new tokens a prompt (default {study.new_tokens})")
     add("--prompts", type=int, help="only the first N prompts")
     add("--repetitions", type=int, default=1)
     add("--device", help="default: the GPU if there is one")
-    add("--dtype", choices=("bfloat16", "float16", "float32"), default="float32", help="default float32")
+    add("--dtype", choices=("bfloat16", "float16", "float32"), help=f"default float32{''.join(f', {scale} {name}' for scale, name in study.dtypes.items())}")
     add("--threads", type=int)
     add("--out", type=Path, default=Path("recipes/out"), help="folder of the JSON and the plot")
     add("--restart", action="store_true", help="do away with the runs in the JSON")
@@ -80,7 +82,7 @@ def parse(study: Study, argv: list[str] | None) -> argparse.Namespace:
         torch.empty(1, device=options.device)
     except (RuntimeError, AssertionError) as error:
         raise RecipeError(f"--device {options.device}: {str(error).splitlines()[0]}") from error
-    options.dtype = getattr(torch, options.dtype)
+    options.dtype = getattr(torch, options.dtype or study.dtypes.get(options.scale, "float32"))
     options.new_tokens = options.new_tokens or study.new_tokens[options.scale]
     options.cost_repetitions = 31
     study.check(options)
@@ -121,16 +123,34 @@ def table(data: dict[str, Any]) -> Table:
     simulated = data["acceptance"]["kind"] == "SIMULATED"
     mark = " SIMULATED" if simulated else ""
     result = Table(header_style="bold", box=None, padding=(0, 1, 0, 0))
-    for name in ("draft", "T", "l", "K", "paper's alpha", "alpha", "judged", "block eff.", "Eq. 1", "c", "speed-up", "theory", "output"):
+    rows, star = data["summary"], "*" if simulated else ""
+    columns = {
+        "draft": [row["draft"] for row in rows], "T": [str(row["temperature"]) for row in rows], "l": [f"{row['lenience']:g}" for row in rows],
+        "K": [str(row["k"]) for row in rows], "paper's alpha": [_text(row["paper_alpha"], "{:.2f}") for row in rows],
+        "alpha": [_text(row["alpha"], "{:.2f}") + mark for row in rows], "judged": [str(row["judged"]) for row in rows],
+        "block eff.": [f"{row['block_efficiency']:.2f}" for row in rows], "Eq. 1": [f"{row['expected']:.2f}" for row in rows],
+        "c": [f"{row['c']:.3f}" for row in rows], "speed-up": [_text(row["speed_up"], "{:.2f}x") + star for row in rows],
+        "theory": [_text(row["predicted"], "{:.2f}x") + star for row in rows], "output": [_output(row) for row in rows],
+    }  # fmt: skip
+    if any(row.get("paper_speed_up") for row in rows):  # what the paper measured, in the place of a lenience that is 1 throughout
+        del columns["l"]
+        columns = _beside(columns, rows)
+    for name in columns:
         result.add_column(name, justify="left" if name in ("draft", "output") else "right", no_wrap=True)
-    for row in data["summary"]:
-        result.add_row(
-            row["draft"], str(row["temperature"]), f"{row['lenience']:g}", str(row["k"]), _text(row["paper_alpha"], "{:.2f}"),
-            _text(row["alpha"], "{:.2f}") + mark, str(row["judged"]), f"{row['block_efficiency']:.2f}", f"{row['expected']:.2f}",
-            f"{row['c']:.3f}", _text(row["speed_up"], "{:.2f}x") + ("*" if simulated else ""),
-            _text(row["predicted"], "{:.2f}x") + ("*" if simulated else ""), _output(row),
-        )  # fmt: skip
+    for values in zip(*columns.values()):
+        result.add_row(*values)
     return result
+
+
+def _beside(columns: dict[str, list[str]], rows: list[dict[str, Any]]) -> dict[str, list[str]]:
+    """The columns with the paper's gamma, c and speed-up each beside ours."""
+    found: dict[str, list[str]] = {}
+    for name, values in columns.items():
+        if name in PAPERS:
+            key, pattern = PAPERS[name]
+            found[f"paper's {name}"] = [_text(row[key], pattern) for row in rows]
+        found[name] = values
+    return found
 
 
 def _output(row: dict[str, Any]) -> str:
