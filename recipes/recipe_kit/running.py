@@ -71,10 +71,13 @@ class Runner:
             hf_specdec.enable(target)
         for arm in stage:  # warm up: kernels are built and pages touched before anything is timed
             self._generate(arm, targets, pair.draft, next(iter(pair.prompts.values()))[:4], 3, [], 0)
+        todo = self.missing(stage)
         if not self._costs_known(stage):
             self._costs(targets, pair)
-        for repetition, name, arm in self.missing(stage):
+        for repetition, name, arm in todo:
             self._measure(repetition, name, arm, targets, pair)
+        if todo:
+            self._costs(targets, pair)  # once more: what a shared machine gives drifts while the runs go on
         self._forks(targets, pair, stage)
 
     # --- one run ----------------------------------------------------------------------------------------------------
@@ -111,21 +114,21 @@ class Runner:
     # --- single forwards, forks -------------------------------------------------------------------------------------
 
     def _costs(self, targets: dict[str, Any], pair: Pair) -> None:
-        """Medians of the seconds of a forward of one token and of K + 1 tokens, by turns; weights in bytes."""
-        runs = {(arm, width): target for arm, target in targets.items() for width in (1, self.options.k + 1)}
-        if pair.draft is not None:
-            runs["draft", 1] = pair.draft
-        forwards = {key: timed_forward(model, key[1]) for key, model in runs.items()}
-        seconds: dict[tuple, list[float]] = {key: [] for key in runs}
+        """Medians of the seconds of a forward of one token and of K + 1 tokens, by turns, over all calls; weights in bytes."""
+        runs = {(arm, width): target for arm, target in targets.items() for width in ("one", "wide")}
+        runs |= {(arm, "draft"): pair.draft for arm in targets if pair.draft is not None}
+        tokens = {"one": 1, "wide": self.options.k + 1, "draft": 1}
+        forwards = {key: timed_forward(model, tokens[key[1]]) for key, model in runs.items()}
+        costs = self.store.data["costs"]
+        seconds = {(arm, what): list(costs.get(arm, {}).get("seconds", {}).get(what, [])) for arm, what in runs}
         for _ in range(self.options.cost_repetitions):
             for key, forward in forwards.items():
                 seconds[key].append(forward())
-        costs = self.store.data["costs"]
         for arm, target in targets.items():
-            costs[arm] = {"one": statistics.median(seconds[arm, 1]), "wide": statistics.median(seconds[arm, self.options.k + 1]),
-                          "weight_bytes": weight_bytes(target), "parameters": self._parameters(targets)}  # fmt: skip
-            if pair.draft is not None:
-                costs[arm] |= {"draft": statistics.median(seconds["draft", 1]), "draft_bytes": weight_bytes(pair.draft)}
+            known = {what: times for (of, what), times in seconds.items() if of == arm}
+            sizes = {"weight_bytes": weight_bytes(target), "parameters": self._parameters(targets)}
+            sizes |= {"draft_bytes": weight_bytes(pair.draft)} if pair.draft is not None else {}
+            costs[arm] = {what: statistics.median(times) for what, times in known.items()} | sizes | {"seconds": known}
         self.store.save()
 
     def _parameters(self, targets: dict[str, Any]) -> int | None:
