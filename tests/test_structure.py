@@ -28,7 +28,8 @@ LINES = [
     {"integration"},
     {""},
 ]
-WITHIN = {("drafts.feature", "drafts.features"), ("drafts.feature", "drafts.model"), ("drafts.ngram", "drafts.ngram_table"),
+WITHIN = {("drafts.feature_tree", "drafts.feature"), ("drafts.feature_tree", "drafts.model_tree"), ("drafts.feature", "drafts.features"),
+          ("drafts.feature", "drafts.model"), ("drafts.ngram", "drafts.ngram_table"),
           ("drafts", "drafts.base"), ("drafts.model_tree", "drafts.model"), ("acceptance.coupled", "acceptance.greedy"),
           ("acceptance.block", "acceptance.sampling"), ("acceptance.spectr", "acceptance.sampling"), ("acceptance.typical", "acceptance.threshold")}
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 
 DRAFTS = {
+    "feature": "drafts.feature:FeatureDraft",
+    "feature_tree": "drafts.feature_tree:FeatureTreeDraft",
     "model": "drafts.model:ModelDraft",
     "model_tree": "drafts.model_tree:ModelTreeDraft",
     "ngram": "drafts.ngram:NGramDraft",

@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from hf_specdec.drafts import ModelDraft, ModelTreeDraft, NGramDraft, PromptLookupDraft, RecyclingDraft, SuffixAutomatonDraft, UniformDraft
+from hf_specdec.drafts.feature import FeatureDraft
+from hf_specdec.drafts.feature_tree import FeatureTreeDraft
+from hf_specdec.training import build_drafter
 from hf_specdec.tree import Tree
 from hf_specdec.tree_shapes import DynamicTree
 from tests.helpers import TreeDraft, perturbed
@@ -22,8 +25,20 @@ def ngram(target, **options):
     return NGramDraft.from_tokens(corpus(vocab), order=3, vocab_size=vocab, min_order=1, **options)
 
 
+def feature_drafter(target):
+    """The target's last layer on the states of its first and last: right some of the time."""
+    count = target.config.num_hidden_layers
+    draft = build_drafter(target, [count - 1], None, (0, count))
+    torch.manual_seed(0)
+    for linear in (draft.feature_fuse, draft.feature_join):
+        linear.weight.data += 0.1 * torch.randn_like(linear.weight)
+    return draft
+
+
 # name in the registry -> target -> draft
 BUILDERS = {
+    "feature": lambda target: FeatureDraft(feature_drafter(target), target),
+    "feature_tree": lambda target: FeatureTreeDraft(feature_drafter(target), target, (4, 2, 1), "independent"),
     "model": lambda target: ModelDraft(perturbed(target, 0.1)),
     "model_tree": lambda target: ModelTreeDraft(perturbed(target, 0.1), siblings="independent"),
     "ngram": ngram,
@@ -42,6 +57,8 @@ VARIANTS = {
     "model_tree, without replacement": lambda target: ModelTreeDraft(perturbed(target, 0.1), Tree((0, 0, 1, 1, 2, 0, 3))),
     "model_tree, point masses": lambda target: ModelTreeDraft(perturbed(target, 0.1), (3, 2), siblings="likeliest"),
     "model_tree, by confidence": lambda target: ModelTreeDraft(perturbed(target, 0.1), DynamicTree(nodes=7, width=2, branches=3)),
+    "feature_tree, by confidence": lambda target: FeatureTreeDraft(feature_drafter(target), target),
+    "feature_tree, without replacement": lambda target: FeatureTreeDraft(feature_drafter(target), target, Tree((0, 0, 1, 1, 2, 0, 3)), "distinct"),
     "ngram, drawn": lambda target: ngram(target, sample=True),
     "recycling, tree": lambda target: RecyclingDraft(branches=3),
     "suffix_automaton, tree and texts": lambda target: SuffixAutomatonDraft(corpus(target.config.vocab_size), branches=3),

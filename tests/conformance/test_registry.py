@@ -66,7 +66,7 @@ RULES = {
 }
 
 
-SHAPES = {"model_tree": 8}  # drafts for which K is a depth: nodes per level, at most
+SHAPES = {"model_tree": 8, "feature_tree": 8}  # drafts for which K is a depth: nodes per level, at most
 DEFAULT_RULES = ("greedy", "speculative_sampling")
 
 

@@ -24,10 +24,10 @@ class FeatureDraft(ModelDraft):
 
     name = "feature"
 
-    def __init__(self, model: PreTrainedModel, target: PreTrainedModel):
+    def __init__(self, model: PreTrainedModel, target: PreTrainedModel, **options):
         if not getattr(model, "reads", None):
             raise ValueError(f"model: {type(model).__name__} reads no hidden states; load a feature drafter with training.load_drafter.")
-        super().__init__(model)
+        super().__init__(model, **options)
         self.target, self.layers = target, model.reads
         self.tap: Tap | None = None
 
