@@ -318,6 +318,16 @@ def test_a_draft_that_cannot_read_the_source_is_refused():
     refused("reads features of 16 mel bins, and these have 8", lambda: speculate(whisper, heard, other("Whisper", num_mel_bins=16)))
 
 
+def test_a_feature_drafter_is_refused():
+    from hf_specdec.drafts.feature import FeatureDraft
+    from hf_specdec.drafts.features import attach
+
+    model, inputs = model_and_source()
+    drafter = tiny_llama()
+    attach(drafter, (1,))
+    refused("feature drafter.*decoder-only target", lambda: speculate(model, inputs, FeatureDraft(drafter, model)))
+
+
 def test_a_prefilled_processor_list_is_taken():
     model, inputs = model_and_source()
     assert torch.equal(speculate(model, inputs, logits_processor=LogitsProcessorList()).sequences, plain(model, inputs))

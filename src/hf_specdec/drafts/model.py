@@ -47,6 +47,8 @@ class ModelDraft(Draft):
         self.cached.lengths = [0] * len(context.rows)
 
     def _source(self, context: Context) -> Source | None:
+        if context.source is not None and getattr(self.model, "reads", None):  # see drafts.feature
+            raise ValueError("assistant_model: a feature drafter reads the states of a decoder-only target. Pass another draft with an encoder-decoder.")
         if context.source is not None and self.traits.encoder != "none":
             return context.source.for_draft(self.model, self.traits)
         if self.traits.encoder == "own":
