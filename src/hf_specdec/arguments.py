@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from . import compat
+from .config import SpeculativeConfig
 from .drafts.base import Draft
 from .probe import check_batch
 
@@ -57,6 +58,13 @@ def check_vocabulary(draft: Draft, traits: compat.ModelTraits) -> None:
     if min(own, traits.vocab_size) < 0.9 * max(own, traits.vocab_size):
         raise ValueError(f"assistant_model has a vocabulary of {own} tokens, the target one of {traits.vocab_size}: not the same "
                          f"tokenizer. Speculative decoding needs a draft with the target's tokenizer.")
+
+
+def check_draft_stop(draft: Draft, config: SpeculativeConfig) -> None:
+    """Only a draft that goes token by token can stop by what it thinks of them."""
+    if config.draft_stop in ("confidence", "expected_gain") and not any(part.stops for part in (draft, *getattr(draft, "parts", ()))):
+        raise ValueError(f"draft_stop={config.draft_stop!r}: the draft {draft.name!r} does not draft token by token with a confidence of its "
+                         f'own. Pass a smaller model as assistant_model, or leave draft_stop="constant" (or "heuristic").')
 
 
 def check_call(model, input_ids, processors, generation, model_kwargs: dict, traits: compat.ModelTraits) -> None:

@@ -9,13 +9,15 @@ import torch
 from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from . import compat, registry
-from .arguments import check_call, check_vocabulary
+from .arguments import check_call, check_draft_stop, check_vocabulary
 from .cached_model import CachedModel, assemble_cache
+from .config import MAX_ASSISTANT_TOKENS
 from .distributions import Sampler
+from .draft_stop import StopRule
 from .drafts.base import Context, Draft
 from .loop import SpeculativeLoop
 from .noise import Gumbel, Noise
-from .schedule import AutoSchedule, FixedSchedule
+from .schedule import AutoSchedule, FixedSchedule, HeuristicSchedule
 from .seq2seq import Source
 from .sequences import Sequences
 from .trace import SpeculationTrace
@@ -42,6 +44,7 @@ class Call:
         self.input_ids, self.generation = input_ids, generation_config
         self.traits = compat.traits_of(compat.unwrap(model), "target")
         check_vocabulary(decoder.draft, self.traits)
+        check_draft_stop(decoder.draft, self.config)
         check_call(model, input_ids, processors, generation_config, model_kwargs, self.traits)
         self.source = Source.of(model, inputs_tensor, model_kwargs) if self.traits.encoder == "own" else None
         mask = model_kwargs.get(self.traits.mask_name)
@@ -79,7 +82,7 @@ class Call:
         seeds = self._seeds(batch)
         noise, gumbel = Noise(seeds, device), Gumbel(seeds, device) if rule.coupled else None
         sampler = Sampler(self.processors, rule.samples, bool(as_dict and generation.output_scores), gumbel)
-        context = Context(sequences.tokens, longest, self.traits.vocab_size, device, sampler, noise.uniform, self.source)
+        context = Context(sequences.tokens, longest, self.traits.vocab_size, device, sampler, noise.uniform, self.source, stop=self._stop())
         trace = SpeculationTrace(self.config.to_dict() | {"acceptance": self.rule_name}, rule.lossless)
         loop = SpeculativeLoop(
             target, decoder.draft, rule, sampler, self._schedule(), sequences, noise, context, trace,
@@ -135,11 +138,19 @@ class Call:
         return rule
 
     def _schedule(self):
-        k = self.config.num_assistant_tokens
-        if k != "auto":
-            return FixedSchedule(k)
+        k, stop, most = self.config.num_assistant_tokens, self.config.draft_stop, self.config.max_auto_tokens
+        if stop == "heuristic":
+            return HeuristicSchedule(5, most) if k == "auto" else HeuristicSchedule(k, MAX_ASSISTANT_TOKENS)
+        if k != "auto" or stop != "constant":
+            return FixedSchedule(most if k == "auto" else k)
         draft = self.decoder.draft
         return AutoSchedule(self.config.max_auto_tokens, draft.relative_cost(self.model), self.config.seed is None, draft.prior)
+
+    def _stop(self) -> StopRule | None:
+        kind, draft = self.config.draft_stop, self.decoder.draft
+        if kind in ("constant", "heuristic"):
+            return None
+        return StopRule(kind, self.config.draft_confidence, draft.relative_cost(self.model) or 0.0)
 
     def _seeds(self, batch: int) -> list[int]:
         seed = self.config.seed

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from .draft_stop import CHOICES
 from .registry import ACCEPTANCE, DRAFTS
 
 CONFIG_NAME = "speculative_config.json"
@@ -27,6 +28,11 @@ class SpeculativeConfig:
     seed: an int (row b uses seed + b) or one int per row; None (default) takes it from torch's global generator. A row's
         text depends on its own seed only. With a seed, "auto" leaves measured times aside, so that a run repeats.
     max_auto_tokens: the largest K that "auto" may choose, 1..64 (default 16).
+    draft_stop: when the draft stops: "constant" (default, at K); "heuristic" (K grows by 2 after full acceptance and falls by 1
+        otherwise, "auto" begins with 5); for a draft model, before K or `max_auto_tokens` too: "confidence" (after a token whose acceptance,
+        estimated from the draft's probability of it, is below `draft_confidence`) or "expected_gain" (when another draft step costs
+        more than the tokens it is expected to add). All are exact.
+    draft_confidence: of draft_stop="confidence", in (0, 1] (default 0.4).
     typical_epsilon, typical_delta: of acceptance="typical", numbers in (0, 1]; threshold: of acceptance="threshold", in (0, 1]
         (default 0.09, 0.3, 0.3).
     record_probs: whether the trace keeps p and q of every committed and every rejected token (default False).
@@ -44,6 +50,8 @@ class SpeculativeConfig:
     typical_epsilon: float = 0.09
     typical_delta: float = 0.3
     threshold: float = 0.3
+    draft_stop: str = "constant"
+    draft_confidence: float = 0.4
 
     def __post_init__(self):
         if self.num_assistant_tokens != "auto":
@@ -54,7 +62,9 @@ class SpeculativeConfig:
         if not isinstance(self.acceptance, str) or self.acceptance not in ("auto", *ACCEPTANCE):
             raise ValueError(f"acceptance={self.acceptance!r} is not known; choose one of {['auto', *sorted(ACCEPTANCE)]}.")
         _check_fraction("lenience", self.lenience, "; 1.0 keeps the output exact")
-        for name in ("typical_epsilon", "typical_delta", "threshold"):
+        if not isinstance(self.draft_stop, str) or self.draft_stop not in CHOICES:
+            raise ValueError(f"draft_stop={self.draft_stop!r} is not known; choose one of {list(CHOICES)}.")
+        for name in ("typical_epsilon", "typical_delta", "threshold", "draft_confidence"):
             _check_fraction(name, getattr(self, name))
         if not isinstance(self.record_probs, bool):
             raise ValueError(f"record_probs={self.record_probs!r} must be True or False.")

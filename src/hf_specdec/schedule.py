@@ -20,6 +20,19 @@ class FixedSchedule:
         """What the round brought: tokens proposed and accepted per row, and its wall time (None: the prompt was in it)."""
 
 
+class HeuristicSchedule(FixedSchedule):
+    """Two tokens more after a round in which every drafted token of every row was accepted, else one less, 1 at least and `most` at
+    most: transformers' "heuristic" schedule."""
+
+    def __init__(self, k: int, most: int):
+        super().__init__(min(k, most))
+        self.most = most
+
+    def observe(self, proposed: list[int], accepted: list[int], seconds: float | None) -> None:
+        if any(proposed):
+            self.k = min(self.k + 2, self.most) if proposed == accepted else max(self.k - 1, 1)
+
+
 class AcceptanceEstimate:
     """Acceptance of one kind of proposal: the rate of its first token, and of a token whose forerunners were all accepted.
     Running means with a prior, which forget by 2 % a token judged. With both rates equal this is the alpha of Leviathan et

@@ -17,6 +17,7 @@ from ..proposal import Proposal, Verdict
 
 if TYPE_CHECKING:
     from ..distributions import Sampler
+    from ..draft_stop import StopRule
     from ..seq2seq import Source
 
 
@@ -34,6 +35,7 @@ class Context:
     noise:      noise(stream, n) -> float64 [B, n] in [0, 1): fresh uniform numbers for this round, per row, a function of
                 (row seed, round, stream, index) alone. Drafts use streams named "draft...".
     source:     what the target's encoder has read, if it has one.
+    stop:       when a draft that `stops` ends before K; None: at K.
     """
 
     rows: list[list[int]]
@@ -43,6 +45,7 @@ class Context:
     sampler: "Sampler"
     noise: Callable[[str, int], torch.Tensor]
     source: "Source | None" = None
+    stop: "StopRule | None" = None
 
     @property
     def texts(self) -> list[list[int]]:
@@ -58,12 +61,14 @@ class Draft(CandidateGenerator):
     cost_ratio:   c of Leviathan et al. 2023: cost of drafting one token / cost of one target step, None = not known.
     trusted:      True spares the checks of every proposal (ids in range, laws that sum to 1); the package's own drafts say
                   so, because the conformance tests check them.
+    stops:        whether the draft drafts token by token and heeds `Context.stop`.
     calls, forward_seconds: forwards of a draft model in this call and the time in them, its prompt pass included.
     """
 
     name = "draft"
     cost_ratio: float | None = None
     trusted = False
+    stops = False
     calls = 0
     forward_seconds = 0.0
 

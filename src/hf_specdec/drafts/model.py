@@ -9,7 +9,7 @@ from .. import compat
 from ..cached_model import CachedModel
 from ..distributions import draw
 from ..probe import check_batch
-from ..proposal import Proposal
+from ..proposal import Proposal, Verdict
 from ..seq2seq import Source
 from .base import Context, Draft
 
@@ -28,6 +28,7 @@ class ModelDraft(Draft):
 
     name = "model"
     trusted = True
+    stops = True
 
     def __init__(self, model: PreTrainedModel):
         self.model = model
@@ -45,6 +46,7 @@ class ModelDraft(Draft):
         self.base = [len(row) for row in context.rows]
         check_batch(compat.unwrap(self.model), self.traits, len(context.rows), "assistant_model")
         self.cached.lengths = [0] * len(context.rows)
+        self.stop = context.stop.start(len(context.rows)) if context.stop is not None and self.stops else None
 
     def _source(self, context: Context) -> Source | None:
         if context.source is not None and getattr(self.model, "reads", None):  # see drafts.feature
@@ -67,9 +69,10 @@ class ModelDraft(Draft):
         if self.traits.max_positions is not None:
             k = [max(min(own, self.traits.max_positions - len(row)), 0) for own, row in zip(k, context.rows)]
         self._forget_what_was_rejected(context)
-        steps = max(k)
-        tokens, laws = [], []
-        for step in range(steps):
+        if self.stop is not None:
+            self.stop.begin()
+        tokens, laws, step = [], [], 0
+        while step < max(k):
             scores = self._scores(context, tokens, k, step)
             law = context.sampler(scores, [step < own for own in k], lambda b, _: self._prefix(context, tokens, b))
             if context.sampler.do_sample:
@@ -77,7 +80,11 @@ class ModelDraft(Draft):
                 tokens.append(draw(laws[-1], context.noise(f"draft:{step}", 1)[:, 0]))
             else:
                 tokens.append(law.argmax[:, 0])
-        if not steps:
+            if self.stop is not None:  # the token that makes a row stop is part of the proposal
+                root = torch.zeros_like(tokens[-1])[:, None]
+                k = self.stop.shortened(k, step, law.prob_of(tokens[-1][:, None], root)[:, 0].tolist())
+            step += 1
+        if not tokens:
             return Proposal.from_lists([[] for _ in k], context.device, self.name)
         self.drafted = torch.stack(tokens, dim=1)
         return Proposal.chain(self.drafted, torch.stack(laws, dim=1) if laws else None, list(k), self.name)
@@ -136,8 +143,14 @@ class ModelDraft(Draft):
     def forward_seconds(self) -> float:
         return self.cached.seconds if self.cached else 0.0
 
+    def commit(self, verdict: Verdict) -> None:
+        if self.stop is not None:
+            self.stop.learn((verdict.on_path.sum(-1) - 1).tolist())
+
     def keep(self, rows: list[int]) -> None:
         self.cached.keep(rows)
+        if self.stop is not None:
+            self.stop.keep(rows)
         drafted = self._drafted()
         self.drafted, self.base = [drafted[row] for row in rows], [self.base[row] for row in rows]
 

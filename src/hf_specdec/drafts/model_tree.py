@@ -32,6 +32,7 @@ class ModelTreeDraft(ModelDraft):
     """
 
     name = "model_tree"
+    stops = False
 
     def __init__(self, model: PreTrainedModel, tree: Tree | DynamicTree | Sequence[int] = (4, 2, 1), siblings: str | None = None):
         super().__init__(model)
