@@ -171,12 +171,12 @@ class CachedModel:
     def commit(self, advance: list[int], tree: Tree | None = None, on_path: torch.Tensor | None = None) -> None:
         """Keep the first advance[b] nodes of the accepted path of row b (the root counts). What lies beyond is overwritten by
         the next block. A tree's path [B, N+1] is moved into place."""
-        if tree is not None and not tree.is_chain:
-            steps = max(advance)
+        steps = max(advance)
+        if tree is not None and not tree.is_chain and steps > 1:
             order = torch.where(on_path, torch.arange(on_path.shape[1], device=on_path.device), on_path.shape[1])
-            nodes = order.sort(-1).values[:, :steps].clamp(max=len(tree))
+            nodes = order.sort(-1).values[:, 1:steps].clamp(max=len(tree))  # the root is in place
             starts = torch.tensor(self.lengths, device=nodes.device)[:, None]
-            target = starts + torch.arange(steps, device=nodes.device)
+            target = starts + torch.arange(1, steps, device=nodes.device)
             for layer in self.cache.layers:
                 if layer.is_initialized:
                     layer.gather(starts + nodes, target)

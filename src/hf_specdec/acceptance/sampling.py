@@ -59,11 +59,13 @@ class SpeculativeSampling(Acceptance):
         p = law.probs_at(last)
         for node, parent in enumerate(proposal.tree.parents, start=1):
             x, judged = tokens[:, node - 1], valid[:, node - 1] & (last == parent)
+            if not bool(judged.any()):  # spares the work over the vocabulary
+                continue
             q = None if proposal.probs is None else proposal.probs[:, node - 1]
             accepted = judged & (coins[:, node - 1] < self.accept(p[rows, x], 1.0 if q is None else q[rows, x]))
-            left = self.residual(p, q, x)
-            p = torch.where((judged & ~accepted)[:, None], left / left.sum(-1, keepdim=True), p)
             last = torch.where(accepted, node, last)
-            p = torch.where(accepted[:, None], law.probs_at(last), p)
             on_path[:, node] = accepted
+            left = self.residual(p, q, x)
+            left = torch.where((judged & ~accepted)[:, None], left / left.sum(-1, keepdim=True), p)
+            p = torch.where(accepted[:, None], law.probs_at(last), left)
         return Verdict(on_path, p)
