@@ -168,3 +168,18 @@ def test_a_model_that_makes_its_own_masks_is_refused():
     bloom = build("bloom", vocab_size=61, hidden_size=32, n_layer=1, n_head=2, attn="eager")
     with pytest.raises(ValueError, match="assistant_model: BloomForCausalLM makes its attention mask"):
         ModelTreeDraft(bloom)
+
+
+def test_a_rewound_draft_goes_on_from_what_stands():
+    target = tiny_llama(3)
+    draft = Watching(perturbed(target, 0.2), (2, 2))
+
+    class Rewinding(type(draft)):
+        def evidence(self, context):
+            self.rewind(context, [max(len(row) - 2, 1) for row in context.rows])
+            return super().evidence(context)
+
+    draft.__class__ = Rewinding
+    usual = speculate(target, ROWS, ModelTreeDraft(draft.model, (2, 2)), 2, max_new_tokens=12)
+    out = speculate(target, ROWS, draft, 2, max_new_tokens=12)
+    assert [entries for entries in out.speculation.rounds] == [entries for entries in usual.speculation.rounds]

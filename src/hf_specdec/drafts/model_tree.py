@@ -169,3 +169,8 @@ class ModelTreeDraft(ModelDraft):
 
     def keep(self, rows: list[int]) -> None:
         self.cached.keep(rows)
+
+    def rewind(self, context: Context, lengths: list[int]) -> None:
+        """Only the first lengths[b] tokens of row b stand."""
+        self.cached.crop([length - 1 for length in lengths])
+        self.fed, self.passed = Tree(()), {}
