@@ -20,6 +20,7 @@ SHOWN = {
     "02_choosing_k": ["image/png"] * 5,
     "03_bring_your_own_pair": ["text/html", "image/png", "text/html"],
     "04_mx_weights": ["image/png", "image/png", "text/html"],
+    "05_train_a_draft": ["image/png", "text/html"],
 }
 
 

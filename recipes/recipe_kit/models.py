@@ -32,7 +32,7 @@ def make_pair(recipe: Recipe, options, names: list[str]) -> Pair:
     if options.scale == "full":
         _check_draft(recipe, options)
         config = read(recipe, options.target, "config")
-        draft = read(recipe, options.draft, "config") if options.draft else None
+        draft = read(recipe, _folder(options.draft), "config") if options.draft else None
     else:
         config, draft = recipe.configs[options.scale]()
         if options.layers:
@@ -101,6 +101,13 @@ def _tile(flat: torch.Tensor, stretch: torch.Tensor) -> None:
 # --- real weights -------------------------------------------------------------------------------------------------------
 
 
+def _folder(draft: str) -> str:
+    """A shipped drafter's folder; any other name as it is."""
+    from hf_specdec.training.drafter import SHIPPED, shipped
+
+    return str(SHIPPED / draft) if draft in shipped() else draft
+
+
 def _check_draft(recipe: Recipe, options) -> None:
     if recipe.lookup or options.draft:
         folder = Path(options.draft or "")
@@ -140,6 +147,9 @@ def _what_to_do(recipe: Recipe, name: str, what: str, error: BaseException) -> s
 
 
 def _loaded(recipe: Recipe, options, names: list[str]) -> Pair:
+    from hf_specdec.training.drafter import is_drafter
+    from hf_specdec.training.drafter import load as load_drafter
+
     tokenizer = read(recipe, options.target, "tokenizer")
     placed = {"dtype": options.dtype}
     if options.device.type != "cpu":
@@ -147,6 +157,8 @@ def _loaded(recipe: Recipe, options, names: list[str]) -> Pair:
             raise RecipeError("loading straight to the GPU (device_map) needs the package accelerate: pip install accelerate")
         placed["device_map"] = options.device_map or str(options.device)
     target = read(recipe, options.target, "model", **placed).eval()
+    if options.draft and is_drafter(options.draft):
+        return Pair(target, load_drafter(options.draft, target), text_prompts(recipe, names, tokenizer))
     draft = read(recipe, options.draft, "model", **placed).eval() if options.draft else None
     if draft is not None and draft.config.vocab_size < target.config.vocab_size // 2:
         raise RecipeError(f"--draft {options.draft}: a vocabulary of {draft.config.vocab_size} against the target's "

@@ -57,10 +57,10 @@ def load_draft(name: str | None, dtype: str, model, tokenizer):
         return UniformDraft()
     if name.endswith(".safetensors") and Path(name).is_file():
         return NGramDraft.load(name)
-    if (Path(name) / "drafter.json").is_file():
-        from ..training import load_drafter
+    from ..training.drafter import is_drafter, load
 
-        return load_drafter(name, model)
+    if is_drafter(name):
+        return load(name, model)
     draft = load_model(name, dtype, model.device)
     _check_tokenizer(name, draft, tokenizer)
     return draft

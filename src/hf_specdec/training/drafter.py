@@ -26,6 +26,7 @@ from ..mx.packed import quantize
 from ..mx.swap import replace
 
 FORMAT = "hf_specdec drafter 1"
+SHIPPED = Path(__file__).parent / "shipped"  # drafters that come with the package
 PROBES = 8  # embedding entries by which a target is known again
 
 
@@ -98,15 +99,26 @@ def save(draft: PreTrainedModel, folder: str | Path, target_name: str, format: s
     return folder
 
 
+def shipped() -> list[str]:
+    """Names of the drafters that come with the package."""
+    return sorted(path.parent.name for path in SHIPPED.glob("*/drafter.json"))
+
+
+def is_drafter(name: str | Path) -> bool:
+    """Whether `load` knows it: a shipped drafter's name, or a folder that holds one."""
+    return str(name) in shipped() or (Path(name) / "drafter.json").is_file()
+
+
 def load(folder: str | Path, target: PreTrainedModel) -> PreTrainedModel | FeatureDraft:
-    """The draft of that folder for `target`, whose embedding and head it shares; in its dtype and on its device. What comes back goes
+    """The draft of that folder, or the shipped one of that name, for `target`, whose embedding and head it shares; in its dtype and on its device. What comes back goes
     into `assistant_model`: a model, or a `FeatureDraft` where the drafter reads the target's hidden states.
 
     Raises ValueError if the folder holds no whole drafter, or that of another target.
     """
-    folder = Path(folder)
+    folder = SHIPPED / folder if str(folder) in shipped() else Path(folder)
     if not (folder / "drafter.json").is_file():
-        raise ValueError(f"{folder} holds no drafter (drafter.json is missing); `hf-specdec train` writes one.")
+        raise ValueError(f"{folder} holds no drafter (drafter.json is missing); `hf-specdec train` writes one, and {shipped()} come "
+                         f"with the package.")
     about = json.loads((folder / "drafter.json").read_text())
     if about.get("format") != FORMAT:
         raise ValueError(f"{folder}: format {about.get('format')!r} is not {FORMAT!r}; a newer hf_specdec has written it.")
