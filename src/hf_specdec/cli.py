@@ -146,11 +146,31 @@ def bench(
     ] = "wall",
     threads: Annotated[int | None, typer.Option(min=1, help="torch's threads.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for bench.json and bench.png.")] = None,
+    config: Annotated[Path | None, typer.Option("--config", help="Folder that tune has written: measure its choice, too, against its prediction.")] = None,
 ):
     """Measure plain generate, stock assisted generation and ours, interleaved, on the same prompts."""
     from .commands.bench import bench as run
 
-    run(target, draft, prompts, limit, k, max_new_tokens, repetitions, batch, dtype, clock, threads, out)
+    run(target, draft, prompts, limit, k, max_new_tokens, repetitions, batch, dtype, clock, threads, out, config)
+
+
+@app.command()
+@guarded
+def tune(
+    target: Target = "smollm2",
+    draft: Annotated[list[str] | None, typer.Option("--draft", help="A folder, a hub id or a saved n-gram table to be tried, too. Repeatable.")] = None,
+    prompts: Prompts = "shipped",
+    limit: Annotated[int | None, typer.Option(min=1, help="Prompts of each category.")] = 2,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=2)] = 96,
+    dtype: DType = "float32",
+    threads: Annotated[int | None, typer.Option(min=1, help="torch's threads.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder for speculative_config.json and tune.json.")] = None,
+    check: Annotated[bool, typer.Option("--check", help="Measure the choice afterwards.")] = False,
+):
+    """Find the draft, and the K or the tree, that is fastest on your prompts and this machine."""
+    from .commands.tune import tune as run
+
+    run(target, draft or [], prompts, limit, max_new_tokens, dtype, threads, out, check)
 
 
 @app.command()

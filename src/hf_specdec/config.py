@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from .registry import ACCEPTANCE, DRAFTS
 
 CONFIG_NAME = "speculative_config.json"
 MAX_ASSISTANT_TOKENS = 64
+WITH_WEIGHTS = ("model", "model_tree", "ngram")
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,10 @@ class SpeculativeConfig:
     typical_epsilon, typical_delta: of acceptance="typical", numbers in (0, 1]; threshold: of acceptance="threshold", in (0, 1]
         (default 0.09, 0.3, 0.3).
     record_probs: whether the trace keeps p and q of every committed and every rejected token (default False).
+    draft_options: keyword arguments of that draft, as JSON has them, such as {"branches": 4}; the draft checks them.
+    draft_source: the folder, file or hub id of a draft that has weights ("model", "model_tree", "ngram"), which is loaded where no
+        `assistant_model` is passed: safetensors only, no code, the last one is kept.
+    predicted_speedup: what `hf-specdec tune` predicted of decoding with this config; nothing depends on it.
 
     Raises ValueError naming the argument and the remedy.
     """
@@ -52,6 +57,9 @@ class SpeculativeConfig:
     threshold: float = 0.3
     draft_stop: str = "constant"
     draft_confidence: float = 0.4
+    draft_options: dict[str, Any] = field(default_factory=dict, hash=False)
+    draft_source: str | None = None
+    predicted_speedup: float | None = None
 
     def __post_init__(self):
         if self.num_assistant_tokens != "auto":
@@ -68,6 +76,11 @@ class SpeculativeConfig:
             _check_fraction(name, getattr(self, name))
         if not isinstance(self.record_probs, bool):
             raise ValueError(f"record_probs={self.record_probs!r} must be True or False.")
+        _check_draft(self.draft, self.draft_options, self.draft_source)
+        object.__setattr__(self, "draft_options", dict(self.draft_options))
+        speedup = self.predicted_speedup
+        if speedup is not None and (isinstance(speedup, bool) or not isinstance(speedup, (int, float)) or not 0 < speedup < math.inf):
+            raise ValueError(f"predicted_speedup={speedup!r} must be a number above 0, or None.")
         if isinstance(self.seed, list):
             object.__setattr__(self, "seed", tuple(self.seed))
         seeds = self.seed if isinstance(self.seed, tuple) else () if self.seed is None else (self.seed,)
@@ -131,3 +144,18 @@ def _check_count(name: str, value: Any, also: str = "") -> None:
 def _check_fraction(name: str, value: Any, also: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or not 0 < value <= 1:
         raise ValueError(f"{name}={value!r} must be a number in (0, 1]{also}.")
+
+
+def _check_draft(draft: str, options: Any, source: Any) -> None:
+    try:
+        plain = isinstance(options, dict) and all(isinstance(name, str) for name in options) and json.dumps(options, allow_nan=False)
+    except (TypeError, ValueError):
+        plain = False
+    if not plain:
+        raise ValueError(f"draft_options={options!r} must be a dict of names and JSON values, the keyword arguments of the draft.")
+    if source is None:
+        return
+    if not isinstance(source, str) or not source:
+        raise ValueError(f"draft_source={source!r} must be a folder, a file or a hub id, or None.")
+    if draft not in WITH_WEIGHTS:
+        raise ValueError(f"draft_source={source!r}: draft={draft!r} has no weights to load; those that do are {list(WITH_WEIGHTS)}.")

@@ -95,7 +95,7 @@ def _generate(model, stock, *args, speculative=None, assistant_model=None, **kwa
     if kwargs.pop("custom_generate", None) is not None:
         raise ValueError("custom_generate cannot be combined with speculative=; pass custom_generate=SpeculativeDecoder(...) alone.")
     check_arguments(kwargs)
-    decoder = SpeculativeDecoder(assistant_model, config, **bound)
+    decoder = SpeculativeDecoder(_loaded(config, model) if assistant_model is None else assistant_model, config, **bound)
     decoder.put_prompt, decoder.cache_is_given = True, kwargs.get("past_key_values") is not None
     with decoder.stop_strings_taken_over(compat.unwrap(model), kwargs) as kwargs:
         output = stock(custom_generate=decoder, **kwargs)
@@ -177,18 +177,43 @@ def _without_stop_strings(config: GenerationConfig) -> GenerationConfig:
 # --- checks -----------------------------------------------------------------------------------------------------------
 
 
+_OF_A_MODEL = ("model", "model_tree")
+
+
 def _as_draft(draft: Any, config: SpeculativeConfig) -> Draft:
-    if draft is None:
-        made = registry.load(registry.DRAFTS, config.draft, "draft")
-        try:
-            return made()
-        except TypeError as error:
-            raise ValueError(f"draft={config.draft!r} has to be made first: pass assistant_model={made.__name__}(...).") from error
+    """The draft that was passed, or a model in the draft that the config names, or the config's own draft."""
+    used = draft is None or not isinstance(draft, Draft) and config.draft in _OF_A_MODEL
+    if config.draft_options and not used:
+        raise ValueError(f"draft_options={config.draft_options!r} are those of draft={config.draft!r}, which assistant_model replaces. Drop one of them.")
     if isinstance(draft, Draft):
         return draft
-    if isinstance(compat.unwrap(draft), PreTrainedModel):
-        return registry.load(registry.DRAFTS, "model", "draft")(draft)
-    raise TypeError(f"assistant_model: expected a transformers model or a hf_specdec Draft, got {type(draft).__name__}.")
+    if draft is not None and not isinstance(compat.unwrap(draft), PreTrainedModel):
+        raise TypeError(f"assistant_model: expected a transformers model or a hf_specdec Draft, got {type(draft).__name__}.")
+    made = registry.load(registry.DRAFTS, config.draft if used else "model", "draft")
+    known = inspect.signature(made).parameters
+    unknown = [name for name in config.draft_options if name not in known]
+    if unknown:
+        raise ValueError(f"draft_options: {made.__name__} has no {unknown[0]!r}; it has {sorted(known)}.")
+    try:
+        return made(*([] if draft is None else [draft]), **config.draft_options)
+    except TypeError as error:
+        raise ValueError(f"draft={config.draft!r} has to be made first: pass assistant_model={made.__name__}(...).") from error
+
+
+def _loaded(config: SpeculativeConfig, model: PreTrainedModel) -> PreTrainedModel | Draft | None:
+    """What the config's `draft_source` holds; a model in the target's dtype and on its device."""
+    if config.draft_source is None:
+        return None
+    if config.draft == "ngram":
+        return registry.load(registry.DRAFTS, "ngram", "draft").load(config.draft_source)
+    return _model(config.draft_source, model.dtype, model.device)
+
+
+@lru_cache(maxsize=1)
+def _model(source: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, use_safetensors=True).to(device).eval()
 
 
 def _check_tokenizers(tokenizer, assistant_tokenizer) -> None:

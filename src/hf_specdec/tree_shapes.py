@@ -46,6 +46,20 @@ def branching(branches: Sequence[int]) -> Tree:
     return Tree(tuple(parents))
 
 
+def from_json(shape):
+    """{"parents": [...]} as a `Tree`, {"nodes": ...} and so on as a `DynamicTree`; anything else as it is.
+
+    Raises ValueError for other keys and for parents that make no tree.
+    """
+    if not isinstance(shape, dict):
+        return shape
+    if set(shape) == {"parents"} and isinstance(shape["parents"], (list, tuple)) and all(type(parent) is int for parent in shape["parents"]):
+        return Tree(tuple(shape["parents"]))
+    if shape and set(shape) <= {"nodes", "width", "branches"}:
+        return DynamicTree(**shape)
+    raise ValueError(f'tree={shape!r} must be {{"parents": [...]}} or {{"nodes": ..., "width": ..., "branches": ...}}.')
+
+
 def by_depth(tree: Tree) -> Tree:
     """The same tree with its nodes in order of depth; siblings keep their order."""
     order = sorted(range(1, len(tree) + 1), key=lambda node: tree.depths[node])

@@ -9,6 +9,7 @@ from rich.console import Console
 from .common import load_draft, parse_k
 
 WIDTH = 150
+TUNED = "ours tuned"
 
 
 def bench(
@@ -24,11 +25,12 @@ def bench(
     clock: str,
     threads: int | None,
     out: Path | None,
+    config: Path | None = None,
 ) -> None:
     import torch
 
-    from .. import enable
-    from ..bench.arms import standard_arms
+    from .. import SpeculativeConfig, enable
+    from ..bench.arms import generate_arm, standard_arms
     from ..bench.embedded import load_target
     from ..bench.meter import CLOCKS
     from ..bench.prompts import load_prompts
@@ -40,11 +42,15 @@ def bench(
         raise ValueError(f"--clock {clock}: choose one of {sorted(CLOCKS)}.")
     if min(max_new_tokens, repetitions, batch) < 1:
         raise ValueError("--max-new-tokens, --repetitions and --batch must be at least 1.")
+    tuned = None if config is None else SpeculativeConfig.from_pretrained(config)
     chosen = load_prompts(prompts, limit)
     if threads is not None:
         torch.set_num_threads(threads)
     model, tokenizer = load_target(target, dtype)
     arms = standard_arms(enable(model), load_draft(draft, dtype, model, tokenizer), parse_k(k))
+    if tuned is not None:
+        assistant = load_draft(tuned.draft_source, dtype, model, tokenizer)
+        arms.append(generate_arm(TUNED, model, assistant, None, speculative=tuned, assistant_model=assistant))
     with counting("Measuring", plan(chosen, arms, batch, repetitions)) as step:
         report = run_benchmark(
             model,
@@ -59,8 +65,18 @@ def bench(
         )
     console = Console(highlight=False, width=max(Console().width, WIDTH))
     print_report(report, console)
+    if tuned is not None:
+        _print_prediction(report, tuned, console)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         save_json(report, out / "bench.json")
         save_plot(report, out / "bench.png")
         console.print(f"Written: {out / 'bench.json'}, {out / 'bench.png'}", markup=False)
+
+
+def _print_prediction(report: dict, tuned, console: Console) -> None:
+    """What `tune` predicted, beside what was measured."""
+    own = [row for row in report["results"] if row["arm"] == TUNED and row["decoding_speed_up"]]
+    measured = ", ".join(f"{row['category']} {row['decoding_speed_up']:.2f}x" for row in own)
+    predicted = "nothing" if tuned.predicted_speedup is None else f"{tuned.predicted_speedup:.2f}x"
+    console.print(f"{TUNED}: {tuned.draft}, K={tuned.num_assistant_tokens}; tune predicted {predicted} of decoding on its prompts; measured: {measured}")

@@ -11,7 +11,7 @@ from .. import compat
 from ..distributions import Law, draw
 from ..proposal import MAX_NODES, Proposal, Verdict
 from ..tree import Tree
-from ..tree_shapes import DynamicTree, branching, by_depth
+from ..tree_shapes import DynamicTree, branching, by_depth, from_json
 from .base import Context
 from .model import ModelDraft
 
@@ -23,7 +23,8 @@ class ModelTreeDraft(ModelDraft):
     the depth. Where the target decodes greedily the children of a node are the model's likeliest tokens.
 
     tree:     branches per depth, as (4, 2, 1); a `Tree`, such as `tree_shapes.best_tree` makes; or a `DynamicTree`, whose shape follows
-              the model's confidence in every round (EAGLE-2). The rows of a batch share one shape.
+              the model's confidence in every round (EAGLE-2). The rows of a batch share one shape. As JSON: a list of branches,
+              {"parents": [...]}, {"nodes": ..., "width": ..., "branches": ...}.
     siblings: how children of a node are chosen when sampling. "distinct" (default): drawn without replacement (q of a later one is q
               without the earlier ones). "independent": drawn with replacement (SpecInfer; what acceptance="spectr" takes). "likeliest":
               the top k, as point masses; a `DynamicTree` takes these alone, because its shape depends on the tokens.
@@ -38,6 +39,7 @@ class ModelTreeDraft(ModelDraft):
         super().__init__(model)
         if self.traits.own_positions:
             raise ValueError(compat.own_mask_refusal(model, "assistant_model"))
+        tree = from_json(tree)
         dynamic = isinstance(tree, DynamicTree)
         if not dynamic and not isinstance(tree, Tree):
             if isinstance(tree, (str, bytes)) or not isinstance(tree, Sequence):

@@ -1,0 +1,239 @@
+"""What `tune` measures: the target's own answers, the price of its passes, and what each draft gets right of the answers."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from ..cached_model import CachedModel
+from ..distributions import Sampler
+from ..drafts import Context, Draft
+from ..proposal import Proposal
+from .arms import new_tokens, pad_token, padded
+from .tuning import MOST, RANKS, Costs, Measured, Ranked, Recorded, Replayed
+
+WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 65)
+REPETITIONS = 5
+Step = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt and the target's greedy answer. seconds: per token of the answer, without the prompt pass."""
+
+    prompt: list[int]
+    answer: list[int]
+    seconds: float
+
+
+def now(model) -> float:
+    """The clock, once the device has done what it was told."""
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
+    return time.perf_counter()
+
+
+def timed(model, prompt: list[int], max_new_tokens: int, **options) -> tuple[list[int], float]:
+    """The greedy answer, and the seconds of the call."""
+    inputs = padded(model, [prompt])
+    begin = now(model)
+    out = model.generate(**inputs, do_sample=False, max_new_tokens=max_new_tokens, pad_token_id=pad_token(model), **options)
+    return new_tokens(model, out, len(prompt))[0], now(model) - begin
+
+
+def decoding_seconds(model, prompt: list[int], max_new_tokens: int, **options) -> tuple[list[int], float]:
+    """The greedy answer, and its seconds per token after the first: a call less a call for one token."""
+    _, first = timed(model, prompt, 1, **options)
+    answer, seconds = timed(model, prompt, max_new_tokens, **options)
+    return answer, max(seconds - first, 1e-9) / max(len(answer) - 1, 1)
+
+
+def read_answers(model, prompts: Iterable[list[int]], max_new_tokens: int, step: Step) -> list[Text]:
+    """What the target says to every prompt; those of fewer than two tokens are left out."""
+    texts = []
+    for prompt in prompts:
+        answer, seconds = decoding_seconds(model, prompt, max_new_tokens)
+        step("plain generate")
+        if len(answer) > 1:
+            texts.append(Text(prompt, answer, seconds))
+    if not texts:
+        raise ValueError("--prompts: the target answers every prompt with a single token, so there is nothing to speed up; give others.")
+    return texts
+
+
+def measure_costs(model, texts: list[Text], rest: float, step: Step) -> Costs:
+    """Median seconds of a pass over each of WIDTHS tokens behind a text of middling length, in turns."""
+    text = sorted(texts, key=lambda text: len(text.prompt) + len(text.answer))[len(texts) // 2]
+    row = (text.prompt + text.answer)[: _room(model, texts)]
+    cached = CachedModel(model, len(row) + MOST + 1)
+    cached.score([row])
+    cached.commit([1])
+    seconds: dict[int, list[float]] = {width: [] for width in WIDTHS}
+    with torch.no_grad():
+        for _ in range(REPETITIONS):
+            for width in WIDTHS:
+                cached.crop([len(row) - 1])
+                proposal = Proposal.from_lists([[row[i % len(row)] for i in range(width - 1)]], model.device)
+                begin = now(model)
+                cached.score([row], proposal)
+                seconds[width].append(now(model) - begin)
+                step(f"a pass over {width}")
+    plain = sum(text.seconds * len(text.answer) for text in texts) / sum(len(text.answer) for text in texts)
+    return Costs(WIDTHS, tuple(statistics.median(seconds[width]) for width in WIDTHS), plain, rest)
+
+
+def _room(model, texts: list[Text]) -> int | None:
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return limit - MOST - 1 if limit else None
+
+
+# --- what a draft gets right ----------------------------------------------------------------------------------------------
+
+
+def replay(draft: Draft, texts: list[Text], vocab_size: int, step: Step) -> tuple[Replayed, float]:
+    """For drafts that look at the text alone: what they propose at every position of every answer, and the seconds per call."""
+    tables, calls, spent = [], 0, 0.0
+    for text in texts:
+        row = list(text.prompt)
+        context = Context([row], 2**31, vocab_size, torch.device("cpu"), Sampler.greedy(), _no_noise)
+        table = []
+        draft.start(context)
+        try:
+            for at, token in enumerate(text.answer):
+                begin = time.perf_counter()
+                proposal = draft.propose(context, [MOST if own >= 0 else 0 for own in draft.evidence(context)])
+                spent, calls = spent + time.perf_counter() - begin, calls + 1
+                table.append((proposal.sizes[0], right_path(proposal, text.answer[at:])))
+                row.append(token)
+        finally:
+            draft.finish()
+        tables.append(tuple(table[1:]))  # the first token comes with the prompt pass
+        step(draft.name)
+    return Replayed(tuple(tables)), spent / calls
+
+
+def right_path(proposal: Proposal, answer: list[int]) -> tuple[int, ...]:
+    """The nodes of the first row that agree with what came."""
+    tokens, tree, size = proposal.tokens[0].tolist(), proposal.tree, proposal.sizes[0]
+    child = {(parent, token): node for node, (parent, token) in reversed(list(enumerate(zip(tree.parents, tokens), start=1))) if node <= size}
+    path, node = [], 0
+    for token in answer:
+        node = child.get((node, token))
+        if node is None:
+            break
+        path.append(node)
+    return tuple(path)
+
+
+def ranks_of(model, texts: list[Text], step: Step) -> Ranked:
+    """The ranks that a draft model gives to the tokens of the answers: one pass over each text."""
+    result = []
+    for text in texts:
+        ids = torch.tensor([text.prompt + text.answer], device=model.device)
+        with torch.no_grad():
+            logits = model(input_ids=ids, use_cache=False).logits[0, len(text.prompt) : -1]
+        wanted = torch.tensor(text.answer[1:], device=logits.device)
+        best = logits.topk(min(RANKS, logits.shape[-1])).indices
+        hits = best == wanted[:, None]
+        result.append(tuple(torch.where(hits.any(-1), hits.int().argmax(-1), RANKS).tolist()))
+        step("ranks")
+    return Ranked(tuple(result))
+
+
+class Recorder(Draft):
+    """Another draft, and a record of what it proposed and what was accepted."""
+
+    trusted = True
+
+    def __init__(self, draft: Draft):
+        self.draft, self.name, self.cost_ratio = draft, draft.name, draft.cost_ratio
+        self.traits = getattr(draft, "traits", None)
+        self.records: list[tuple[int, tuple[int, ...]]] = []
+        for method in ("start", "evidence", "observe", "keep", "finish", "prior"):
+            setattr(self, method, getattr(draft, method))
+
+    def propose(self, context: Context, k: list[int]) -> Proposal:
+        self.proposal = self.draft.propose(context, k)
+        return self.proposal
+
+    def commit(self, verdict) -> None:
+        self.records.append((self.proposal.sizes[0], tuple(verdict.on_path[0, 1:].nonzero()[:, 0].add(1).tolist())))
+        self.draft.commit(verdict)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Real rounds. per_token, rest: seconds of the draft per drafted level, and of a round outside draft and target."""
+
+    table: Recorded
+    per_token: float
+    rest: float
+
+
+def record(model, draft: Draft, texts: list[Text], k: int, step: Step) -> Run:
+    """Decode the texts with K = k; the prompt pass is left out. The caller has enabled `model`."""
+    records, drafting, levels, rest, rounds = [], 0.0, 0, 0.0, 0
+    for text in texts:
+        recorder = Recorder(draft)
+        out = model.generate(**padded(model, [text.prompt]), do_sample=False, max_new_tokens=len(text.answer), pad_token_id=pad_token(model),
+                             assistant_model=recorder, speculative={"num_assistant_tokens": k}, return_dict_in_generate=True)
+        trace = out.speculation
+        records += recorder.records[1:]
+        levels += sum(size for size, _ in recorder.records[1:])
+        drafting, rest, rounds = drafting + trace.seconds["draft"], rest + trace.seconds["rest"], rounds + len(recorder.records) - 1
+        step(draft.name)
+    return Run(Recorded(tuple(records)), drafting / max(levels, 1), rest / max(rounds, 1))
+
+
+def _no_noise(stream: str, n: int) -> torch.Tensor:
+    raise ValueError("tune decodes greedily; this draft draws tokens at random.")
+
+
+# --- the candidates ---------------------------------------------------------------------------------------------------------
+
+
+def measure_lookups(texts: list[Text], vocab_size: int, step: Step) -> list[Measured]:
+    """Prompt lookup, and the suffix automaton with chains and with trees."""
+    from ..drafts import PromptLookupDraft, SuffixAutomatonDraft
+
+    made = [(PromptLookupDraft, {}), (SuffixAutomatonDraft, {}), (SuffixAutomatonDraft, {"branches": 4})]
+    result = []
+    for kind, options in made:
+        table, seconds = replay(kind(**options), texts, vocab_size, step)
+        result.append(Measured(_label(kind.name, options), kind.name, table, 0.0, seconds, options))
+    return result
+
+
+def measure_recycling(model, texts: list[Text], rest: float, step: Step) -> list[Measured]:
+    """Real rounds with chains and with trees, small and large ones, because what it knows comes from the passes themselves. rest: seconds
+    that a round takes anyway outside draft and target."""
+    from ..drafts import RecyclingDraft
+
+    result = []
+    for options, least, most in (({"branches": 1}, 1, 16), ({"branches": 4}, 1, 24), ({"branches": 4}, 25, MOST)):
+        run = record(model, RecyclingDraft(**options), texts, most, step)
+        result.append(Measured(_label("recycling", options), "recycling", run.table, run.per_token, max(run.rest - rest, 0.0), options, None, least, most))
+    return result
+
+
+def measure_draft(model, name: str, draft, texts: list[Text], vocab_size: int, step: Step) -> Measured:
+    """A draft model (chains and trees), an n-gram table, or another draft that was loaded from `name`."""
+    from ..drafts import ModelDraft, NGramDraft
+
+    if isinstance(draft, NGramDraft):
+        table, seconds = replay(draft, texts, vocab_size, step)
+        return Measured(name, "ngram", table, 0.0, seconds, {}, name)
+    if isinstance(draft, Draft):
+        run = record(model, draft, texts, 16, step)
+        return Measured(name, draft.name, run.table, run.per_token, 0.0, {}, None, 1, 16)
+    run = record(model, ModelDraft(draft), texts[:2], 6, lambda *_: None)
+    return Measured(name, "model", ranks_of(draft, texts, step), run.per_token, 0.0, {}, name)
+
+
+def _label(name: str, options: dict) -> str:
+    return name if options.get("branches", 1) == 1 else f"{name} ({options['branches']} branches)"
+

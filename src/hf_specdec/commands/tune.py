@@ -1,0 +1,153 @@
+"""`hf-specdec tune`: which draft, and how many tokens or which tree of it, is fastest on your prompts and your machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from .common import load_draft
+
+WIDTH = 150
+SHOWN = (1, 2, 4, 8, 16, 32)
+NOTES = (
+    "1st .. 4th: acceptance of the drafted token at that position, those before it being right; K=..: predicted speed-up of decoding over plain "
+    "generate; tokens/pass: block efficiency of the best; the best is marked. The prompt pass is left out everywhere."
+)
+
+
+def tune(target: str, drafts: list[str], prompts: str, limit: int | None, max_new_tokens: int, dtype: str, threads: int | None,
+         out: Path | None, check: bool) -> None:
+    import torch
+
+    from .. import enable
+    from ..bench.embedded import load_target
+    from ..bench.prompts import load_prompts
+    from ..bench.report import finite
+    from ..bench.runner import environment
+    from ..bench.tuning import by_position, choices
+
+    if max_new_tokens < 2:
+        raise ValueError(f"--max-new-tokens {max_new_tokens}: must be at least 2, the first token comes with the prompt pass.")
+    chosen = load_prompts(prompts, limit)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    model, tokenizer = load_target(target, dtype)
+    loaded = {name: load_draft(name, dtype, model, tokenizer) for name in drafts if name not in ("prompt_lookup", "suffix_automaton", "recycling")}
+    texts, measured, costs = _measure(enable(model), [prompt.ids(tokenizer) for prompt in chosen], loaded, max_new_tokens)
+    found = choices(measured, costs)
+    console = Console(highlight=False, width=max(Console().width, WIDTH))
+    _print_passes(costs, environment(model), console)
+    _print_table(measured, found, by_position, console)
+    config = config_of(found[0])
+    _print_choice(found[0], console)
+    real = _check(model, texts, config, loaded, max_new_tokens) if check else None
+    if real is not None:
+        console.print(f"predicted {found[0].speedup:.2f}x, measured {real:.2f}x on the same prompts")
+    if out is not None:
+        path = config.save_pretrained(out)
+        report = {"environment": environment(model), "costs": dataclasses.asdict(costs), "measured_speedup": real, "drafts": {
+            f"{one.label}, K {one.least} to {one.most}": {"acceptance_by_position": by_position(one.table, 16), "rank_rates": getattr(one.table, "rates", None),
+                                                          "seconds_per_token": one.per_token, "seconds_per_round": one.per_round} for one in measured},
+            "choices": [_plain(choice) for choice in found]}
+        (out / "tune.json").write_text(json.dumps(finite(report), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        console.print(f"Written: {path}, {out / 'tune.json'}", markup=False)
+
+
+def _measure(model, prompts: list[list[int]], drafts: dict, max_new_tokens: int):
+    from ..bench import measuring as measure
+    from ..bench.terminal import counting
+    from ..drafts import PromptLookupDraft
+
+    vocab = model.get_output_embeddings().weight.shape[0]
+    for ids in prompts:
+        _check_length(model, ids, max_new_tokens)
+    total = len(prompts) * (1 + 1 + 3 + 3 + len(drafts)) + measure.REPETITIONS * len(measure.WIDTHS)
+    with counting("Tuning:", total) as step:
+        measure.timed(model, prompts[0], 4)  # the first call is a slow one
+        texts = measure.read_answers(model, prompts, max_new_tokens, step)
+        rest = measure.record(model, PromptLookupDraft(), texts, 8, step).rest
+        costs = measure.measure_costs(model, texts, rest, step)
+        measured = measure.measure_lookups(texts, vocab, step) + measure.measure_recycling(model, texts, rest, step)
+        measured += [measure.measure_draft(model, name, draft, texts, vocab, step) for name, draft in drafts.items()]
+    return texts, measured, costs
+
+
+def _check_length(model, ids: list[int], max_new_tokens: int) -> None:
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit and len(ids) + max_new_tokens > limit:
+        raise ValueError(f"--prompts: a prompt has {len(ids)} tokens and --max-new-tokens is {max_new_tokens}; the target's context holds {limit}.")
+
+
+def config_of(choice):
+    """The `SpeculativeConfig` of a choice; where none is faster than plain decoding, the default, which finds that out by itself."""
+    from .. import SpeculativeConfig
+
+    if choice.speedup <= 1:
+        return SpeculativeConfig(predicted_speedup=1.0)
+    return SpeculativeConfig(num_assistant_tokens=choice.k, draft=choice.draft, draft_options=choice.options, draft_source=choice.source,
+                             predicted_speedup=round(choice.speedup, 4))
+
+
+def _check(model, texts, config, drafts: dict, max_new_tokens: int) -> float:
+    """Plain over ours, seconds per decoded token, text by text in turns."""
+    from ..bench.measuring import decoding_seconds
+    from ..bench.terminal import counting
+
+    plain = ours = 0.0
+    draft = drafts.get(config.draft_source)
+    with counting("Checking:", len(texts)) as step:
+        decoding_seconds(model, texts[0].prompt, 4, speculative=config, assistant_model=draft)
+        for text in texts:
+            for options in ({}, {"speculative": config, "assistant_model": draft}):
+                answer, seconds = decoding_seconds(model, text.prompt, max_new_tokens, **options)
+                plain, ours = (plain, ours + seconds * len(answer)) if options else (plain + seconds * len(answer), ours)
+            step()
+    return plain / ours
+
+
+# --- what is printed --------------------------------------------------------------------------------------------------------
+
+
+def _print_passes(costs, env: dict, console: Console) -> None:
+    console.print(f"{env['model']} ({env['parameters'] / 1e6:.0f}M, {env['dtype']}, {env['device']}, threads: {env['threads']}), plain generate "
+                  f"{1 / costs.plain:.1f} tokens/s; a pass over n tokens, in ms:", soft_wrap=True)
+    console.print("  " + "  ".join(f"{width}: {1000 * costs.verify(width):.1f}" for width in costs.widths), soft_wrap=True)
+
+
+def _print_table(measured, found, by_position, console: Console) -> None:
+    table = Table(header_style="bold", box=None, padding=(0, 1, 0, 0))
+    for name in ("draft", "1st", "2nd", "3rd", "4th", *(f"K={k}" for k in SHOWN), "best", "tokens/pass", "predicted"):
+        table.add_column(name, justify="left" if name in ("draft", "best") else "right", no_wrap=True)
+    for label in dict.fromkeys(one.label for one in measured):
+        own = [choice for choice in found if choice.label == label]
+        if not own:
+            table.add_row(label, *["-"] * (len(SHOWN) + 7))
+            continue
+        first = next(one for one in measured if one.label == label)
+        speed = {choice.k: choice.speedup for choice in own if choice.tree is None}
+        best = own[0]
+        table.add_row(label, *("-" if rate is None else f"{rate:.0%}" for rate in by_position(first.table, 4)),
+                      *(f"{speed[k]:.2f}x" if k in speed else "-" for k in SHOWN),
+                      _name(best), f"{best.block_efficiency:.2f}", f"{best.speedup:.2f}x" + (" *" if best is found[0] else ""))
+    console.print(table)
+    console.print(NOTES, style="dim")
+
+
+def _name(choice) -> str:
+    return f"K={choice.k}" if choice.tree is None else f"tree of {choice.nodes}, depth {choice.k}"
+
+
+def _print_choice(best, console: Console) -> None:
+    if best.speedup <= 1:
+        console.print("No draft is predicted to be faster than plain generate here; the config leaves K to \"auto\", which drafts nothing where it does not pay.")
+    else:
+        console.print(f"Best: {best.label}, {_name(best)}, predicted {best.speedup:.2f}x, {best.tokens_per_second:.1f} tokens/s", markup=False)
+
+
+def _plain(choice) -> dict:
+    own = {name: getattr(choice, name) for name in ("label", "draft", "options", "k", "nodes", "block_efficiency", "tokens_per_second", "speedup")}
+    return own if choice.tree is None else {**own, "options": {name: value for name, value in own["options"].items() if name != "tree"}}
