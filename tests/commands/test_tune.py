@@ -1,0 +1,141 @@
+"""`hf-specdec tune`, `bench --config`, and generate() with the config that was written."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from hf_specdec import SpeculativeConfig, enable
+from hf_specdec.bench.arms import padded
+from hf_specdec.bench.embedded import load_target
+from hf_specdec.bench.tuning import Choice
+from hf_specdec.cli import app
+from hf_specdec.commands.tune import config_of
+from hf_specdec.tree import Tree
+
+from ..bench import conftest as saved
+from ..helpers import assert_unchanged, snapshot
+
+target_folder, draft_folder = saved.target_folder, saved.draft_folder
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def continued(model, config, **options):
+    inputs = padded(model, [[97, 98, 99, 97, 98, 99, 97]])
+    return model.generate(**inputs, max_new_tokens=24, do_sample=False, speculative=config, return_dict_in_generate=True, **options)
+
+
+@pytest.fixture(scope="module")
+def tuned(target_folder, draft_folder, tmp_path_factory):
+    out = tmp_path_factory.mktemp("tuned")
+    result = run("tune", target_folder, "--draft", draft_folder, "--prompts", "chat", "--limit", 2, "--max-new-tokens", 20, "--out", out, "--check")
+    assert result.exit_code == 0, result.output
+    return out, result
+
+
+def test_tune_prints_every_draft_and_writes_the_best(tuned, draft_folder):
+    out, result = tuned
+    for words in ("prompt_lookup", "suffix_automaton", "recycling", draft_folder[-20:], "K=8", "a pass over n tokens", "measured"):
+        assert words in result.stdout
+    report = json.loads((out / "tune.json").read_text())
+    best = max(report["choices"], key=lambda choice: choice["tokens_per_second"])
+    config = SpeculativeConfig.from_pretrained(out)
+    if best["speedup"] > 1:
+        assert (config.draft, config.num_assistant_tokens) == (best["draft"], best["k"])
+        assert config.predicted_speedup == pytest.approx(best["speedup"], abs=1e-3)
+    assert {choice["k"] for choice in report["choices"] if choice["label"] == "prompt_lookup"} == set(range(1, 65))
+    assert any(choice["draft"] == "model_tree" for choice in report["choices"])
+    assert len(report["costs"]["passes"]) == len(report["costs"]["widths"]) and report["measured_speedup"] > 0
+
+
+def test_bench_shows_the_prediction_beside_what_it_measures(tuned, target_folder):
+    result = run("bench", target_folder, "--config", tuned[0], "--prompts", "chat", "--limit", 1, "--repetitions", 1, "--max-new-tokens", 12)
+    assert result.exit_code == 0, result.output
+    assert "ours tuned" in result.stdout and "tune predicted" in result.stdout and "measured: chat" in result.stdout
+
+
+CHOICES = [
+    Choice("recycling (4 branches)", "recycling", {"branches": 4}, None, 9, 9, None, 2.0, 20.0, 1.5),
+    Choice("lookup", "prompt_lookup", {}, None, 7, 7, None, 2.0, 20.0, 1.5),
+    Choice("d", "model_tree", {"tree": {"parents": [0, 0, 1, 2]}}, "{draft}", 2, 4, Tree((0, 0, 1, 2)), 2.0, 20.0, 1.5),
+    Choice("d", "model", {}, "{draft}", 3, 3, None, 2.0, 20.0, 1.5),
+]
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.draft)
+def test_generate_uses_the_choice_as_it_was_written(choice, target_folder, draft_folder, tmp_path):
+    written = config_of(choice).to_dict()
+    source = written["draft_source"]
+    SpeculativeConfig.from_dict({**written, "draft_source": draft_folder if source else None}).save_pretrained(tmp_path)
+    config = SpeculativeConfig.from_pretrained(tmp_path)
+    model = enable(load_target(target_folder, device="cpu")[0])
+    before = snapshot(model)
+    out, plain = continued(model, config), continued(model, None)
+    assert torch.equal(out.sequences, plain.sequences)
+    trace = out.speculation
+    assert {entry.source for entries in trace.rounds for entry in entries if entry.proposed} == {choice.draft}
+    assert max(entry.proposed for entries in trace.rounds for entry in entries) == choice.nodes
+    assert_unchanged(model, before)
+
+
+def test_a_model_passed_beside_the_config_goes_into_the_draft_that_it_names(target_folder, draft_folder):
+    model, draft = (load_target(folder, device="cpu")[0] for folder in (target_folder, draft_folder))
+    config = SpeculativeConfig(draft="model_tree", draft_options={"tree": [2, 2]}, num_assistant_tokens=2)
+    out = continued(enable(model), config, assistant_model=draft)
+    assert max(entry.proposed for entries in out.speculation.rounds for entry in entries) == 6
+    assert torch.equal(out.sequences, continued(model, None).sequences)
+
+
+def test_where_nothing_pays_the_config_leaves_k_to_the_loop():
+    config = config_of(Choice("lookup", "prompt_lookup", {}, None, 1, 1, None, 1.1, 9.0, 0.9))
+    assert config == SpeculativeConfig(predicted_speedup=1.0)
+
+
+@pytest.mark.parametrize(("values", "words"), [
+    ({"draft": "recycling", "draft_options": {"branches": 99}}, "branches=99"),
+    ({"draft": "recycling", "draft_options": {"shape": 2}}, "draft_options: RecyclingDraft has no 'shape'"),
+    ({"draft": "model_tree", "draft_options": {"tree": {"parents": [3]}}}, "has to be made first"),
+    ({"draft": "model"}, "has to be made first"),
+    ({"draft_options": {"min_match": float("nan")}}, "draft_options="),
+    ({"draft_options": [1]}, "draft_options="),
+    ({"draft_options": {"min_match": {1, 2}}}, "draft_options="),
+    ({"draft_source": "somewhere"}, "draft='prompt_lookup' has no weights"),
+    ({"draft": "model", "draft_source": 3}, "draft_source=3"),
+    ({"predicted_speedup": -1.0}, "predicted_speedup=-1.0"),
+])
+def test_a_config_that_cannot_be_used_is_refused_by_name(values, words, target_folder):
+    model = enable(load_target(target_folder, device="cpu")[0])
+    with pytest.raises(ValueError, match=words.replace("(", r"\(")):
+        continued(model, values)
+
+
+def test_options_of_a_draft_that_is_replaced_are_refused(target_folder):
+    model = enable(load_target(target_folder, device="cpu")[0])
+    with pytest.raises(ValueError, match="draft_options=.*assistant_model replaces"):
+        continued(model, {"draft": "recycling", "draft_options": {"branches": 2}}, assistant_model=model)
+
+
+@pytest.mark.parametrize("shape", [{"parents": [0, 5]}, {"parents": "x"}, {"nodes": 0}, {"leaves": 3}, {}])
+def test_a_tree_that_is_none_is_refused(shape, target_folder):
+    model = enable(load_target(target_folder, device="cpu")[0])
+    with pytest.raises(ValueError, match="Tree|tree="):
+        continued(model, {"draft": "model_tree", "draft_options": {"tree": shape}}, assistant_model=model)
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (("--prompts", "nothing.jsonl"), "nothing.jsonl"),
+    (("--draft", "no/such/draft"), "no/such/draft"),
+    (("--max-new-tokens", "1200"), "context holds 1024"),
+])
+def test_bad_arguments_are_named_before_anything_is_measured(target_folder, arguments, message):
+    result = run("tune", target_folder, "--limit", 1, *arguments)
+    assert result.exit_code == 2 and message in result.stderr and "Tuning" not in result.stderr
+
+
+def test_a_bench_without_a_config_where_it_should_be_is_refused(target_folder, tmp_path):
+    result = run("bench", target_folder, "--config", tmp_path)
+    assert result.exit_code == 2 and "speculative_config.json" in result.stderr
