@@ -1,104 +1,162 @@
-"""How many tokens a target forward commits with each draft that needs no training and no second model: counts, no timings, so that
-it may run on a busy machine.
+"""What the drafts that need no training and no second model bring: tokens that a target forward commits with each of them, by category,
+and in the same run the time of a call against that of plain generate.
 
-    python benchmarks/drafts.py --prompts spec_bench.jsonl --limit 2 --k 7
+    python benchmarks/drafts.py --prompts spec_bench.jsonl --limit 2 --out drafts.json
 
-Greedy, batch 1, K fixed. A prompt file has one JSON object per line: {"question_id": 1, "category": "writing", "turns": ["..."]}
-(that of Spec-Bench), of which the first turn is used. Every draft's text is compared with the first draft's: in float32 all are the
-same, in 16 bit near-ties can fork.
+Greedy, batch 1. Chains have K = --k tokens, trees --nodes; "auto" lets the schedule choose. The counts do not depend on how busy the
+machine is; times do. A prompt file has one JSON object per line: {"question_id": 1, "category": "writing", "turns": ["..."]} (that
+of Spec-Bench), of which the first turn is used. Every draft's text is compared with plain generate's: in float32 all are the same, in
+16 bit near-ties can fork. With --out, a run that was stopped goes on where it was; what a draft remembers from prompt to prompt is lost then.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import wraps
 from pathlib import Path
+from time import perf_counter
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 import hf_specdec
-from hf_specdec.bench.arms import generate_arm
+from hf_specdec.bench.arms import PLAIN, generate_arm
 from hf_specdec.bench.embedded import EMBEDDED, load_target
-from hf_specdec.bench.prompts import by_category, load_prompts
-from hf_specdec.drafts import Draft, PromptLookupDraft, RecyclingDraft, SuffixAutomatonDraft
+from hf_specdec.bench.prompts import load_prompts
+from hf_specdec.drafts import Draft, LookaheadDraft, MixtureDraft, NGramRecyclingDraft, PromptLookupDraft, RecyclingDraft, SuffixAutomatonDraft
 
-# made once for all prompts; only the last one keeps anything from one to the next
-DRAFTS: dict[str, Callable[[], Draft]] = {
-    "prompt_lookup": PromptLookupDraft,
-    "suffix_automaton": SuffixAutomatonDraft,
-    "suffix_automaton, 3 branches": lambda: SuffixAutomatonDraft(branches=3),
-    "recycling": RecyclingDraft,
-    "recycling, 4 branches": lambda: RecyclingDraft(branches=4),
-    "recycling, remembered": lambda: RecyclingDraft(remember=True),
+CHAIN, TREE, AUTO = "chain", "tree", "auto"
+# made once for all prompts; only those that remember keep anything from one to the next
+DRAFTS: dict[str, tuple[str, Callable[[], Draft]]] = {
+    "prompt_lookup": (CHAIN, PromptLookupDraft),
+    "suffix_automaton": (CHAIN, SuffixAutomatonDraft),
+    "suffix_automaton, 3 branches": (TREE, lambda: SuffixAutomatonDraft(branches=3)),
+    "recycling": (CHAIN, RecyclingDraft),
+    "recycling, 4 branches": (TREE, lambda: RecyclingDraft(branches=4)),
+    "recycling, 4 branches, remembered": (TREE, lambda: RecyclingDraft(branches=4, remember=True)),
+    "ngram_recycling": (TREE, NGramRecyclingDraft),
+    "lookahead": (TREE, LookaheadDraft),
+    "mixture": (TREE, MixtureDraft),
+    "mixture, remembered": (TREE, lambda: MixtureDraft([SuffixAutomatonDraft(), NGramRecyclingDraft(remember=True)])),
+    "mixture, K auto": (AUTO, MixtureDraft),
 }
 COUNTS = ("committed", "forwards", "proposed", "accepted")
 
 
-def measure(target, tokenizer, prompts, k: int, max_new_tokens: int, names: list[str], after: Callable[[dict], None] = lambda result: None) -> dict:
-    """{"results": {draft: {category: counts}}, "same_text": {draft: prompts}, ...}; `after` is called with it after every prompt."""
-    made = {name: DRAFTS[name]() for name in names}
-    arms = {name: generate_arm(name, target, speculative=True, assistant_model=draft, num_assistant_tokens=k) for name, draft in made.items()}
-    result = {"k": k, "max_new_tokens": max_new_tokens, "dtype": str(target.dtype).removeprefix("torch."), "prompts": 0,
-              "results": {name: {} for name in names}, "same_text": dict.fromkeys(names, 0)}
-    for category, group in by_category(prompts).items():
-        for prompt in group:
-            texts = {}
-            for name, arm in arms.items():
-                answer = arm.run([prompt.ids(tokenizer)], max_new_tokens)
-                texts[name], trace = answer.tokens, answer.trace
-                counts = result["results"][name].setdefault(category, dict.fromkeys(COUNTS, 0))
-                for field, n in zip(COUNTS, (sum(trace.new_tokens), len(trace.rounds), trace.proposed, trace.accepted)):
-                    counts[field] += n
-                result["same_text"][name] += texts[name] == texts[names[0]]
-            result["prompts"] += 1
-            after(result)
-    return result
+class Watched:
+    """Adds up the time in a draft's `observe` and `read`, which the trace counts among verification and the rest."""
+
+    def __init__(self, draft: Draft):
+        self.draft, self.seconds = draft, 0.0
+        draft.observe, draft.read = self.timed(draft.observe), self.timed(draft.read)
+
+    def timed(self, method):
+        @wraps(method)
+        def watched(*arguments):
+            begin = perf_counter()
+            method(*arguments)
+            self.seconds += perf_counter() - begin
+
+        return watched
 
 
-def efficiency(counts: list[dict]) -> float:
+def measure(target, tokenizer, prompts, k: int, nodes: int, max_new_tokens: int, names: list[str], records: dict,
+            after: Callable[[], None] = lambda: None) -> None:
+    """Fill records[prompt id][draft] with counts and seconds, and records[prompt id]["plain generate"] with seconds; `after` is called
+    after every prompt. What is there already is not run again."""
+    plain = generate_arm(PLAIN, target)
+    drafts = {name: Watched(DRAFTS[name][1]()) for name in names}
+    ks = {CHAIN: k, TREE: nodes, AUTO: "auto"}
+    arms = {name: generate_arm(name, target, speculative=True, assistant_model=watched.draft, num_assistant_tokens=ks[DRAFTS[name][0]])
+            for name, watched in drafts.items()}
+    for prompt in prompts:
+        record = records.setdefault(prompt.id, {"category": prompt.category})
+        missing = [name for name in names if name not in record]
+        if missing:
+            ids = [prompt.ids(tokenizer)]
+            seconds, text = _timed(plain, ids, max_new_tokens)
+            record[PLAIN] = {"seconds": seconds}
+            for name in missing:
+                drafts[name].seconds = 0.0
+                seconds, answer = _timed(arms[name], ids, max_new_tokens)
+                trace, loop = answer.trace, answer.trace.seconds
+                record[name] = dict(zip(COUNTS, (sum(trace.new_tokens), len(trace.rounds), trace.proposed, trace.accepted)))
+                record[name] |= {"seconds": seconds, "plain_seconds": record[PLAIN]["seconds"], "same_text": answer.tokens == text.tokens,
+                                 "draft_seconds": loop["draft"] + drafts[name].seconds}
+        after()
+
+
+def _timed(arm, ids, max_new_tokens: int):
+    begin = perf_counter()
+    answer = arm.run(ids, max_new_tokens)
+    return perf_counter() - begin, answer
+
+
+def efficiency(entries: Iterable[dict]) -> float:
     """Block efficiency: tokens committed per forward."""
-    return sum(own["committed"] for own in counts) / sum(own["forwards"] for own in counts)
+    entries = list(entries)
+    return sum(own["committed"] for own in entries) / sum(own["forwards"] for own in entries)
 
 
-def table(result: dict) -> Table:
-    names = list(result["results"])
-    categories = list(result["results"][names[0]])
-    made = Table("category", *names, title=f"Tokens per target forward, K = {result['k']}, {result['prompts']} prompts, {result['dtype']}")
-    for category in categories:
-        made.add_row(category, *(f"{efficiency([result['results'][name][category]]):.2f}" for name in names))
-    made.add_row("all", *(f"{efficiency(list(result['results'][name].values())):.2f}" for name in names))
-    drafted = [[sum(own[field] for own in result["results"][name].values()) for field in ("accepted", "proposed")] for name in names]
-    made.add_row("accepted / proposed", *(f"{hits / max(n, 1):.2f}" for hits, n in drafted))
-    made.add_row("same text as the first", *(f"{result['same_text'][name]} of {result['prompts']}" for name in names))
+def table(records: dict, names: list[str], title: str) -> Table:
+    of = {name: [(record["category"], record[name]) for record in records.values()] for name in names}
+    made = Table("tokens per forward", *names, title=title)
+    for category in dict.fromkeys(record["category"] for record in records.values()):
+        made.add_row(category, *(f"{efficiency(own for other, own in of[name] if other == category):.2f}" for name in names))
+    entries = {name: [own for _, own in of[name]] for name in names}
+
+    def row(label: str, value: Callable[[list[dict]], str]) -> None:
+        made.add_row(label, *(value(entries[name]) for name in names))
+
+    row("all", lambda own: f"{efficiency(own):.2f}")
+    row("accepted / proposed", lambda own: f"{_sum(own, 'accepted') / max(_sum(own, 'proposed'), 1):.2f}")
+    row("speed against plain generate", lambda own: f"{_sum(own, 'plain_seconds') / _sum(own, 'seconds'):.2f}x")
+    row("draft's share of the time", lambda own: f"{_sum(own, 'draft_seconds') / _sum(own, 'seconds'):.1%}")
+    row("same text as plain generate", lambda own: f"{_sum(own, 'same_text')} of {len(own)}")
     return made
+
+
+def _sum(entries: list[dict], field: str):
+    return sum(own[field] for own in entries)
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", default=EMBEDDED, help="smollm2, a hub id or a folder")
     parser.add_argument("--prompts", default="shipped", help="a .jsonl file, or the set that comes with the package")
-    parser.add_argument("--limit", type=int, default=2, help="prompts per category")
-    parser.add_argument("--k", type=int, default=7)
+    parser.add_argument("--limit", type=int, default=2, help="prompts per category; 0 for all")
+    parser.add_argument("--k", type=int, default=7, help="tokens of a chain")
+    parser.add_argument("--nodes", type=int, default=48, help="tokens of a tree")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--drafts", nargs="+", default=list(DRAFTS), choices=list(DRAFTS))
-    parser.add_argument("--out", type=Path, help="also write the counts as JSON, after every prompt")
+    parser.add_argument("--out", type=Path, help="keep the records as JSON, after every prompt, and go on from them")
     given = parser.parse_args(arguments)
+    settings = {name: getattr(given, name) for name in ("target", "k", "nodes", "max_new_tokens", "dtype")}
+    result = {"settings": settings, "records": {}}
+    if given.out and given.out.exists():
+        result = json.loads(given.out.read_text())
+        if result["settings"] != settings:
+            parser.error(f"{given.out} was made with {result['settings']}; choose another file, or the same settings.")
     target, tokenizer = load_target(given.target, given.dtype)
+    prompts = load_prompts(given.prompts, given.limit or None)
 
-    def after(result: dict) -> None:
-        print(f"{result['prompts']} prompts", file=sys.stderr, flush=True)
+    def after() -> None:
+        print(f"{len(result['records'])} prompts", file=sys.stderr, flush=True)
         if given.out:
-            given.out.write_text(json.dumps(result, indent=2) + "\n")
+            partial = given.out.with_name(given.out.name + ".part")
+            partial.write_text(json.dumps(result, indent=1) + "\n")
+            os.replace(partial, given.out)
 
     with torch.inference_mode():
-        result = measure(hf_specdec.enable(target), tokenizer, load_prompts(given.prompts, given.limit), given.k, given.max_new_tokens,
-                         given.drafts, after)
-    Console().print(table(result))
+        measure(hf_specdec.enable(target), tokenizer, prompts, given.k, given.nodes, given.max_new_tokens, given.drafts, result["records"], after)
+    shown = {prompt.id: result["records"][prompt.id] for prompt in prompts}
+    Console().print(table(shown, given.drafts, f"{len(shown)} prompts, chains of {given.k}, trees of {given.nodes}, {given.dtype}"))
 
 
 if __name__ == "__main__":

@@ -65,6 +65,17 @@ def contrary(model):
     return other
 
 
+def word_tokenizer(ids):
+    """A tokenizer of the words "w0", "w1", ...: word number ids[i] has the id i."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{word}": i for i, word in enumerate(ids)}
+    core = Tokenizer(models.WordLevel(words, unk_token=next(iter(words))))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token=next(iter(words)), clean_up_tokenization_spaces=False)
+
+
 def enabled(model):
     return hf_specdec.enable(model)
 

@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from hf_specdec.cached_model import CachedModel
-from hf_specdec.drafts import ModelDraft, PromptLookupDraft, UniformDraft
-from tests.conformance.builders import ngram
+from hf_specdec.drafts import (
+    CascadeDraft, HorizontalCascadeDraft, MixtureDraft, ModelDraft, PromptLookupDraft, RecyclingDraft, SuffixAutomatonDraft, UniformDraft,
+)
+from tests.conformance.builders import early_exit, ngram
 from tests.helpers import (
     FULL, KnowingTreeDraft, ScriptedDraft, TreeDraft, enabled, generated, padded, perturbed, plain, prompts, repetitive, speculate, tiny_llama,
 )
@@ -21,6 +23,12 @@ DRAFTS = {
     "ngram drawn": lambda target: ngram(target, sample=True),
     "uniform": lambda target: UniformDraft(),
     "tree": lambda target: TreeDraft(),
+    "automaton": lambda target: SuffixAutomatonDraft(),
+    "recycling": lambda target: RecyclingDraft(),
+    "early exit": early_exit,
+    "cascade": lambda target: CascadeDraft(perturbed(target, 0.05), PromptLookupDraft()),
+    "horizontal cascade": lambda target: HorizontalCascadeDraft(ModelDraft(perturbed(target, 0.05)), ngram(target, sample=True)),
+    "mixture, one chosen": lambda target: MixtureDraft([SuffixAutomatonDraft(), ModelDraft(perturbed(target, 0.05))], mode="choose"),
 }
 every_draft = pytest.mark.parametrize("draft", DRAFTS)
 

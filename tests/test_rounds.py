@@ -11,10 +11,11 @@ import torch
 from transformers import DynamicCache
 
 import hf_specdec.call
-from hf_specdec.drafts import ModelDraft, NGramDraft, PromptLookupDraft, UniformDraft
+from hf_specdec.drafts import MixtureDraft, ModelDraft, NGramDraft, PromptLookupDraft, RecyclingDraft, SuffixAutomatonDraft, UniformDraft
 from hf_specdec.kv_cache import SLACK
 from hf_specdec.loop import SpeculativeLoop
 
+from .conformance.builders import early_exit
 from .helpers import (
     VOCAB, KnowingTreeDraft, ScriptedDraft, TreeDraft, build, generated, perturbed, plain, prompts, repetitive, speculate, tiny_llama,
 )
@@ -47,6 +48,10 @@ DRAFTS = {
     "scripted": lambda target: ScriptedDraft.knowing(texts(target), wrong=4),
     "tree": lambda target: TreeDraft(),
     "knowing tree": lambda target: KnowingTreeDraft(texts(target)),
+    "suffix automaton": lambda target: SuffixAutomatonDraft(),
+    "recycling": lambda target: RecyclingDraft(),
+    "early exit": early_exit,
+    "mixture": lambda target: MixtureDraft(["suffix_automaton", ModelDraft(perturbed(target, 0.08))]),
 }
 every_draft = pytest.mark.parametrize("draft", DRAFTS)
 greedy_and_sampled = pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
@@ -61,7 +66,7 @@ def ending(target) -> list[int]:
 
 
 @greedy_and_sampled
-@pytest.mark.parametrize("draft", ["model", "prompt_lookup", "uniform", "knowing tree"])
+@pytest.mark.parametrize("draft", ["model", "prompt_lookup", "uniform", "knowing tree", "suffix automaton", "recycling", "early exit"])
 def test_a_row_does_not_depend_on_its_neighbours(draft, do_sample):
     target = llama()
     made, row, eos, found = DRAFTS[draft](target), ROWS[1], ending(target)[:2], []
@@ -155,7 +160,7 @@ ARCHITECTURES = {
 
 
 @pytest.mark.parametrize("rows", [ROWS, ROWS[:1]], ids=["ragged", "alone"])
-@pytest.mark.parametrize("draft", ["scripted", "knowing tree"])
+@pytest.mark.parametrize("draft", ["scripted", "knowing tree", "mixture"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_after_every_round_the_cache_is_that_of_a_fresh_prefill(name, draft, rows, watch):
     target = ARCHITECTURES[name]()
@@ -209,7 +214,7 @@ def test_after_every_round_the_drafts_cache_is_that_of_a_fresh_prefill(watch):
     assert len(seen) >= 3 and generated(out, ROWS) == plain(target, ROWS, eos_token_id=eos)
 
 
-@pytest.mark.parametrize("draft", ["model", "prompt_lookup", "knowing tree"])
+@pytest.mark.parametrize("draft", ["model", "prompt_lookup", "knowing tree", "early exit", "mixture"])
 def test_the_cache_that_comes_back_is_that_of_a_fresh_prefill(draft):
     target = llama()
     out = speculate(target, ROWS, DRAFTS[draft](target), 5, eos_token_id=ending(target))

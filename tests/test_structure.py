@@ -22,6 +22,7 @@ LINES = [
     {"proposal", "sequences", "tree_shapes", "distributions", "config", "schedule", "trace", "seq2seq"},
     {"cached_model", "acceptance.base", "acceptance.primitive"},
     {"probe", "acceptance.*", "drafts.base"},
+    {"drafts.growth", "drafts.inner", "drafts.progress", "drafts.datastore"},
     {"drafts.*", "acceptance"},
     {"drafts", "loop", "arguments"},
     {"call"},
@@ -29,9 +30,11 @@ LINES = [
     {""},
 ]
 WITHIN = {("drafts.feature_tree", "drafts.feature"), ("drafts.feature_tree", "drafts.model_tree"), ("drafts.feature", "drafts.features"),
-          ("drafts.feature", "drafts.model"), ("drafts.ngram", "drafts.ngram_table"),
-          ("drafts", "drafts.base"), ("drafts.model_tree", "drafts.model"), ("acceptance.coupled", "acceptance.greedy"),
-          ("acceptance.block", "acceptance.sampling"), ("acceptance.spectr", "acceptance.sampling"), ("acceptance.typical", "acceptance.threshold")}
+          ("drafts.feature", "drafts.model"), ("drafts.ngram", "drafts.ngram_table"), ("drafts", "drafts.base"),
+          ("drafts.model_tree", "drafts.model"), ("acceptance.coupled", "acceptance.greedy"), ("acceptance.block", "acceptance.sampling"),
+          ("acceptance.spectr", "acceptance.sampling"), ("acceptance.typical", "acceptance.threshold"), ("drafts.mixture", "drafts.choosing"),
+          ("drafts.early_exit", "drafts.model"), ("drafts.translated", "drafts.model"), ("drafts.datastore", "drafts.progress"),
+          ("drafts.retrieval", "drafts.ngram")}
 
 
 def name_of(path: Path) -> str:

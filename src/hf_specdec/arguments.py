@@ -54,6 +54,8 @@ def _check_cache_implementation(name: str | None) -> None:
 
 def check_vocabulary(draft: Draft, traits: compat.ModelTraits) -> None:
     """Sizes may differ by padding, no more."""
+    for part in draft.parts:
+        check_vocabulary(part, traits)
     own = getattr(getattr(draft, "traits", None), "vocab_size", traits.vocab_size)
     if min(own, traits.vocab_size) < 0.9 * max(own, traits.vocab_size):
         raise ValueError(f"assistant_model has a vocabulary of {own} tokens, the target one of {traits.vocab_size}: not the same "

@@ -7,6 +7,7 @@ i of the block goes to slot `cached + i`; a node has the position of the root pl
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from time import perf_counter
 
 import torch
@@ -24,8 +25,12 @@ class CachedModel:
 
     lengths: committed tokens per row whose keys and values are in the cache.
     fresh: per row, how many tokens before the candidates the last pass has fed, the root included.
+    reader: called as reader(firsts, logits) in a pass over more than the root, with the logits [B, n, V] of the block's last n
+        places, the first of which is position firsts[b] of row b; n is cut so that they are at most READ numbers. None: not wanted.
     calls, seconds: forwards run, and the time they took on the host.
     """
+
+    READ = 2**26
 
     def __init__(self, model: PreTrainedModel, limit: int, role: str = "target", traits: compat.ModelTraits | None = None,
                  source: Source | None = None):
@@ -36,6 +41,7 @@ class CachedModel:
         self.device, self.dtype = model.device, model.dtype
         self.lengths: list[int] = []
         self.fresh: list[int] = []
+        self.reader: Callable[[list[int], torch.Tensor], None] | None = None
         self.calls, self.seconds = 0, 0.0
 
     def room(self, rows: list[list[int]], room: list[int]) -> list[int]:
@@ -92,8 +98,9 @@ class CachedModel:
     def feed(self, rows: list[list[int]]) -> None:
         """Cache tokens (ragged, some rows may have none) without asking for logits."""
         sizes = [len(tokens) for tokens in rows]
-        last = torch.zeros((len(rows), 1), dtype=torch.long, device=self.device)
-        self._forward(self._padded(rows, 0), None, [max(size, 1) for size in sizes], last)
+        tokens = self._padded(rows, 0)
+        last = torch.full((len(rows), 1), tokens.shape[1] - 1, device=self.device)
+        self._forward(tokens, None, [max(size, 1) for size in sizes], last)
         self.lengths = [length + size for length, size in zip(self.lengths, sizes)]
 
     def _padded(self, rows: list[list[int]], extra: int) -> torch.Tensor:
@@ -108,16 +115,26 @@ class CachedModel:
         self.cache.plan.lay([length + first for length in self.lengths], tokens.shape[1], self.device)
         inputs = self._positions_and_masks(tokens.shape[1], tree, sizes, first)
         if columns is not None:
-            wanted, columns = columns.unique(return_inverse=True)
+            wanted, columns = self._wanted(columns, tokens.shape)
             if self.traits.logits_to_keep:
                 inputs["logits_to_keep"] = wanted
         logits = self.run(input_ids=tokens, past_key_values=self.cache, use_cache=True, return_dict=True, **inputs).logits
         if columns is not None:
-            wanted = torch.arange(len(wanted), device=logits.device) if self.traits.logits_to_keep else wanted
-            logits = logits[torch.arange(len(sizes), device=logits.device)[:, None], wanted[columns]]
+            logits = logits if self.traits.logits_to_keep else logits[:, wanted.to(logits.device)]
+            if self.reader is not None:
+                self.reader([length + int(wanted[0]) for length in self.lengths], logits)
+            logits = logits[torch.arange(len(sizes), device=logits.device)[:, None], columns.to(logits.device)]
         self.calls += 1
         self.seconds += perf_counter() - begin
         return logits
+
+    def _wanted(self, columns: torch.Tensor, block: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:
+        """The places of the block that logits are computed of, ascending, and where `columns` are among them."""
+        if self.reader is None:
+            return columns.unique(return_inverse=True)
+        most = max(self.READ // (block[0] * self.traits.vocab_size), 1)
+        first = min(int(columns.min()), max(block[1] - most, 0))
+        return torch.arange(first, block[1], device=columns.device), columns - first
 
     # --- positions and masks ------------------------------------------------------------------------------------------
 

@@ -79,10 +79,12 @@ class Call:
         target = CachedModel(self.model, longest + reach, "target", self.traits, self.source)
         if self.given and self.cache.get_seq_length():
             target.load(self.cache, self.columns, self.cache.get_seq_length())
+        target.reader = decoder.draft.read if decoder.draft.reads_prompt else None
         seeds = self._seeds(batch)
         noise, gumbel = Noise(seeds, device), Gumbel(seeds, device) if rule.coupled else None
         sampler = Sampler(self.processors, rule.samples, bool(as_dict and generation.output_scores), gumbel)
-        context = Context(sequences.tokens, longest, self.traits.vocab_size, device, sampler, noise.uniform, self.source, stop=self._stop())
+        context = Context(sequences.tokens, longest, self.traits.vocab_size, device, sampler, noise.uniform, self.source, self._stop(),
+                          target, self.config.seed is None)
         trace = SpeculationTrace(self.config.to_dict() | {"acceptance": self.rule_name}, rule.lossless)
         loop = SpeculativeLoop(
             target, decoder.draft, rule, sampler, self._schedule(), sequences, noise, context, trace,

@@ -221,9 +221,10 @@ def _check_tokenizers(tokenizer, assistant_tokenizer) -> None:
         return
     if tokenizer is None:
         raise ValueError("assistant_tokenizer needs tokenizer=, the target's tokenizer, beside it: the two are compared, because a "
-                         "draft with another tokenizer is not supported yet.")
+                         "draft with another tokenizer is not supported yet by itself: make it a TranslatedDraft.")
     ours, theirs = tokenizer.get_vocab(), assistant_tokenizer.get_vocab()
     different = [token for token in ours.keys() & theirs.keys() if ours[token] != theirs[token]]
     if different or len(ours.keys() ^ theirs.keys()) > max(64, len(ours) // 100):
         raise ValueError("assistant_tokenizer: the draft's vocabulary is not the target's; speculative decoding needs a draft "
-                         "with the same tokenizer (others are not supported yet).")
+                         "with the same tokenizer. For another one, pass assistant_model=hf_specdec.drafts.TranslatedDraft(model, tokenizer, "
+                         "draft_tokenizer) alone.")

@@ -35,13 +35,18 @@ class Noise:
 
     def uniform(self, stream: str, n: int) -> torch.Tensor:
         """float64 [B, n] in [0, 1), multiples of 2**-53. Streams of different names and rounds are independent; a stream
-        may carry a number ("draft:3")."""
-        name, _, number = stream.partition(":")
-        label = self.STREAMS.index(name) + len(self.STREAMS) * int(number or 0)
+        may carry a number ("draft:3"), and a draft inside another one has streams of its own ("draft:3/draft:0")."""
+        *outer, stream = stream.split("/")
+        label, keys = self._label(stream), self.keys
+        for part in outer:
+            keys = _mix(_mix(keys + torch.tensor(self._label(part) + 1, device=self.device) * _GOLDEN) + _GOLDEN)
         counter = torch.arange(n, dtype=torch.long, device=self.device) + (label << 16) + (self.round << 32)
-        bits = _mix(_mix(self.keys[:, None] + counter * _GOLDEN) + self.keys[:, None])
+        bits = _mix(_mix(keys[:, None] + counter * _GOLDEN) + keys[:, None])
         return _shift(bits, 11).double() * 2.0**-53
 
+    def _label(self, stream: str) -> int:
+        name, _, number = stream.partition(":")
+        return self.STREAMS.index(name) + len(self.STREAMS) * int(number or 0)
 
 class Gumbel:
     """Gumbel noise as a function of (row seed, position, token) alone: whoever draws at that place draws with the same numbers.

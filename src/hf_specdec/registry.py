@@ -9,14 +9,22 @@ from __future__ import annotations
 from importlib import import_module
 
 DRAFTS = {
+    "cascade": "drafts.cascade:CascadeDraft",
+    "early_exit": "drafts.early_exit:EarlyExitDraft",
     "feature": "drafts.feature:FeatureDraft",
     "feature_tree": "drafts.feature_tree:FeatureTreeDraft",
+    "horizontal_cascade": "drafts.horizontal:HorizontalCascadeDraft",
+    "lookahead": "drafts.lookahead:LookaheadDraft",
+    "mixture": "drafts.mixture:MixtureDraft",
     "model": "drafts.model:ModelDraft",
     "model_tree": "drafts.model_tree:ModelTreeDraft",
     "ngram": "drafts.ngram:NGramDraft",
+    "ngram_recycling": "drafts.ngram_recycling:NGramRecyclingDraft",
     "prompt_lookup": "drafts.prompt_lookup:PromptLookupDraft",
     "recycling": "drafts.recycling:RecyclingDraft",
+    "retrieval": "drafts.retrieval:RetrievalDraft",
     "suffix_automaton": "drafts.suffix_automaton:SuffixAutomatonDraft",
+    "translated": "drafts.translated:TranslatedDraft",
     "uniform": "drafts.uniform:UniformDraft",
 }
 

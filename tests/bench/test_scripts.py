@@ -74,13 +74,28 @@ def test_bf16_forks_lists_forks_and_ends_well_if_all_are_near_ties(target_folder
     assert ended.value.exit_code == (0 if all(fork["near_tie"] for fork in result["forks"]) else 1)
 
 
-def test_drafts_counts_what_every_draft_commits_per_forward(target_folder, tmp_path, capsys):
-    (tmp_path / "some.jsonl").write_text('{"question_id": 1, "category": "one", "turns": ["a b a b a b"]}\n{"category": "two", "turns": ["c d"]}\n')
-    script("drafts").main(["--target", str(target_folder), "--prompts", str(tmp_path / "some.jsonl"), "--max-new-tokens", "12", "--k", "3",
-                           "--out", str(tmp_path / "drafts.json")])
-    result = json.loads((tmp_path / "drafts.json").read_text())
-    assert result["prompts"] == 2 and set(result["same_text"].values()) == {2} and len(result["same_text"]) == 6
-    for counts in result["results"].values():
-        assert set(counts) == {"one", "two"}
-        assert all(own["accepted"] + own["forwards"] == own["committed"] and own["accepted"] <= own["proposed"] for own in counts.values())
-    assert "Tokens per target forward, K = 3, 2 prompts" in capsys.readouterr().out
+def test_drafts_counts_what_every_draft_commits_per_forward_and_goes_on_where_it_was(target_folder, tmp_path, capsys):
+    lines = ['{"question_id": 1, "category": "one", "turns": ["a b a b a b"]}\n', '{"question_id": 2, "category": "two", "turns": ["c d"]}\n']
+    drafts, some = script("drafts"), tmp_path / "some.jsonl"
+    arguments = ["--target", str(target_folder), "--prompts", str(some), "--max-new-tokens", "12", "--k", "3", "--nodes", "8",
+                 "--out", str(tmp_path / "drafts.json")]
+    some.write_text(lines[0])
+    drafts.main(arguments)
+    first = json.loads((tmp_path / "drafts.json").read_text())["records"]["1"]
+    some.write_text("".join(lines))
+    drafts.main(arguments)
+    records = json.loads((tmp_path / "drafts.json").read_text())["records"]
+    assert records["1"] == first and records["2"]["category"] == "two"
+    for record in records.values():
+        for name in drafts.DRAFTS:
+            own = record[name]
+            assert own["accepted"] + own["forwards"] == own["committed"] and own["accepted"] <= own["proposed"] and own["same_text"]
+            assert 0 < own["draft_seconds"] < own["seconds"]
+    assert "2 prompts, chains of 3, trees of 8" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        drafts.main([*arguments, "--k", "4"])
+
+
+def test_datastore_builds_loads_and_searches(tmp_path, capsys):
+    script("datastore").main(["--tokens", "3000", "--searches", "20", "--folder", str(tmp_path)])
+    assert re.search(r"searching: median \d+\.\d+ ms", capsys.readouterr().out) and not list(tmp_path.iterdir())

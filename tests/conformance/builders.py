@@ -5,13 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_specdec.drafts import ModelDraft, ModelTreeDraft, NGramDraft, PromptLookupDraft, RecyclingDraft, SuffixAutomatonDraft, UniformDraft
+from hf_specdec.drafts import (
+    CascadeDraft, EarlyExitDraft, HorizontalCascadeDraft, LookaheadDraft, MixtureDraft, ModelDraft, ModelTreeDraft, NGramDraft,
+    NGramRecyclingDraft, PromptLookupDraft, RecyclingDraft, RetrievalDraft, SuffixAutomatonDraft, TranslatedDraft, UniformDraft,
+)
 from hf_specdec.drafts.feature import FeatureDraft
 from hf_specdec.drafts.feature_tree import FeatureTreeDraft
 from hf_specdec.training import build_drafter
 from hf_specdec.tree import Tree
 from hf_specdec.tree_shapes import DynamicTree
-from tests.helpers import TreeDraft, perturbed
+from tests.helpers import TreeDraft, perturbed, word_tokenizer
 
 
 def corpus(vocab: int, seed: int = 0) -> list[list[int]]:
@@ -35,22 +38,52 @@ def feature_drafter(target):
     return draft
 
 
+def early_exit(target, share: bool = True):
+    """All layers but the last; of a target with one layer, that one. `share` False: the layers of a copy, which is not the target."""
+    return EarlyExitDraft(target if share else perturbed(target, 0.0), max(target.config.num_hidden_layers - 1, 1))
+
+
+def translated(target):
+    """A draft model whose tokenizer has the target's words in another order, and a few that are missing."""
+    vocab = target.config.vocab_size
+    return TranslatedDraft(perturbed(target, 0.1), word_tokenizer(range(vocab)), word_tokenizer([*range(1, vocab, 2), *range(0, vocab - 1, 2)]))
+
+
 # name in the registry -> target -> draft
 BUILDERS = {
+    "cascade": lambda target: CascadeDraft(perturbed(target, 0.1), PromptLookupDraft()),
+    "early_exit": early_exit,
     "feature": lambda target: FeatureDraft(feature_drafter(target), target),
     "feature_tree": lambda target: FeatureTreeDraft(feature_drafter(target), target, (4, 2, 1), "independent"),
+    "horizontal_cascade": lambda target: HorizontalCascadeDraft(ModelDraft(perturbed(target, 0.1)), PromptLookupDraft()),
+    "lookahead": lambda target: LookaheadDraft(),
+    "mixture": lambda target: MixtureDraft(branches=1),
     "model": lambda target: ModelDraft(perturbed(target, 0.1)),
     "model_tree": lambda target: ModelTreeDraft(perturbed(target, 0.1), siblings="independent"),
     "ngram": ngram,
+    "ngram_recycling": lambda target: NGramRecyclingDraft(branches=1),
     "prompt_lookup": lambda target: PromptLookupDraft(),
     "recycling": lambda target: RecyclingDraft(),
+    "retrieval": lambda target: RetrievalDraft.from_tokens(corpus(target.config.vocab_size), target.config.vocab_size, branches=1, min_match=1),
     "suffix_automaton": lambda target: SuffixAutomatonDraft(),
+    "translated": translated,
     "uniform": lambda target: UniformDraft(),
 }
 
 # the same, and what else a proposal can look like
 VARIANTS = {
     **BUILDERS,
+    "cascade, of models, twice": lambda target: CascadeDraft(
+        perturbed(target, 0.05), CascadeDraft(perturbed(target, 0.1), ModelDraft(perturbed(target, 0.2)), tokens=2), tokens=3),
+    "cascade, over a tree that is drawn": lambda target: CascadeDraft(perturbed(target, 0.1), TreeDraft()),
+    "early_exit, a cache of its own": lambda target: early_exit(target, share=False),
+    "horizontal_cascade, drawn, then drawn": lambda target: HorizontalCascadeDraft(
+        ngram(target, sample=True), ModelDraft(perturbed(target, 0.1)), after=1),
+    "mixture, tree": lambda target: MixtureDraft(),
+    "ngram_recycling, tree": lambda target: NGramRecyclingDraft(),
+    "retrieval, tree": lambda target: RetrievalDraft.from_tokens(corpus(target.config.vocab_size), target.config.vocab_size, min_match=1),
+    "mixture, a model in the tree": lambda target: MixtureDraft([PromptLookupDraft(), ModelDraft(perturbed(target, 0.1)), "recycling"], tokens=2),
+    "mixture, one chosen": lambda target: MixtureDraft([SuffixAutomatonDraft(), ModelDraft(perturbed(target, 0.1))], mode="choose"),
     "model, in bfloat16": lambda target: ModelDraft(perturbed(target, 0.1).to(torch.bfloat16)),
     "model, the target itself": lambda target: ModelDraft(target),
     "model, unrelated": lambda target: ModelDraft(perturbed(target, 3.0)),

@@ -3,9 +3,9 @@
 import pytest
 
 import hf_specdec
-from hf_specdec.drafts import ModelDraft, PromptLookupDraft, UniformDraft
+from hf_specdec.drafts import CascadeDraft, ModelDraft, PromptLookupDraft, RecyclingDraft, SuffixAutomatonDraft, UniformDraft
 from tests.architectures import FAMILIES
-from tests.conformance.builders import ngram
+from tests.conformance.builders import early_exit, ngram
 from tests.helpers import FULL, KnowingTreeDraft, build, contrary, generated, perturbed, plain, prompts, repetitive, speculate
 
 NAMES = ["Llama", "Mistral", "GPT-2", "Gemma 3 (text)", "Qwen3-MoE", "BLOOM", "GPT-NeoX", "Falcon (rotary)", "OPT", "Phi-3 (sliding)",
@@ -21,6 +21,10 @@ DRAFTS = {
     "lookup": lambda target: PromptLookupDraft(),
     "ngram": ngram,
     "uniform": lambda target: UniformDraft(),
+    "automaton": lambda target: SuffixAutomatonDraft(),
+    "recycling": lambda target: RecyclingDraft(),
+    "early exit": early_exit,
+    "cascade": lambda target: CascadeDraft(perturbed(target, 0.05), PromptLookupDraft()),
 }
 BATCHES = ([0], [0, 1, 2])
 LINES = [family for family in FAMILIES if family.name in NAMES]

@@ -6,9 +6,9 @@ own. It does not know the target's cache, the acceptance rule or when to stop.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.generation import CandidateGenerator
@@ -16,9 +16,12 @@ from transformers.generation import CandidateGenerator
 from ..proposal import Proposal, Verdict
 
 if TYPE_CHECKING:
+    from ..cached_model import CachedModel
     from ..distributions import Sampler
     from ..draft_stop import StopRule
     from ..seq2seq import Source
+
+Guess = tuple[int, Hashable, float]
 
 
 @dataclass
@@ -36,6 +39,9 @@ class Context:
                 (row seed, round, stream, index) alone. Drafts use streams named "draft...".
     source:     what the target's encoder has read, if it has one.
     stop:       when a draft that `stops` ends before K; None: at K.
+    target:     the target's `CachedModel`, for a draft that runs the target's own layers on the target's own cache; None
+                where there is no loop of ours.
+    timed:      False where a run has to repeat exactly: decide nothing by measured time.
     """
 
     rows: list[list[int]]
@@ -46,6 +52,8 @@ class Context:
     noise: Callable[[str, int], torch.Tensor]
     source: "Source | None" = None
     stop: "StopRule | None" = None
+    target: "CachedModel | None" = None
+    timed: bool = True
 
     @property
     def texts(self) -> list[list[int]]:
@@ -62,6 +70,8 @@ class Draft(CandidateGenerator):
     trusted:      True spares the checks of every proposal (ids in range, laws that sum to 1); the package's own drafts say
                   so, because the conformance tests check them.
     stops:        whether the draft drafts token by token and heeds `Context.stop`.
+    reads_prompt: whether `read` wants the target's logits over the prompt.
+    parts:        the drafts inside this one.
     calls, forward_seconds: forwards of a draft model in this call and the time in them, its prompt pass included.
     """
 
@@ -69,6 +79,8 @@ class Draft(CandidateGenerator):
     cost_ratio: float | None = None
     trusted = False
     stops = False
+    reads_prompt = False
+    parts: "tuple[Draft, ...]" = ()
     calls = 0
     forward_seconds = 0.0
 
@@ -98,12 +110,36 @@ class Draft(CandidateGenerator):
         """Called after every target pass, before the rows grow: the target's own logits [B, N+1, V], unprocessed, after the root and
         after every proposed token (read them, do not change them). For drafts that learn from them."""
 
+    def read(self, firsts: list[int], logits: torch.Tensor) -> None:
+        """Called in the prompt pass, before `observe`, where `reads_prompt`: the target's logits [B, n, V] after n places of the
+        prompts, of which the first is position firsts[b] of row b; what lies beyond the row's end is padding."""
+
     def commit(self, verdict: Verdict) -> None:
         """Called after every verification, before the rows grow. Drafts that can read all they need from `context.rows`
         at the next `propose` leave it alone."""
 
     def keep(self, rows: list[int]) -> None:
         """Only these rows (indices into the present batch) go on."""
+
+    def rewind(self, context: Context, lengths: list[int]) -> None:
+        """Only the first lengths[b] tokens of row b stand; the rows have been cut already. For a draft inside another one, which
+        lets it go on from tokens that may not be committed. Starting again is always right, and slow for a long text."""
+        self.start(context)
+
+    # --- one token at a time, for trees that several drafts grow together (`growth.Grower`) ---------------------------
+
+    def place(self, b: int) -> Any:
+        """Where row b stands after `evidence`, in whatever form `guesses` and `step` understand; None: nothing to say."""
+        return None
+
+    def guesses(self, place: Any) -> list[Guess]:
+        """(token, kind, rate): the likeliest next tokens, at most 8. How often guesses of a kind are right is measured; `rate` is
+        what to expect before."""
+        return []
+
+    def step(self, place: Any, token: int) -> Any:
+        """The place that `token` leads to, or None."""
+        return None
 
     def finish(self) -> None:
         """The call is over, also after an error or Ctrl-C: release everything that belongs to it, then call this one."""

@@ -97,7 +97,7 @@ class ModelDraft(Draft):
             same = 0
             while same < len(guess) and base + same < len(row) - 1 and guess[same] == row[base + same]:
                 same += 1
-            kept.append(min(length, base + same))
+            kept.append(min(length, base + same, len(row) - 1))  # inside a cascade, a row may not have grown
         self.cached.crop(kept)
         self.base = [len(row) for row in context.rows]
         self.drafted = [[] for _ in context.rows]
@@ -153,6 +153,10 @@ class ModelDraft(Draft):
             self.stop.keep(rows)
         drafted = self._drafted()
         self.drafted, self.base = [drafted[row] for row in rows], [self.base[row] for row in rows]
+
+    def rewind(self, context: Context, lengths: list[int]) -> None:
+        self._forget_what_was_rejected(context)
+        self.cached.crop([length - 1 for length in lengths])
 
     def finish(self) -> None:
         if self.cached is not None:

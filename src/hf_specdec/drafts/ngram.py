@@ -6,11 +6,9 @@ A draft of negligible cost in the sense of Leviathan et al. 2023, section 3.6.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from threading import Timer
 
 import numpy as np
 import torch
@@ -18,6 +16,7 @@ import torch
 from ..proposal import Proposal
 from .base import Context, Draft
 from .ngram_table import MAX_ORDER, MAX_VOCAB, NGramTable
+from .progress import progress
 
 
 class NGramDraft(Draft):
@@ -50,13 +49,7 @@ class NGramDraft(Draft):
         if isinstance(texts, (str, Path)):
             raise ValueError("texts: expected a list of texts (or Paths of text files), got a single one; put it into a list.")
         _check_order(order, min_count)
-        documents = []
-        with _progress("Tokenizing", texts) as texts:
-            for number, text in enumerate(texts):
-                text = _read_text(text) if isinstance(text, Path) else text
-                if not isinstance(text, str):
-                    raise ValueError(f"texts[{number}] is a {type(text).__name__}; expected a str, or the Path of a text file.")
-                documents.append(np.asarray(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], np.int64))
+        documents = tokenized(texts, tokenizer)
         vocab_size = max([len(tokenizer), *(int(ids.max()) + 1 for ids in documents if len(ids))])
         return cls(_count(documents, vocab_size, order, min_count, fingerprint(tokenizer)), **options)
 
@@ -69,13 +62,10 @@ class NGramDraft(Draft):
         vocab_size: ids must be below it; by default the largest id + 1. tokenizer: the one that made the ids, so that `load` can
         check it; its size is the default of vocab_size.
         """
-        if isinstance(sources, (str, Path)):
-            sources = [sources]
         _check_order(order, min_count)
         if vocab_size is None and tokenizer is not None:
             vocab_size = len(tokenizer)
-        with _progress("Reading tokens", sources) as sources:
-            documents = [ids for number, source in enumerate(sources) for ids in _documents(source, number, vocab_size)]
+        documents = read_documents(sources, vocab_size)
         if vocab_size is None:
             vocab_size = max((int(ids.max()) + 1 for ids in documents if len(ids)), default=1)
         return cls(_count(documents, vocab_size, order, min_count, fingerprint(tokenizer) if tokenizer else ""), **options)
@@ -179,9 +169,29 @@ def _count(documents: list[np.ndarray], vocab_size: int, order: int, min_count: 
         raise ValueError("there is not a single token to count; give at least one text or token file that is not empty.")
     if not 1 <= vocab_size <= MAX_VOCAB:
         raise ValueError(f"vocab_size={vocab_size!r} must be in 1..{MAX_VOCAB}.")
-    with _progress("Counting n-grams", range(order)) as steps:
+    with progress("Counting n-grams", range(order)) as steps:
         steps = iter(steps)
         return NGramTable.count(documents, vocab_size, order, min_count, tokenizer, step=lambda: next(steps))
+
+
+def tokenized(texts: Iterable[str | Path], tokenizer) -> list[np.ndarray]:
+    """int64 ids of every text; a Path is a text file (UTF-8). No special tokens are added."""
+    documents = []
+    with progress("Tokenizing", texts) as texts:
+        for number, text in enumerate(texts):
+            text = _read_text(text) if isinstance(text, Path) else text
+            if not isinstance(text, str):
+                raise ValueError(f"texts[{number}] is a {type(text).__name__}; expected a str, or the Path of a text file.")
+            documents.append(np.asarray(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], np.int64))
+    return documents
+
+
+def read_documents(sources: Iterable, vocab_size: int | None) -> list[np.ndarray]:
+    """The documents of sequences of ids and of token files, ids below vocab_size."""
+    if isinstance(sources, (str, Path)):
+        sources = [sources]
+    with progress("Reading tokens", sources) as sources:
+        return [ids for number, source in enumerate(sources) for ids in _documents(source, number, vocab_size)]
 
 
 def _read_text(path: Path) -> str:
@@ -210,29 +220,3 @@ def _documents(source, number: int, vocab_size: int | None) -> list[np.ndarray]:
         if len(ids) and not (0 <= int(ids.min()) and int(ids.max()) < (vocab_size or MAX_VOCAB)):
             raise ValueError(f"{name} holds ids from {ids.min()} to {ids.max()}; they must be in 0..{(vocab_size or MAX_VOCAB) - 1}.")
     return documents
-
-
-@contextmanager
-def _progress(what: str, items: Iterable) -> Iterator[Iterable]:
-    """Gives the items back; a bar on standard error appears once the block has taken a second."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    total = len(items) if hasattr(items, "__len__") else None
-    bar = Progress(console=Console(stderr=True), transient=True)
-    task = bar.add_task(what, total=total)
-    timer = Timer(1.0, bar.start)
-    timer.daemon = True
-    timer.start()
-
-    def counted():
-        for item in items:
-            yield item
-            bar.advance(task)
-
-    try:
-        yield counted()
-    finally:
-        timer.cancel()
-        timer.join()
-        bar.stop()

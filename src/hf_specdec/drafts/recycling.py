@@ -103,6 +103,9 @@ class RecyclingDraft(Draft):
     def keep(self, rows: list[int]) -> None:
         self.matrices = [self.matrices[row] for row in rows]
 
+    def rewind(self, context: Context, lengths: list[int]) -> None:
+        """What the matrices have learned stays true."""
+
     def finish(self) -> None:
         self.matrices, self.context, self.shown = [], None, None
         super().finish()

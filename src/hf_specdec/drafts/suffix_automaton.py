@@ -14,9 +14,10 @@ import torch
 
 from ..proposal import Proposal
 from ..tree import Tree
-from .base import Context, Draft
+from .base import Context, Draft, Guess
 
 SEPARATOR = -1  # between texts; no row has it, so no match crosses it
+AFTER_FIRST = (1.0, 0.2, 0.1, 0.05)  # of the most frequent continuation's rate, that of the next ones
 Node = tuple[int, int]  # (parent, token); parents count from 1, 0 is the root
 
 
@@ -197,6 +198,25 @@ class SuffixAutomatonDraft(Draft):
         if self.branches == 1 or context is self._stock:
             return Proposal.from_lists([_first_branch(nodes) for nodes in trees], context.device, self.name)
         return _one_shape(trees, k, context.device, self.name)
+
+    def place(self, b: int) -> tuple | None:
+        """The row's automaton, and length and state of the match in it and in the texts."""
+        row = self.rows[b]
+        return (row.own, *row.own.match[:2], *row.place) if row.match >= self.min_match else None
+
+    def guesses(self, place: tuple) -> list[Guess]:
+        automaton, length, state, length_in_texts, state_in_texts = place
+        if length_in_texts > length:
+            automaton, length, state = self.shared, length_in_texts, state_in_texts
+        found, options = automaton._options(state, 2**31)
+        group = _group(length if found == state else automaton.lengths[found])
+        return [(token, (group, rank), self.prior(group)[0] * AFTER_FIRST[rank])
+                for rank, (_, _, token, _) in enumerate(nlargest(len(AFTER_FIRST), options))]
+
+    def step(self, place: tuple, token: int) -> tuple:
+        automaton, length, state, *in_texts = place
+        in_texts = self.shared.follow(*in_texts, token) if self.shared is not None else (0, 0)
+        return (automaton, *automaton.follow(length, state, token), *in_texts)
 
     def prior(self, strength: int) -> tuple[float, float]:
         return {1: (0.26, 0.6), 2: (0.56, 0.75), 3: (0.66, 0.8), 4: (0.74, 0.85), 6: (0.82, 0.9)}.get(strength, (0.93, 0.95))

@@ -1,0 +1,144 @@
+"""The vertical cascade: a draft model that is itself accelerated by another draft. Leviathan et al. 2023, section 6; Chen et al. 2023
+(arXiv 2312.11462).
+
+The middle model is to the inner draft what the target is to this one: it scores the inner draft's tokens in one pass, the same rules
+accept and correct them. What comes out follows the middle model's own law, and that law, known at every token, is q.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from .. import compat
+from ..acceptance.greedy import GreedyMatching
+from ..acceptance.sampling import SpeculativeSampling
+from ..cached_model import CachedModel
+from ..distributions import draw
+from ..probe import check_batch
+from ..proposal import Proposal
+from .base import Context, Draft
+from .inner import Inner, chains, refuse_encoder
+
+
+class CascadeDraft(Draft):
+    """Drafts K tokens that follow the law of `model`, in fewer than K of its passes.
+
+    model:  the middle model, with the target's tokenizer.
+    draft:  what drafts for it, a `Draft`, another cascade included. Unless it is the package's own, every proposal is checked:
+            a ValueError names the draft if its probabilities do not sum to 1 or the like.
+    tokens: drafted for the middle model per pass.
+    """
+
+    name = "cascade"
+    trusted = True
+
+    def __init__(self, model: PreTrainedModel, draft: Draft, tokens: int = 4):
+        if not isinstance(draft, Draft):
+            raise TypeError(f"draft: expected a draft, got {type(draft).__name__}; make a model one with ModelDraft(model).")
+        if isinstance(tokens, bool) or not isinstance(tokens, int) or not 1 <= tokens <= 64:
+            raise ValueError(f"tokens={tokens!r} must be an int in 1..64.")
+        refuse_encoder(model, "model")
+        self.model, self.draft, self.tokens, self.parts = model, draft, tokens, (draft,)
+        self.traits = compat.traits_of(compat.unwrap(model), "model")
+        self.cached: CachedModel | None = None
+
+    def start(self, context: Context) -> None:
+        check_batch(compat.unwrap(self.model), self.traits, len(context.rows), "model")
+        self.rule = (SpeculativeSampling if context.sampler.do_sample else GreedyMatching)()
+        self.cached = CachedModel(self.model, context.max_length + 2 * 64, "model", self.traits)
+        self.cached.lengths = [0] * len(context.rows)
+        if self.draft.reads_prompt:
+            self.cached.reader = lambda firsts, logits: self.draft.read(firsts, self._fit(logits))
+        self.inner = Inner(self.draft, context, target=self.cached)
+
+    def evidence(self, context: Context) -> list[int]:
+        most = self.traits.max_positions
+        return [0 if most is None or len(row) < most else -1 for row in context.rows]
+
+    def propose(self, context: Context, k: list[int]) -> Proposal:
+        most = self.traits.max_positions
+        left = k if most is None else [max(min(own, most - len(row)), 0) for own, row in zip(k, context.rows)]
+        same = self.inner.follow(context.rows)
+        self.cached.crop([min(n, len(row) - 1) for n, row in zip(same, context.rows)])
+        tokens, laws = [[] for _ in k], [[] for _ in k]
+        self.inner.turn = 0
+        while any(len(own) < n for own, n in zip(tokens, left)):
+            self._round(context, [n - len(own) for own, n in zip(tokens, left)], tokens, laws)
+            self.inner.turn += 1
+        return chains(tokens, laws if context.sampler.do_sample else None, context, self.name)
+
+    def _round(self, context: Context, left: list[int], tokens: list[list[int]], laws: list[list[torch.Tensor]]) -> None:
+        """One pass of the middle model: at least one token for every row that has some left to draft."""
+        rows, draft = self.inner.rows, self.draft
+        proposal = self.inner.propose([max(min(self.tokens, n - 1), 0) for n in left])
+        logits = self._fit(self.cached.score(self._known(rows), self._known_only(proposal)))
+        draft.observe(proposal, logits)
+        law = context.sampler(logits, [size + 1 for size in proposal.sizes], lambda b, node: self._prefix(proposal, b, node))
+        verdict = self.rule.verdict(proposal, law, self.inner.noise("accept", len(proposal.tree)) if self.rule.samples else None)
+        token = verdict.next_probs
+        if token.is_floating_point():
+            token = draw(token, self.inner.noise("next", 1)[:, 0])
+        draft.commit(verdict)
+        advance = []
+        for b, (on_path, last, n) in enumerate(zip(verdict.on_path.tolist(), token.tolist(), left)):
+            path = [node for node in range(1, len(on_path)) if on_path[node]] if n else []
+            taken = [*(int(proposal.tokens[b, node - 1]) for node in path), last][: n]
+            if n and self.rule.samples:
+                laws[b] += law.scores[b, [0, *path]].float().softmax(-1)
+            rows[b] += taken
+            tokens[b] += taken
+            advance.append(len(taken))
+        self.cached.commit(advance, proposal.tree, verdict.on_path)
+
+    def _prefix(self, proposal: Proposal, b: int, node: int) -> torch.Tensor:
+        drafted = [int(proposal.tokens[b, step - 1]) for step in proposal.tree.path(node)]
+        return torch.tensor([self.inner.rows[b] + drafted], device=self.inner.context.device)
+
+    # --- vocabularies padded to different sizes -----------------------------------------------------------------------
+
+    def _fit(self, logits: torch.Tensor) -> torch.Tensor:
+        """The middle model's logits in the target's vocabulary: ids that it does not have are impossible."""
+        context = self.inner.context
+        missing, logits = context.vocab_size - logits.shape[-1], logits.to(context.device)
+        if missing > 0:
+            return torch.nn.functional.pad(logits.float(), (0, missing), value=-torch.inf)
+        return logits[..., : context.vocab_size]
+
+    def _known(self, rows: list[list[int]]) -> list[list[int]]:
+        last = self.traits.vocab_size - 1
+        return rows if last + 1 >= self.inner.context.vocab_size else [[min(token, last) for token in row] for row in rows]
+
+    def _known_only(self, proposal: Proposal) -> Proposal:
+        return Proposal(proposal.tree, proposal.tokens.clamp(max=self.traits.vocab_size - 1), None, proposal.sizes)
+
+    # --- the life of a call -----------------------------------------------------------------------------------------
+
+    def relative_cost(self, target: PreTrainedModel) -> float:
+        """By size, for a middle model that is not accelerated at all: at most."""
+        return sum(p.numel() for p in self.model.parameters()) / max(sum(p.numel() for p in target.parameters()), 1)
+
+    @property
+    def calls(self) -> int:
+        return (self.cached.calls if self.cached else 0) + self.draft.calls
+
+    @property
+    def forward_seconds(self) -> float:
+        return (self.cached.seconds if self.cached else 0.0) + self.draft.forward_seconds
+
+    def keep(self, rows: list[int]) -> None:
+        self.cached.keep(rows)
+        self.inner.keep(rows)
+
+    def rewind(self, context: Context, lengths: list[int]) -> None:
+        """The rows are compared at every `propose`, whatever happened to them."""
+
+    def finish(self) -> None:
+        if self.cached is not None:
+            self.cached.cache.layers.clear()
+        self.inner = None
+        self.draft.finish()
+        super().finish()
+
+    def _stock_vocab_size(self) -> int:
+        return self.traits.vocab_size

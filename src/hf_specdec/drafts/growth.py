@@ -1,0 +1,160 @@
+"""Trees grown token by token, likeliest first, from the guesses of one or several drafts; and trees of several rows in one proposal."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import Any
+
+import torch
+
+from ..proposal import Proposal
+from ..tree import Tree
+from .base import Draft
+
+Source = tuple[Draft, Any]  # a draft, and the place where a row stands in it
+
+
+@dataclass
+class Grown:
+    """One row's tree. nodes: (parent, token) of node 1, 2, ...; kinds: of every node, the kinds of guess that it was; children:
+    of every node, the root included, token -> node, in the order in which they are judged."""
+
+    nodes: list[tuple[int, int]] = field(default_factory=list)
+    kinds: list[list[Hashable]] = field(default_factory=list)
+    children: list[dict[int, int]] = field(default_factory=lambda: [{}])
+
+    def add(self, parent: int, token: int, kinds: list[Hashable]) -> int:
+        self.nodes.append((parent, token))
+        self.kinds.append(kinds)
+        self.children.append({})
+        self.children[parent][token] = len(self.nodes)
+        return len(self.nodes)
+
+
+class Grower:
+    """Estimates how often a guess of a kind is right, and takes the likeliest paths. Kinds are told apart by draft. A guess that
+    several drafts share is as likely as the best of them says.
+
+    WEIGHT: how many judged guesses the expected rate counts for. MOST: no token is surer than that.
+    """
+
+    WEIGHT, MOST = 10.0, 0.97
+
+    def __init__(self):
+        self.counts: dict[Hashable, list[float]] = {}  # right, judged
+
+    def rate(self, kind: Hashable, expected: float) -> float:
+        count = self.counts.get(kind)
+        if count is None:
+            count = self.counts[kind] = [expected * self.WEIGHT, self.WEIGHT]
+        return count[0] / count[1]
+
+    def tree(self, sources: Sequence[Source], size: int, vocab_size: int, branches: int = 8) -> Grown:
+        """The `size` likeliest nodes after the places of `sources`, at most `branches` after each token; fewer where the drafts know
+        no more."""
+        grown, ahead, serial = Grown(), [], 0
+        parent, places, probability = 0, list(sources), 1.0
+        while len(grown.nodes) < size:
+            likeliest = sorted(self._guesses(places, vocab_size).items(), key=lambda item: -item[1][0])
+            for token, (rate, kinds) in likeliest[:branches]:
+                serial += 1
+                heappush(ahead, (-probability * rate, serial, parent, token, kinds, places))
+            if not ahead:
+                break
+            probability, _, above, token, kinds, places = heappop(ahead)
+            probability, parent = -probability, grown.add(above, token, kinds)
+            places = [(draft, after) for draft, place in places if (after := draft.step(place, token)) is not None]
+        return grown
+
+    def _guesses(self, places: list[Source], vocab_size: int) -> dict[int, tuple[float, list[Hashable]]]:
+        """token -> (rate, kinds)."""
+        found: dict[int, tuple[float, list[Hashable]]] = {}
+        for draft, place in places:
+            for token, kind, expected in draft.guesses(place):
+                if 0 <= token < vocab_size:
+                    kind = (id(draft), kind)
+                    rate = min(self.rate(kind, expected), self.MOST)
+                    known = found.get(token)
+                    found[token] = (rate, [kind]) if known is None else (max(rate, known[0]), [*known[1], kind])
+        return found
+
+    def learn(self, grown: Grown, committed: list[int]) -> None:
+        """`committed` is what followed the root: every guess that was made along it was right or wrong."""
+        node = 0
+        for token in committed:
+            for other, child in grown.children[node].items():
+                for kind in grown.kinds[child - 1]:
+                    count = self.counts[kind]
+                    count[0] += other == token
+                    count[1] += 1
+            if token not in grown.children[node]:
+                break
+            node = grown.children[node][token]
+
+
+@dataclass
+class Branches:
+    """One row's part of a proposal. nodes: (parent, token); laws: per node float [V], or None for a point mass, or None for all."""
+
+    nodes: list[tuple[int, int]]
+    laws: list[torch.Tensor | None] | None = None
+
+    @classmethod
+    def of(cls, proposal: Proposal, b: int) -> "Branches":
+        """Row b of a proposal."""
+        size = proposal.sizes[b]
+        laws = None if proposal.probs is None else list(proposal.probs[b, :size])
+        return cls(list(zip(proposal.tree.parents[:size], proposal.tokens[b, :size].tolist())), laws)
+
+
+def together(rows: list[Branches], vocab_size: int, device, source: str | list[str]) -> Proposal:
+    """Trees of different shapes as one proposal: a node is known by the ranks of the siblings on the way to it, so that siblings keep
+    their order and every node its own law. A row that lacks a node before its last one has token 0 there, a point mass like any
+    other, judged after the siblings that it has. Coins are numbered by node: what is drawn for a row then depends on its
+    neighbours' shapes (its law does not)."""
+    ranked = [_by_ranks(row.nodes) for row in rows]
+    wanted = Counter(path for own in ranked for path in own)
+    order = ranked[0] if len(rows) == 1 else sorted(wanted, key=lambda path: (-wanted[path], len(path), path))
+    number = {(): 0} | {path: node for node, path in enumerate(order, start=1)}
+    tree = Tree(tuple(number[path[:-1]] for path in order))
+    columns = [[number[path] - 1 for path in own] for own in ranked]
+    tokens = torch.zeros((len(rows), len(tree)), dtype=torch.long)
+    for b, row in enumerate(rows):
+        tokens[b, columns[b]] = torch.tensor([token for _, token in row.nodes], dtype=torch.long)
+    tokens, sizes = tokens.to(device), [max(own, default=-1) + 1 for own in columns]
+    return Proposal(tree, tokens, _laws(rows, tokens, columns, vocab_size), sizes, source)
+
+
+def _by_ranks(nodes: list[tuple[int, int]]) -> list[tuple[int, ...]]:
+    """The path of sibling ranks to every node."""
+    paths, seen = [()], Counter()
+    for parent, _ in nodes:
+        paths.append((*paths[parent], seen[parent]))
+        seen[parent] += 1
+    return paths[1:]
+
+
+def _laws(rows: list[Branches], tokens: torch.Tensor, columns: list[list[int]], vocab_size: int) -> torch.Tensor | None:
+    """probs float [B, N, V]: each node's own law, else the one-hot of its token; None where there is no law at all."""
+    if all(row.laws is None for row in rows):
+        return None
+    probs = torch.nn.functional.one_hot(tokens, vocab_size).float()
+    for b, row in enumerate(rows):
+        for column, law in zip(columns[b], row.laws or ()):
+            if law is not None:
+                probs[b, column] = law.to(probs)
+    return probs
+
+
+def likeliest(logits: torch.Tensor, n: int, width: int = 96) -> torch.Tensor:
+    """topk(n).indices of logits [B, m, V], several times faster on a CPU: the n best are in the n groups with the best maxima."""
+    vocab = logits.shape[-1]
+    if logits.device.type != "cpu" or vocab % width or vocab // width < n:
+        return logits.topk(n).indices
+    groups = logits.float().unflatten(-1, (vocab // width, width))
+    best = groups.amax(-1).topk(n).indices
+    inside = groups.gather(2, best[..., None].expand(-1, -1, -1, width)).flatten(2).topk(n).indices
+    return best.gather(2, inside // width) * width + inside % width

@@ -1,0 +1,120 @@
+"""The horizontal cascade: the first tokens of a round from a good draft, the late ones, which are seldom reached, from a cheaper one.
+Chen et al. 2023 (arXiv 2312.11462)."""
+
+from __future__ import annotations
+
+import torch
+
+from ..proposal import Proposal, Verdict
+from .base import Context, Draft
+from .inner import Inner, chains
+
+
+class HorizontalCascadeDraft(Draft):
+    """first: drafts at most `after` tokens a round. then: goes on from there, up to K. Both propose chains (ValueError otherwise);
+    every token keeps the law that it was drawn from."""
+
+    name = "horizontal_cascade"
+    trusted = True
+
+    def __init__(self, first: Draft, then: Draft, after: int = 2):
+        for name, draft in (("first", first), ("then", then)):
+            if not isinstance(draft, Draft):
+                raise TypeError(f"{name}: expected a draft, got {type(draft).__name__}; make a model one with ModelDraft(model).")
+        if first is then:
+            raise ValueError("then: is the same object as first; make two.")
+        if isinstance(after, bool) or not isinstance(after, int) or not 1 <= after <= 64:
+            raise ValueError(f"after={after!r} must be an int in 1..64.")
+        self.first, self.then, self.after, self.parts = first, then, after, (first, then)
+        self.reads_prompt = first.reads_prompt or then.reads_prompt
+
+    def start(self, context: Context) -> None:
+        self.context, self.sizes = context, [0] * len(context.rows)
+        self.first.start(context)
+        self.inner = Inner(self.then, context)
+
+    def evidence(self, context: Context) -> list[int]:
+        """That of the first draft; 0 where only the second may have something to say."""
+        self.strengths = self.first.evidence(context)
+        return [max(strength, 0) for strength in self.strengths]
+
+    def propose(self, context: Context, k: list[int]) -> Proposal:
+        own = [min(n, self.after) if strength >= 0 else 0 for n, strength in zip(k, self.strengths)]
+        early = self.first.propose(context, own)
+        if not self.first.trusted:
+            Proposal.check(early, len(k), context.vocab_size, self.first.name)
+        early = _chain(early.within(own), "first", self.first)
+        rows = [row + tokens[:size] for row, tokens, size in zip(context.rows, early.tokens.tolist(), early.sizes)]
+        self.inner.follow(rows)
+        late = _chain(self.inner.propose([n - size for n, size in zip(k, early.sizes)]), "then", self.then)
+        self.sizes = early.sizes
+        tokens = [one[:n] + other[:m] for one, other, n, m in
+                  zip(early.tokens.tolist(), late.tokens.tolist(), early.sizes, late.sizes)]
+        if early.probs is None and late.probs is None:
+            return chains(tokens, None, context, self.name)
+        laws = [_laws(early, b, context) + _laws(late, b, context) for b in range(len(k))]
+        return chains(tokens, laws, context, self.name)
+
+    def observe(self, proposal: Proposal, logits: torch.Tensor) -> None:
+        self.first.observe(proposal, logits)
+        self.inner.follow(self.context.rows)  # the second draft sees the root where the first one does
+        self.then.observe(proposal, logits)
+
+    def read(self, firsts: list[int], logits: torch.Tensor) -> None:
+        for draft in self.parts:
+            if draft.reads_prompt:
+                draft.read(firsts, logits)
+
+    def commit(self, verdict: Verdict) -> None:
+        """The first draft learns of its own tokens; the second one sees by its rows what stands."""
+        n = max(self.sizes, default=0)
+        sizes = torch.tensor(self.sizes, device=verdict.on_path.device)
+        own = torch.arange(n + 1, device=sizes.device) <= sizes[:, None]
+        self.first.commit(Verdict(verdict.on_path[:, : n + 1] & own, verdict.next_probs))
+
+    def keep(self, rows: list[int]) -> None:
+        self.sizes = [self.sizes[row] for row in rows]
+        self.first.keep(rows)
+        self.inner.keep(rows)
+
+    def rewind(self, context: Context, lengths: list[int]) -> None:
+        self.first.rewind(context, lengths)
+
+    def finish(self) -> None:
+        self.context = self.inner = None
+        for draft in self.parts:
+            draft.finish()
+        super().finish()
+
+    # --- what is asked of it between ----------------------------------------------------------------------------------
+
+    def prior(self, strength: int) -> tuple[float, float]:
+        return self.first.prior(strength)
+
+    def relative_cost(self, target) -> float | None:
+        return self.first.relative_cost(target)
+
+    @property
+    def calls(self) -> int:
+        return self.first.calls + self.then.calls
+
+    @property
+    def forward_seconds(self) -> float:
+        return self.first.forward_seconds + self.then.forward_seconds
+
+    def _stock_vocab_size(self) -> int:
+        return min(draft._stock_vocab_size() for draft in self.parts)
+
+
+def _chain(proposal: Proposal, argument: str, draft: Draft) -> Proposal:
+    if not proposal.tree.is_chain:
+        raise ValueError(f"{argument}: draft {draft.name!r} proposes trees; a horizontal cascade needs chains (branches=1).")
+    return proposal
+
+
+def _laws(proposal: Proposal, b: int, context: Context) -> list[torch.Tensor]:
+    """float [V] per token of row b; the one-hot of a point mass."""
+    size = proposal.sizes[b]
+    if proposal.probs is not None:
+        return list(proposal.probs[b, :size].to(context.device).float())
+    return list(torch.nn.functional.one_hot(proposal.tokens[b, :size], context.vocab_size).to(context.device).float())

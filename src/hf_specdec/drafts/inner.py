@@ -1,0 +1,75 @@
+"""A draft inside another one: it has rows of its own, which may run ahead of what is committed, and streams of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from .. import compat
+from ..proposal import Proposal
+from .base import Context, Draft
+
+
+class Inner:
+    """draft: started on a context of its own, made of `context` with `changes`. rows: its rows, token ids; they are cut and grown in
+    place. turn: the number under which its random streams go; numbers of different turns are independent."""
+
+    def __init__(self, draft: Draft, context: Context, **changes):
+        self.draft, self.outer, self.turn = draft, context, 0
+        self.rows = [list(row) for row in context.rows]
+        self.context = replace(context, rows=self.rows, noise=self.noise, stop=None, **changes)
+        draft.start(self.context)
+
+    def noise(self, stream: str, n: int) -> torch.Tensor:
+        return self.outer.noise(f"draft:{self.turn}/{stream}", n)
+
+    def follow(self, rows: list[list[int]]) -> list[int]:
+        """Make the rows equal to `rows`, and let the draft forget what stands no more; per row, how many tokens still stood."""
+        same = [common(own, row) for own, row in zip(self.rows, rows)]
+        if any(n < len(own) for n, own in zip(same, self.rows)):
+            for own, n in zip(self.rows, same):
+                del own[n:]
+            self.draft.rewind(self.context, same)
+        for own, row, n in zip(self.rows, rows, same):
+            own += row[n:]
+        return same
+
+    def propose(self, k: list[int]) -> Proposal:
+        """At most k[b] tokens for row b, none deeper than that; checked unless the draft is the package's own."""
+        evidence = self.draft.evidence(self.context)
+        k = [own if strength >= 0 else 0 for own, strength in zip(k, evidence)]
+        proposal = self.draft.propose(self.context, k)
+        if not self.draft.trusted:
+            Proposal.check(proposal, len(k), self.context.vocab_size, self.draft.name)
+        return proposal.within(k)
+
+    def keep(self, rows: list[int]) -> None:
+        self.rows[:] = [self.rows[row] for row in rows]
+        self.draft.keep(rows)
+
+
+def refuse_encoder(model, role: str) -> None:
+    """ValueError if `model` has an encoder: a draft that runs it reads the rows alone."""
+    if compat.unwrap(model).config.is_encoder_decoder:
+        raise ValueError(f"{role}: {type(compat.unwrap(model)).__name__} is an encoder-decoder model, which this draft cannot run. Pass a "
+                         f"decoder-only one, or make the whole model the draft with ModelDraft(model).")
+
+
+def common(one: list[int], other: list[int]) -> int:
+    """How many tokens both begin with."""
+    n = min(len(one), len(other))
+    if one[:n] == other[:n]:
+        return n
+    return next(i for i in range(n) if one[i] != other[i])
+
+
+def chains(tokens: list[list[int]], laws: list[list[torch.Tensor]] | None, context: Context, source: str) -> Proposal:
+    """Chains of drawn tokens: laws[b][i] float [V] is what token i of row b was drawn from; laws None for point masses."""
+    proposal = Proposal.from_lists(tokens, context.device, source)
+    if laws is not None and len(proposal.tree):
+        proposal.probs = torch.zeros((*proposal.tokens.shape, context.vocab_size), device=context.device)
+        for b, own in enumerate(laws):
+            if own:
+                proposal.probs[b, : len(own)] = torch.stack(own)
+    return proposal

@@ -1,0 +1,253 @@
+"""Several drafts at once: the one that is expected to earn most per millisecond, or all of them in one tree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..proposal import Proposal, Verdict
+from ..registry import DRAFTS, load
+from .base import Context, Draft, Guess
+from .choosing import STRENGTHS, Choose
+from .growth import Branches, Grower, Grown, together
+
+MODES = ("merge", "choose")
+
+
+class MixtureDraft(Draft):
+    """Several drafts; what each earns is measured during the call.
+
+    drafts: drafts, or names of registered ones; by default the suffix automaton and n-gram recycling.
+    mode:   "merge": every round all drafts together fill one tree of K tokens, the likeliest first (SpecInfer, Miao et al. 2023, merges
+            drafts in a prefix tree). Drafts that know `guesses` are asked token by token; of any other the whole proposal takes part,
+            at most `tokens` of it. What a model has drawn at random is a branch of its own, judged after the guesses, with the law it
+            was drawn from: a guess that happens to be the same token is judged before it, and the residual knows.
+            "choose": per round and row, the one draft with the most expected tokens per expected time of the round. Estimates of
+            drafts that cost nothing are kept up by what they would have proposed. In a call with a seed no time is measured.
+    branches: most guesses tried after each token ("merge"); 1 makes a chain of the likeliest.
+    tokens: most tokens asked of a draft that does not know `guesses` ("merge").
+
+    What is chosen depends on committed tokens and measured times alone, never on a coin of a token still to be judged. In "merge" the
+    rows of a batch share one shape of tree, so what is drawn for a row depends on its neighbours (its law does not).
+    """
+
+    name = "mixture"
+    trusted = True
+
+    def __init__(self, drafts: Sequence[Draft | str] = ("suffix_automaton", "ngram_recycling"), mode: str = "merge", tokens: int = 5,
+                 branches: int = 8):
+        if mode not in MODES:
+            raise ValueError(f"mode={mode!r} must be one of {list(MODES)}.")
+        for name, value, most in (("tokens", tokens, 64), ("branches", branches, 16)):
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+                raise ValueError(f"{name}={value!r} must be an int in 1..{most}.")
+        if isinstance(drafts, (str, Draft)) or not len(drafts):
+            raise ValueError("drafts: expected a list of at least one draft (or names of registered drafts).")
+        made = tuple(load(DRAFTS, draft, "drafts")() if isinstance(draft, str) else draft for draft in drafts)
+        wrong = next((draft for draft in made if not isinstance(draft, Draft)), None)
+        if wrong is not None:
+            raise TypeError(f"drafts: expected drafts, got {type(wrong).__name__}; make a model one with ModelDraft(model).")
+        if len({id(draft) for draft in made}) < len(made):
+            raise ValueError("drafts: the same object is in the list twice; make two.")
+        self.parts, self.mode, self.tokens, self.branches = made, mode, tokens, branches
+        self.reads_prompt = any(draft.reads_prompt for draft in made)
+
+    # --- the life of a call -----------------------------------------------------------------------------------------
+
+    def start(self, context: Context) -> None:
+        self.context, self.asked = context, [None] * len(self.parts)  # of every draft, what it proposed in the last round
+        self.lengths = [len(row) for row in context.rows]
+        for draft in self.parts:
+            draft.start(context)
+        self.way = (Merge if self.mode == "merge" else Choose)(self, context)
+
+    def evidence(self, context: Context) -> list[int]:
+        self.way.learn([row[length:] for row, length in zip(context.rows, self.lengths)])
+        self.lengths = [len(row) for row in context.rows]
+        return self.way.evidence([draft.evidence(context) for draft in self.parts])
+
+    def propose(self, context: Context, k: list[int]) -> Proposal:
+        self.asked = [None] * len(self.parts)
+        rows, sources = self.way.propose(context, k)
+        self.shown = together(rows, context.vocab_size, context.device, sources)
+        return self.shown
+
+    def ask(self, d: int, k: list[int]) -> Proposal:
+        """Draft d's proposal, checked unless the draft is the package's own."""
+        draft, context = self.parts[d], self.context
+        proposal = draft.propose(context, k)
+        if not draft.trusted:
+            Proposal.check(proposal, len(k), context.vocab_size, draft.name)
+        self.asked[d] = proposal
+        return proposal
+
+    def observe(self, proposal: Proposal, logits: torch.Tensor) -> None:
+        for draft in self.parts:
+            draft.observe(proposal, logits)
+
+    def read(self, firsts: list[int], logits: torch.Tensor) -> None:
+        for draft in self.parts:
+            if draft.reads_prompt:
+                draft.read(firsts, logits)
+
+    def commit(self, verdict: Verdict) -> None:
+        """Every draft that has proposed something learns which of its own nodes are on the accepted path."""
+        if all(type(draft).commit is Draft.commit for draft in self.parts):
+            return
+        paths = [[token for token, on in zip(tokens, path[1:]) if on] for tokens, path in
+                 zip(self.shown.tokens.tolist(), verdict.on_path.tolist())]
+        for draft, proposal in zip(self.parts, self.asked):
+            if proposal is not None:
+                draft.commit(Verdict(_on_path(proposal, paths), verdict.next_probs))
+
+    def keep(self, rows: list[int]) -> None:
+        self.lengths = [self.lengths[row] for row in rows]
+        self.way.keep(rows)
+        for draft in self.parts:
+            draft.keep(rows)
+
+    def rewind(self, context: Context, lengths: list[int]) -> None:
+        self.way.forget()
+        self.lengths = list(lengths)
+        for draft in self.parts:
+            draft.rewind(context, lengths)
+
+    def finish(self) -> None:
+        self.context = self.way = self.shown = None
+        self.asked = []
+        for draft in self.parts:
+            draft.finish()
+        super().finish()
+
+    # --- what is asked of it between ----------------------------------------------------------------------------------
+
+    def prior(self, strength: int) -> tuple[float, float]:
+        d, own = divmod(strength, STRENGTHS)
+        return self.parts[d].prior(own) if self.mode == "choose" else (0.4, 0.6)
+
+    def relative_cost(self, target) -> float:
+        return max(draft.relative_cost(target) or 0.0 for draft in self.parts)
+
+    @property
+    def calls(self) -> int:
+        return sum(draft.calls for draft in self.parts)
+
+    @property
+    def forward_seconds(self) -> float:
+        return sum(draft.forward_seconds for draft in self.parts)
+
+    def _stock_vocab_size(self) -> int:
+        return min(draft._stock_vocab_size() for draft in self.parts)
+
+    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, num_matches: int) -> None:
+        """Stock assisted decoding shows its logits here; they follow the tokens of the last `get_candidates`."""
+        if scores is not None:
+            self.observe(self.shown, scores)
+
+
+# --- all drafts in one tree -----------------------------------------------------------------------------------------------
+
+
+class _Whole(Draft):
+    """The last proposal of a draft, token by token: a place is (row, node)."""
+
+    def __init__(self, draft: Draft):
+        self.draft, self.children = draft, []
+
+    def show(self, proposal: Proposal, strengths: list[int]) -> None:
+        self.strengths = strengths
+        self.children = []
+        for tokens, size in zip(proposal.tokens.tolist(), proposal.sizes):
+            children: list[dict[int, int]] = [{} for _ in range(size + 1)]
+            for node, (parent, token) in enumerate(zip(proposal.tree.parents[:size], tokens), start=1):
+                children[parent].setdefault(token, node)
+            self.children.append(children)
+
+    def guesses(self, place: tuple[int, int, int]) -> list[Guess]:
+        b, node, depth = place
+        rate = self.draft.prior(self.strengths[b])[depth > 0]
+        return [(token, (self.strengths[b], min(depth, 8), rank), rate * 0.3**rank) for rank, token in enumerate(self.children[b][node])]
+
+    def step(self, place: tuple[int, int, int], token: int) -> tuple[int, int, int] | None:
+        b, node, depth = place
+        after = self.children[b][node].get(token)
+        return None if after is None else (b, after, depth + 1)
+
+
+class Merge:
+    """All drafts in one tree."""
+
+    def __init__(self, mixture: MixtureDraft, context: Context):
+        self.mixture, self.grower = mixture, Grower()
+        self.wholes = [None if type(draft).place is not Draft.place else _Whole(draft) for draft in mixture.parts]
+        self.forget()
+
+    def forget(self) -> None:
+        self.grown: list[Grown] = []
+
+    def learn(self, committed: list[list[int]]) -> None:
+        for grown, tokens in zip(self.grown, committed):
+            self.grower.learn(grown, tokens)
+        self.forget()
+
+    def evidence(self, strengths: list[list[int]]) -> list[int]:
+        self.strengths = strengths
+        return [0 if max(own) >= 0 else -1 for own in zip(*strengths)]
+
+    def propose(self, context: Context, k: list[int]) -> tuple[list[Branches], str]:
+        drawn, branches = self._ask(context, k), 1 if context is self.mixture._stock else self.mixture.branches
+        rows = []
+        for b, size in enumerate(k):
+            tails = [Branches.of(proposal, b) for proposal in drawn]
+            sources = [source for d in range(len(self.wholes)) if (source := self._source(d, b)) is not None]
+            grown = self.grower.tree(sources, size - sum(len(tail.nodes) for tail in tails), context.vocab_size, branches)
+            self.grown.append(grown)
+            rows.append(_joined(grown, tails))
+        return rows, self.mixture.name
+
+    def _ask(self, context: Context, k: list[int]) -> list[Proposal]:
+        """Show the wholes what they are to say; the proposals that were drawn at random."""
+        drawn = []
+        for d, whole in enumerate(self.wholes):
+            if whole is not None:
+                own = [min(size // len(self.wholes), self.mixture.tokens) if strength >= 0 else 0 for size, strength in zip(k, self.strengths[d])]
+                proposal = self.mixture.ask(d, own) if any(own) else Proposal.from_lists([[] for _ in k], context.device)
+                if proposal.probs is not None and context.sampler.do_sample:
+                    drawn.append(proposal)
+                    proposal = Proposal.from_lists([[] for _ in k], context.device)
+                whole.show(proposal, self.strengths[d])
+        return drawn
+
+    def _source(self, d: int, b: int) -> tuple[Draft, Any] | None:
+        if self.strengths[d][b] < 0:
+            return None
+        draft = self.mixture.parts[d]
+        place = draft.place(b) if self.wholes[d] is None else (b, 0, 0)
+        return None if place is None else (self.wholes[d] or draft, place)
+
+    def keep(self, rows: list[int]) -> None:
+        self.grown = [self.grown[row] for row in rows] if self.grown else []
+
+
+def _joined(grown: Grown, tails: list[Branches]) -> Branches:
+    """The guesses, and after them, from the root, what was drawn: independent draws, so their laws stay what they were."""
+    nodes, laws = list(grown.nodes), [None] * len(grown.nodes)
+    for tail in tails:
+        start = len(nodes)
+        nodes += [(parent + start if parent else 0, token) for parent, token in tail.nodes]
+        laws += tail.laws
+    return Branches(nodes, laws if tails else None)
+
+
+def _on_path(proposal: Proposal, paths: list[list[int]]) -> torch.Tensor:
+    """Bool [B, N+1]: which nodes of `proposal` lie on the accepted tokens of their row."""
+    on_path = torch.zeros((len(paths), len(proposal.tree) + 1), dtype=torch.bool)
+    on_path[:, 0] = True
+    for b, (tokens, path) in enumerate(zip(proposal.tokens.tolist(), paths)):
+        last, depth = 0, 0
+        for node, parent in enumerate(proposal.tree.parents[: proposal.sizes[b]], start=1):
+            if parent == last and depth < len(path) and tokens[node - 1] == path[depth]:
+                on_path[b, node], last, depth = True, node, depth + 1
+    return on_path.to(proposal.tokens.device)

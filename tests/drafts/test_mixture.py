@@ -1,0 +1,207 @@
+"""The mixture: one tree of all drafts, or the draft that earns most; and drafts inside that are not asked in every round."""
+
+import pytest
+import torch
+
+from hf_specdec.distributions import Sampler
+from hf_specdec.drafts import Context, Draft, MixtureDraft, ModelDraft, NGramRecyclingDraft, PromptLookupDraft, SuffixAutomatonDraft
+from hf_specdec.drafts import mixture
+from hf_specdec.drafts.growth import Branches, Grower, likeliest, together
+from hf_specdec.proposal import Proposal
+from tests.conformance import law
+from tests.helpers import (
+    VOCAB, ScriptedDraft, TreeDraft, contrary, generated, perturbed, plain, prompts, repetitive, small_vocabulary_llama, speculate, tiny_llama,
+)
+
+
+class Guessing(Draft):
+    """Guesses the same tokens everywhere, with these rates."""
+
+    trusted = True
+
+    def __init__(self, rates: dict[int, float]):
+        self.rates = rates
+
+    def place(self, b):
+        return ()
+
+    def guesses(self, place):
+        return [(token, token, rate) for token, rate in self.rates.items()]
+
+    def step(self, place, token):
+        return (*place, token)
+
+
+def test_the_likeliest_paths_come_first():
+    tree = Grower().tree([(Guessing({7: 0.5, 8: 0.3}), ())], 5, VOCAB)
+    assert tree.nodes == [(0, 7), (0, 8), (1, 7), (1, 8), (2, 7)]  # .5 .3 .25 .15 .15
+
+
+def test_a_token_that_two_drafts_guess_is_there_once_and_as_likely_as_the_best_says():
+    sources = [(Guessing({7: 0.2, 8: 0.3}), ()), (Guessing({7: 0.9}), ())]
+    tree = Grower().tree(sources, 2, VOCAB)
+    assert tree.nodes == [(0, 7), (1, 7)] and len(tree.kinds[0]) == 2
+
+
+def test_guesses_that_are_wrong_become_unlikely_and_right_ones_likely():
+    draft, grower = Guessing({7: 0.5, 8: 0.3}), Grower()
+    for _ in range(10):
+        grower.learn(grower.tree([(draft, ())], 2, VOCAB), [8])
+    assert grower.tree([(draft, ())], 1, VOCAB).nodes == [(0, 8)]
+
+
+def test_tokens_that_the_target_lacks_are_not_proposed():
+    assert Grower().tree([(Guessing({70: 0.9, 8: 0.3}), ())], 1, VOCAB).nodes == [(0, 8)]
+
+
+def test_trees_of_different_shapes_keep_their_tokens_their_order_and_their_laws():
+    one, two = torch.eye(VOCAB)[9] * 0.5 + 0.5 / VOCAB, torch.full((VOCAB,), 1 / VOCAB)
+    rows = [Branches([(0, 5), (0, 9), (1, 6)], [None, one, None]), Branches([(0, 3), (1, 4), (2, 5)], [two, two, None]), Branches([])]
+    found = together(rows, VOCAB, "cpu", "some")
+    found.check(3, VOCAB, "some")
+    for b, row in enumerate(rows):
+        own = {found.tree.ranks[node - 1]: node for node in range(1, found.sizes[b] + 1) if found.tree.parents[node - 1] == 0}
+        firsts = [i for i, (parent, _) in enumerate(row.nodes) if parent == 0]
+        for rank, i in enumerate(firsts):
+            node = own[rank]
+            expected = row.laws[i] if row.laws[i] is not None else torch.eye(VOCAB)[row.nodes[i][1]]
+            assert found.tokens[b, node - 1] == row.nodes[i][1] and torch.equal(found.probs[b, node - 1], expected)
+    assert found.sizes[2] == 0
+
+
+def test_the_best_of_a_row_of_logits_are_found_in_groups():
+    logits = torch.randn(2, 5, 960, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(likeliest(logits, 8), logits.topk(8).indices) and torch.equal(likeliest(logits[..., :61], 8), logits[..., :61].topk(8).indices)
+
+
+def test_a_mixture_accepts_at_least_what_a_draft_that_knows_the_text_gives():
+    target, rows = tiny_llama(3), repetitive(12) + prompts(7, seed=4)
+    texts = [row + text for row, text in zip(rows, plain(target, rows, max_new_tokens=24))]
+    knowing, ignorant = ScriptedDraft.knowing(texts), ModelDraft(contrary(target))
+    for mode in ("merge", "choose"):
+        out = speculate(target, rows, MixtureDraft([ignorant, knowing], mode), 8, max_new_tokens=24)
+        assert generated(out, rows) == [text[len(row):] for text, row in zip(texts, rows)]
+        assert out.speculation.block_efficiency > 2
+
+
+@pytest.mark.parametrize("mode", ["merge", "choose"])
+@pytest.mark.parametrize("drafts", [
+    lambda target: [PromptLookupDraft(), ModelDraft(perturbed(target, 0.1)), ModelDraft(perturbed(target, 0.5))],
+    lambda target: [TreeDraft(), SuffixAutomatonDraft(), NGramRecyclingDraft()],
+    lambda target: [TreeDraft(replacement=True), ModelDraft(perturbed(target, 0.1))],
+], ids=["lookup and two models", "a drawn tree and guesses", "two that draw"])
+def test_drawn_branches_among_guesses_leave_the_law_what_it_is(mode, drafts):
+    target = small_vocabulary_llama(2, law.VOCAB)
+    rows = [[1, 2, 3, 1, 2], [4, 3]]
+    found, traces = law.counts(target, rows, MixtureDraft(drafts(target), mode, tokens=3), 3_000, 3, 7)
+    assert law.worst_p_value(found, [law.joint(target, row, 3) for row in rows], 3) > law.THRESHOLD
+    assert sum(trace.accepted for trace in traces) > 500
+
+
+def test_guesses_that_depend_on_what_was_drawn_are_rejected(monkeypatch):
+    """The control: a guess is left out where the model has drawn the same token."""
+    joined = mixture._joined
+
+    def looking(grown, tails):
+        drawn = {token for tail in tails for parent, token in tail.nodes if parent == 0}
+        grown.nodes = [] if grown.nodes and grown.nodes[0][1] in drawn else grown.nodes[:1]
+        return joined(grown, tails)
+
+    def p_value():
+        draft = MixtureDraft([PromptLookupDraft(), ModelDraft(perturbed(target, 0.1))], tokens=3)
+        found, _ = law.counts(target, [[1, 2, 3, 1, 2]], draft, 8_000, 1, 4)
+        return law.worst_p_value(found, [law.joint(target, [1, 2, 3, 1, 2], 1)], 1)
+
+    target = small_vocabulary_llama(2, law.VOCAB)
+    assert p_value() > law.THRESHOLD
+    monkeypatch.setattr(mixture, "_joined", looking)
+    assert p_value() < law.THRESHOLD
+
+
+def test_the_one_that_earns_more_is_chosen_and_a_model_that_was_not_asked_goes_on_where_the_text_is():
+    target, rows = tiny_llama(3), repetitive(12, 9)
+    texts = [row + text for row, text in zip(rows, plain(target, rows, max_new_tokens=40))]
+
+    class Sometimes(ScriptedDraft):
+        """Knows the text, but has nothing to say for every other dozen of tokens."""
+
+        cost_ratio = 0.0
+
+        def evidence(self, context):
+            return [0 if len(row) // 12 % 2 else -1 for row in context.rows]
+
+        def prior(self, strength):
+            return 0.99, 0.99
+
+    draft = MixtureDraft([Sometimes.knowing(texts), ModelDraft(target)], mode="choose")
+    out = speculate(target, rows, draft, 4, seed=1, max_new_tokens=40)
+    sources = {entry.source for entries in out.speculation.rounds for entry in entries if entry.proposed}
+    assert sources == {"scripted", "model"} and out.speculation.acceptance_rate == 1.0
+    assert generated(out, rows) == [text[len(row):] for text, row in zip(texts, rows)]
+
+
+def test_with_a_seed_a_run_repeats_whatever_the_clock_says():
+    target, rows = tiny_llama(3), repetitive(12, 9)
+    traces = [speculate(target, rows, MixtureDraft([PromptLookupDraft(), ModelDraft(perturbed(target))], "choose"), "auto", seed=3, do_sample=True,
+                        max_new_tokens=40).speculation.rounds for _ in range(2)]
+    assert traces[0] == traces[1]
+
+
+def test_every_draft_inside_hears_of_its_own_nodes():
+    target, rows = tiny_llama(3), repetitive(12)
+    heard = []
+
+    class Listening(ScriptedDraft):
+        def propose(self, context, k):
+            self.last = super().propose(context, k)
+            return self.last
+
+        def commit(self, verdict):
+            heard.append((verdict.on_path.shape[1], len(self.last.tree), int(verdict.on_path.sum()) - 1))
+
+    texts = [row + text for row, text in zip(rows, plain(target, rows))]
+    speculate(target, rows, MixtureDraft([Listening.knowing(texts, wrong=5), SuffixAutomatonDraft()]), 8)
+    assert heard and all(width == n + 1 for width, n, _ in heard) and max(accepted for *_, accepted in heard) > 2
+
+
+@pytest.mark.parametrize(("arguments", "error", "words"), [
+    (dict(mode="best"), ValueError, "mode="),
+    (dict(drafts=[]), ValueError, "drafts: expected a list"),
+    (dict(drafts="recycling"), ValueError, "drafts: expected a list"),
+    (dict(drafts=[3]), TypeError, "drafts: expected drafts"),
+    (dict(drafts=["none such"]), ValueError, "drafts='none such'"),
+    (dict(tokens=0), ValueError, "tokens=0"),
+])
+def test_bad_arguments_are_named(arguments, error, words):
+    with pytest.raises(error, match=words):
+        MixtureDraft(**arguments)
+
+
+def test_the_same_draft_twice_is_refused():
+    draft = PromptLookupDraft()
+    with pytest.raises(ValueError, match="twice"):
+        MixtureDraft([draft, draft])
+
+
+def test_a_draft_inside_that_lies_is_named():
+    class Liar(ScriptedDraft):
+        name = "liar"
+
+        def propose(self, context: Context, k):
+            n = max(k, default=0)
+            return Proposal.chain(torch.zeros(len(k), n, dtype=torch.long), torch.full((len(k), n, context.vocab_size), 0.5), list(k))
+
+    target = tiny_llama(3)
+    with pytest.raises(ValueError, match="draft 'liar' returned probs whose rows sum to"):
+        speculate(target, repetitive(12), MixtureDraft([Liar(lambda row: []), PromptLookupDraft()]), 4)
+
+
+def test_a_model_inside_with_another_vocabulary_is_refused():
+    with pytest.raises(ValueError, match="vocabulary"):
+        speculate(tiny_llama(3), repetitive(12), MixtureDraft([ModelDraft(tiny_llama(3, vocab_size=2 * VOCAB)), PromptLookupDraft()]), 4)
+
+
+def test_greedy_sampler_is_what_stock_decoding_gets():
+    draft = MixtureDraft()
+    assert draft.get_candidates(torch.tensor([[1, 2, 3, 1, 2]]))[0].tolist()[0][:6] == [1, 2, 3, 1, 2, 3]
+    assert Sampler.greedy().do_sample is False

@@ -1,0 +1,114 @@
+"""A draft with another tokenizer: the text is what the draft would have written, or the law that of the shared tokens."""
+
+import copy
+
+import pytest
+import torch
+
+from hf_specdec.drafts import TranslatedDraft
+from tests.conformance import law
+from tests.helpers import VOCAB, generated, perturbed, plain, prompts, repetitive, small_vocabulary_llama, speculate, tiny_llama, word_tokenizer
+
+ROWS = repetitive(12) + prompts(5, seed=4)
+
+
+def renumbered(model, order: list[int]):
+    """The same model under another numbering: its id i is the word order[i]."""
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.set_input_embeddings(copy.deepcopy(model.get_input_embeddings()))
+        other.get_input_embeddings().weight.copy_(model.get_input_embeddings().weight[order])
+        head = copy.deepcopy(model.get_output_embeddings())
+        head.weight.copy_(model.get_output_embeddings().weight[order])
+        other.set_output_embeddings(head)
+    return other
+
+
+def order(vocab: int) -> list[int]:
+    return torch.randperm(vocab, generator=torch.Generator().manual_seed(1)).tolist()
+
+
+@pytest.mark.parametrize("rows", [ROWS[:1], ROWS], ids=["alone", "ragged"])
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+def test_the_target_itself_under_other_numbers_is_always_right(rows, do_sample):
+    target, words = tiny_llama(3), order(VOCAB)
+    draft = TranslatedDraft(renumbered(target, words), word_tokenizer(range(VOCAB)), word_tokenizer(words))
+    out = speculate(target, rows, draft, 5, do_sample=do_sample, seed=3)
+    assert out.speculation.acceptance_rate > 0.999
+    if not do_sample:
+        assert generated(out, rows) == plain(target, rows)
+
+
+def test_with_half_of_the_words_shared_the_law_is_the_targets():
+    target, words = small_vocabulary_llama(2, law.VOCAB), [3, 1, 5]
+    draft = TranslatedDraft(small_vocabulary_llama(5, 3), word_tokenizer(range(law.VOCAB)), word_tokenizer(words))
+    seen, propose = [], draft.propose
+    draft.propose = lambda context, k: seen.append(propose(context, k)) or seen[-1]
+    rows = [[1, 2, 3, 1, 2], [4]]
+    found, _ = law.counts(target, rows, draft, 4_000, 3, 4)
+    assert law.worst_p_value(found, [law.joint(target, row, 3) for row in rows], 3) > law.THRESHOLD
+    for proposal in seen:
+        assert set(proposal.tokens[proposal.valid].tolist()) <= set(words)
+        assert not proposal.probs[..., [0, 2, 4]].any()
+
+
+def test_processors_act_on_the_targets_tokens():
+    target, words = tiny_llama(3), order(VOCAB)
+    draft = TranslatedDraft(renumbered(target, words), word_tokenizer(range(VOCAB)), word_tokenizer(words))
+    out = speculate(target, ROWS, draft, 5, do_sample=True, seed=3, top_k=3, repetition_penalty=1.3)
+    assert out.speculation.acceptance_rate > 0.999
+    nothing_left = speculate(target, ROWS[:1], TranslatedDraft(tiny_llama(4, vocab_size=2), word_tokenizer(range(VOCAB)), word_tokenizer([3, 5])), 3,
+                             do_sample=True, seed=3, prefix_allowed_tokens_fn=lambda row, ids: [7, 8])
+    assert set(generated(nothing_left, ROWS[:1])[0]) <= {7, 8}
+
+
+def test_text_of_subwords_is_cut_where_the_target_cuts_it():
+    """Real tokenizers of bytes with other merges: the draft writes characters, the target has longer pieces."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    def bytes_with(merges):
+        pieces = sorted(pre_tokenizers.ByteLevel.alphabet())
+        vocab = {piece: i for i, piece in enumerate([*pieces, *("".join(pair) for pair in merges)])}
+        core = Tokenizer(models.BPE(vocab, merges))
+        core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+        return PreTrainedTokenizerFast(tokenizer_object=core, clean_up_tokenization_spaces=False)
+
+    ours, theirs = bytes_with([("a", "b"), ("ab", "c"), ("Ġ", "ab")]), bytes_with([("b", "c")])
+    draft = TranslatedDraft(tiny_llama(3, vocab_size=len(theirs)), ours, theirs)
+    row, before = ours("x abc ab")["input_ids"], theirs("x abc ab")["input_ids"]
+    written = theirs("x abc")["input_ids"]
+    assert draft._translated(row, before, written, len(ours)) == ours("x abc")["input_ids"]
+    half = theirs("é")["input_ids"][:1]
+    assert draft._translated(row, before, [*written, *half], len(ours)) == ours("x abc")["input_ids"]
+    assert draft._translated(row, before, written, 5) == []
+
+
+def test_the_drafts_cache_is_that_of_the_text():
+    target, words = tiny_llama(3), order(VOCAB)
+    model = renumbered(perturbed(target, 0.05), words)
+    draft = TranslatedDraft(model, word_tokenizer(range(VOCAB)), word_tokenizer(words))
+    checked, score = [], None
+
+    def watched(rows, proposal=None):
+        logits = score(rows, proposal)
+        for b, row in enumerate(rows):
+            expected = model(input_ids=torch.tensor([row])).logits[0, -1]
+            checked.append(torch.allclose(logits[b, 0], expected, atol=1e-4))
+        return logits
+
+    start = draft.start
+
+    def started(context):
+        nonlocal score
+        start(context)
+        score, draft.cached.score = draft.cached.score, watched
+
+    draft.start = started
+    speculate(target, ROWS, draft, 4)
+    assert len(checked) > 10 and all(checked)
+
+
+def test_vocabularies_that_share_nothing_are_refused():
+    with pytest.raises(ValueError, match="draft_tokenizer: shares no token"):
+        TranslatedDraft(tiny_llama(), word_tokenizer(range(VOCAB)), word_tokenizer(range(100, 100 + VOCAB)))
