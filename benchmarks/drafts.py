@@ -28,7 +28,12 @@ import hf_specdec
 from hf_specdec.bench.arms import PLAIN, generate_arm
 from hf_specdec.bench.embedded import EMBEDDED, load_target
 from hf_specdec.bench.prompts import load_prompts
-from hf_specdec.drafts import Draft, LookaheadDraft, MixtureDraft, NGramRecyclingDraft, PromptLookupDraft, RecyclingDraft, SuffixAutomatonDraft
+from hf_specdec.drafts import (Draft, LookaheadDraft, MixtureDraft, ModelDraft, NGramRecyclingDraft, PromptLookupDraft, RecyclingDraft,
+                               SuffixAutomatonDraft)
+from hf_specdec.drafts.feature import FeatureDraft
+from hf_specdec.drafts.feature_tree import FeatureTreeDraft
+from hf_specdec.training import load_drafter
+from hf_specdec.tree_shapes import DynamicTree
 
 CHAIN, TREE, AUTO = "chain", "tree", "auto"
 # made once for all prompts; only those that remember keep anything from one to the next
@@ -45,7 +50,7 @@ DRAFTS: dict[str, tuple[str, Callable[[], Draft]]] = {
     "mixture, remembered": (TREE, lambda: MixtureDraft([SuffixAutomatonDraft(), NGramRecyclingDraft(remember=True)])),
     "mixture, K auto": (AUTO, MixtureDraft),
 }
-COUNTS = ("committed", "forwards", "proposed", "accepted")
+COUNTS = ("committed", "forwards", "proposed", "accepted", "judged")
 
 
 class Watched:
@@ -65,14 +70,31 @@ class Watched:
         return watched
 
 
-def measure(target, tokenizer, prompts, k: int, nodes: int, max_new_tokens: int, names: list[str], records: dict,
+def trained(names: list[str], target) -> dict[str, tuple[str, Callable[[], Draft]]]:
+    """Shipped drafters, or folders of them: alone, as a tree where they read the target's hidden states, and with prompt lookup, by turns."""
+    found = {}
+    for name in names:
+        drafter = load_drafter(name, target)
+        if isinstance(drafter, FeatureDraft):
+            found[f"{name}, tree"] = TREE, lambda model=drafter.model: FeatureTreeDraft(model, target, DynamicTree(nodes=24, width=6, branches=4))
+        alone = found[name] = CHAIN, (lambda own=drafter: own) if isinstance(drafter, Draft) else lambda own=drafter: ModelDraft(own)
+        found[f"{name} or lookup"] = CHAIN, lambda make=alone[1]: MixtureDraft([PromptLookupDraft(), make()], mode="choose")
+    return found
+
+
+def judged(trace) -> int:
+    """Drafted tokens on which a chain's verdict was given: those accepted and the first that was not."""
+    return sum(min(entry.accepted + 1, entry.proposed) for entries in trace.rounds for entry in entries)
+
+
+def measure(target, tokenizer, prompts, k: int, nodes: int, max_new_tokens: int, made: dict, records: dict,
             after: Callable[[], None] = lambda: None) -> None:
     """Fill records[prompt id][draft] with counts and seconds, and records[prompt id]["plain generate"] with seconds; `after` is called
     after every prompt. What is there already is not run again."""
     plain = generate_arm(PLAIN, target)
-    drafts = {name: Watched(DRAFTS[name][1]()) for name in names}
+    names, drafts = list(made), {name: Watched(make()) for name, (_, make) in made.items()}
     ks = {CHAIN: k, TREE: nodes, AUTO: "auto"}
-    arms = {name: generate_arm(name, target, speculative=True, assistant_model=watched.draft, num_assistant_tokens=ks[DRAFTS[name][0]])
+    arms = {name: generate_arm(name, target, speculative=True, assistant_model=watched.draft, num_assistant_tokens=ks[made[name][0]])
             for name, watched in drafts.items()}
     for prompt in prompts:
         record = records.setdefault(prompt.id, {"category": prompt.category})
@@ -85,7 +107,7 @@ def measure(target, tokenizer, prompts, k: int, nodes: int, max_new_tokens: int,
                 drafts[name].seconds = 0.0
                 seconds, answer = _timed(arms[name], ids, max_new_tokens)
                 trace, loop = answer.trace, answer.trace.seconds
-                record[name] = dict(zip(COUNTS, (sum(trace.new_tokens), len(trace.rounds), trace.proposed, trace.accepted)))
+                record[name] = dict(zip(COUNTS, (sum(trace.new_tokens), len(trace.rounds), trace.proposed, trace.accepted, judged(trace))))
                 record[name] |= {"seconds": seconds, "plain_seconds": record[PLAIN]["seconds"], "same_text": answer.tokens == text.tokens,
                                  "draft_seconds": loop["draft"] + drafts[name].seconds}
         after()
@@ -115,6 +137,7 @@ def table(records: dict, names: list[str], title: str) -> Table:
 
     row("all", lambda own: f"{efficiency(own):.2f}")
     row("accepted / proposed", lambda own: f"{_sum(own, 'accepted') / max(_sum(own, 'proposed'), 1):.2f}")
+    row("accepted / judged (chains)", lambda own: f"{_sum(own, 'accepted') / max(_sum(own, 'judged'), 1):.2f}")
     row("speed against plain generate", lambda own: f"{_sum(own, 'plain_seconds') / _sum(own, 'seconds'):.2f}x")
     row("draft's share of the time", lambda own: f"{_sum(own, 'draft_seconds') / _sum(own, 'seconds'):.1%}")
     row("same text as plain generate", lambda own: f"{_sum(own, 'same_text')} of {len(own)}")
@@ -134,7 +157,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--nodes", type=int, default=48, help="tokens of a tree")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--drafts", nargs="+", default=list(DRAFTS), choices=list(DRAFTS))
+    parser.add_argument("--drafts", nargs="*", default=list(DRAFTS), choices=list(DRAFTS))
+    parser.add_argument("--drafters", nargs="*", default=[], help="trained drafters, too: a shipped one's name, or a folder")
     parser.add_argument("--out", type=Path, help="keep the records as JSON, after every prompt, and go on from them")
     given = parser.parse_args(arguments)
     settings = {name: getattr(given, name) for name in ("target", "k", "nodes", "max_new_tokens", "dtype")}
@@ -153,10 +177,11 @@ def main(arguments: list[str] | None = None) -> None:
             partial.write_text(json.dumps(result, indent=1) + "\n")
             os.replace(partial, given.out)
 
+    made = {name: DRAFTS[name] for name in given.drafts} | trained(given.drafters, target)
     with torch.inference_mode():
-        measure(hf_specdec.enable(target), tokenizer, prompts, given.k, given.nodes, given.max_new_tokens, given.drafts, result["records"], after)
+        measure(hf_specdec.enable(target), tokenizer, prompts, given.k, given.nodes, given.max_new_tokens, made, result["records"], after)
     shown = {prompt.id: result["records"][prompt.id] for prompt in prompts}
-    Console().print(table(shown, given.drafts, f"{len(shown)} prompts, chains of {given.k}, trees of {given.nodes}, {given.dtype}"))
+    Console().print(table(shown, list(made), f"{len(shown)} prompts, chains of {given.k}, trees of {given.nodes}, {given.dtype}"))
 
 
 if __name__ == "__main__":

@@ -92,6 +92,7 @@ def save(draft: PreTrainedModel, folder: str | Path, target_name: str, format: s
     embedding = draft.get_input_embeddings().weight
     about = {"format": FORMAT, "target": target_name, "weights": get_format(format).name, "vocab_size": draft.config.vocab_size,
              "hidden_size": embedding.shape[1], "reads": list(getattr(draft, "reads", ())), "probe": _probe(embedding), "notes": notes or {}}
+    draft.config.name_or_path = ""
     draft.config.save_pretrained(folder)
     (folder / "drafter.json").write_text(json.dumps(about, indent=1) + "\n")
     save_file(tensors, folder / "model.partial", metadata={"format": FORMAT})
