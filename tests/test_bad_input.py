@@ -293,8 +293,8 @@ EMPTY = torch.zeros((1, 0), dtype=torch.long)
 
 # name -> (model -> arguments, words of the message)
 CALLS = {
-    "beams": (lambda m: dict(num_beams=2), ("num_beams=2", "Use num_beams=1")),
-    "beams that sample": (lambda m: dict(num_beams=3, do_sample=True), ("num_beams=3", "Use num_beams=1")),
+    "beams of a draft that cannot follow them": (lambda m: dict(num_beams=2, assistant_model=UniformDraft()), ("num_beams=2", "use num_beams=1")),
+    "beams that sample": (lambda m: dict(num_beams=3, do_sample=True), ("num_beams=3", "or num_beams=1")),
     "embeddings": (lambda m: dict(inputs=embedded(m)), ("inputs_embeds", "Pass input_ids")),
     "embeddings and ids": (lambda m: dict(inputs=embedded(m, input_ids=torch.tensor(ROWS))), ("inputs_embeds", "Pass input_ids")),
     "empty prompt": (lambda m: dict(inputs=dict(input_ids=EMPTY)), ("input_ids", "at least one token")),
@@ -669,7 +669,7 @@ def test_a_plain_call_after_a_refusal_and_an_interrupt_is_stock():
     model = tiny_llama()
     expected = plain(model, ROWS)
     with pytest.raises(ValueError):
-        call(model, num_beams=2)
+        call(model, num_beams=2, do_sample=True)
     with pytest.raises(KeyboardInterrupt):
         call(model, assistant_model=BadDraft(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt())), num_assistant_tokens=2)
     assert plain(model, ROWS) == expected

@@ -26,6 +26,7 @@ LINES = [
     {"drafts.*", "acceptance"},
     {"drafts", "loop", "arguments"},
     {"call"},
+    {"beam"},
     {"integration"},
     {""},
 ]

@@ -71,8 +71,7 @@ def check_draft_stop(draft: Draft, config: SpeculativeConfig) -> None:
 
 def check_call(model, input_ids, processors, generation, model_kwargs: dict, traits: compat.ModelTraits) -> None:
     """What transformers has made of the call, its model's own config included."""
-    if (generation.num_beams or 1) > 1:
-        raise ValueError(f"num_beams={generation.num_beams}: speculative=True does greedy decoding and sampling. Use num_beams=1.")
+    _check_beams(model, generation, traits)
     if model_kwargs.get("inputs_embeds") is not None:
         raise ValueError("inputs_embeds: the draft needs token ids. Pass input_ids.")
     if input_ids.ndim != 2 or input_ids.shape[1] == 0:
@@ -105,6 +104,22 @@ def check_call(model, input_ids, processors, generation, model_kwargs: dict, tra
     compat.check_rope(compat.unwrap(model), generation.max_length, "target")
     compat.check_processors(processors)
     check_batch(compat.unwrap(model), traits, input_ids.shape[0], "target")
+
+
+def _check_beams(model, generation, traits: compat.ModelTraits) -> None:
+    """Beam search is the plain one; its sampled and grouped forms are refused."""
+    if (generation.num_beams or 1) == 1:
+        return
+    if traits.encoder == "own":
+        raise ValueError(f"num_beams={generation.num_beams}: {type(compat.unwrap(model)).__name__} is an encoder-decoder model, whose beams cannot share a "
+                         f"pass that scores several tokens. Use num_beams=1, or speculative=False.")
+    groups, penalty = getattr(generation, "num_beam_groups", None) or 1, getattr(generation, "diversity_penalty", None) or 0.0
+    if generation.do_sample:
+        raise ValueError(f"num_beams={generation.num_beams} with do_sample=True: speculative=True does beam search without sampling. Use do_sample=False, "
+                         f"or num_beams=1.")
+    if groups > 1 or penalty:
+        raise ValueError(f"num_beam_groups={groups}, diversity_penalty={penalty}: speculative=True does plain beam search. Use num_beam_groups=1, or "
+                         f"speculative=False.")
 
 
 def _check_encoder_decoder(model, batch: int, real: torch.Tensor) -> None:

@@ -57,6 +57,7 @@ class Call:
             raise ValueError(f"streamer: a text streamer takes one row, this call has {len(self.prompts)}. Pass a callable "
                              f"streamer(row, tokens, drafted).")
         self.max_new = generation_config.max_length - input_ids.shape[1]
+        self.original_processors = processors
         self.processors = compat.processors_per_row(processors, input_ids, self.prompts)
         self.cache = model_kwargs.get("past_key_values")
         self.given = self.cache is not None and (

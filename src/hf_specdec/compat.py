@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import DynamicCache, LogitsProcessor, PreTrainedModel
+from transformers import DynamicCache, GenerationMixin, LogitsProcessor, PreTrainedModel
 from transformers.generation import logits_process as lp
+from transformers.utils import ModelOutput
 
 # --- logits processors ------------------------------------------------------------------------------------------------
 
@@ -234,6 +235,33 @@ def _masks(config: Any) -> tuple[tuple[str | None, str, int], ...]:
     if window is not None:
         return ((None, "sliding", window),)
     return ((None, "chunked", chunk),) if chunk is not None else ((None, "full", 0),)
+
+
+# --- transformers' own beam search --------------------------------------------------------------------------------------
+
+
+class _Beams(GenerationMixin):
+    """A "model" for transformers' beam search that asks `logits` instead of running anything; there is no cache to reorder."""
+
+    def __init__(self, model: PreTrainedModel, logits: Callable[[torch.Tensor], torch.Tensor]):
+        self.config, self.logits = unwrap(model).config, logits
+
+    def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **kwargs) -> dict[str, torch.Tensor]:
+        return {"input_ids": input_ids}
+
+    def __call__(self, input_ids: torch.Tensor, **kwargs) -> ModelOutput:
+        return ModelOutput(logits=self.logits(input_ids)[:, None])
+
+    def _prefill(self, input_ids: torch.Tensor, *args, **kwargs) -> ModelOutput:
+        return self(input_ids)
+
+    def _update_model_kwargs_for_generation(self, outputs, model_kwargs: dict, *args, **kwargs) -> dict:
+        return model_kwargs
+
+
+def beam_search(model: PreTrainedModel, logits: Callable[[torch.Tensor], torch.Tensor], input_ids: torch.Tensor, processors, criteria, generation):
+    """transformers' beam search over `logits`, int64 [B, L] -> [B, V], from prompts int64 [batch * num_beams, P]."""
+    return GenerationMixin._beam_search(_Beams(model, logits), input_ids, processors, criteria, generation, use_cache=True)
 
 
 # --- transformers' own caches -----------------------------------------------------------------------------------------

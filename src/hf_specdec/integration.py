@@ -18,6 +18,7 @@ from transformers.generation import MaxLengthCriteria
 
 from . import compat, registry
 from .arguments import check_arguments
+from .beam import BeamCall
 from .call import Call
 from .config import SpeculativeConfig
 from .drafts.base import Draft
@@ -159,8 +160,9 @@ class SpeculativeDecoder:
     def __call__(self, model, input_ids, logits_processor, stopping_criteria, generation_config, inputs_tensor=None, **model_kwargs):
         """What transformers calls after it has prepared inputs, processors and criteria. Returns int64 [B, P + new], or a
         `SpeculativeOutput` with `return_dict_in_generate=True`."""
-        call = Call(self, model, input_ids, logits_processor, generation_config, inputs_tensor, model_kwargs)
-        criteria = [c for c in stopping_criteria if not isinstance(c, MaxLengthCriteria)]
+        beams = (generation_config.num_beams or 1) > 1
+        call = (BeamCall if beams else Call)(self, model, input_ids, logits_processor, generation_config, inputs_tensor, model_kwargs)
+        criteria = type(stopping_criteria)(c for c in stopping_criteria if beams or not isinstance(c, MaxLengthCriteria))
         if self.stop_strings is not None:
             criteria.append(StopStringCriteria(self.tokenizer, self.stop_strings))
         output = call.run(criteria)

@@ -1,0 +1,167 @@
+"""Speculative beam search: the target's beams, scored several steps ahead (Leviathan et al. 2023, A.4).
+
+The search itself is transformers' own, step for step: processors, scores, length penalty, early stopping. What it asks for at a step,
+the logits after every running beam, is answered here. One target pass scores every beam and what the draft thinks will follow it; as
+long as all beams of a step are among what was scored, the step costs no pass. The first step with a beam that nobody guessed ends
+the round, so the result is that of plain beam search, whatever the draft.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Any
+
+import torch
+from transformers.generation import GenerateBeamDecoderOnlyOutput
+
+from . import compat
+from .cached_model import CachedModel
+from .call import Call
+from .distributions import Sampler
+from .drafts.base import Context, Draft
+from .probe import check_batch
+from .proposal import Proposal, Verdict
+from .trace import Round, SpeculationTrace
+
+AFRESH = ("ngram", "prompt_lookup", "suffix_automaton")  # drafts that read all they need from the rows
+KEPT = ("model", "model_tree", "recycling")  # drafts whose `keep` may repeat rows
+
+
+class SpeculativeBeamOutput(GenerateBeamDecoderOnlyOutput):
+    """`GenerateBeamDecoderOnlyOutput` with `speculation`, the `SpeculationTrace` of the call."""
+
+    speculation: SpeculationTrace | None = None
+
+
+class ScoredBeams:
+    """Answers for the logits after beams, out of as few target passes as the draft allows.
+
+    A row is a distinct beam of some prompt. rows: those of the last pass; places: what it has scored, tokens -> (row, node).
+    """
+
+    def __init__(self, target: CachedModel, draft: Draft, schedule, context: Context, trace: SpeculationTrace):
+        self.target, self.draft, self.schedule, self.context, self.trace = target, draft, schedule, context, trace
+        self.places: dict[tuple[int, ...], tuple[int, int]] = {}
+        self.proposal: Proposal | None = None
+        self.steps, self.k, self.begin = 0, 0, perf_counter()
+
+    def __call__(self, beams: list[tuple[int, ...]]) -> torch.Tensor:
+        """Logits [R, V] after every beam; all are one token longer than the last time."""
+        if any(beam not in self.places for beam in beams):
+            self._end_round()
+            self._pass(list(dict.fromkeys(beams)))
+        self.steps += 1
+        rows, nodes = torch.tensor([self.places[beam] for beam in beams], device=self.logits.device).unbind(-1)
+        return self.logits[rows, nodes]
+
+    def _pass(self, beams: list[tuple[int, ...]]) -> None:
+        """One target pass over `beams` and the candidates of the draft."""
+        begin = perf_counter()
+        self._follow(beams)
+        left = self.target.room(self.context.rows, [self.context.max_length - len(row) for row in self.context.rows])
+        evidence = self.draft.evidence(self.context)
+        self.k = self.schedule.next_k([max(evidence)], [min(left)])[0]
+        proposal = self.draft.propose(self.context, [self.k if own >= 0 else 0 for own in evidence])
+        proposal = proposal.within([own - 1 for own in left])
+        drafted = perf_counter()
+        self.logits, self.proposal = self.target.score(self.context.rows, proposal).to(self.context.device), proposal
+        self.draft.observe(proposal, self.logits)
+        self.places = _places(beams, proposal)
+        self.trace.round_seconds.append([drafted - begin, perf_counter() - drafted, 0.0])
+
+    def _follow(self, beams: list[tuple[int, ...]]) -> None:
+        """The caches of target and draft go to the rows and paths that the beams have come from."""
+        before = self.proposal
+        if before is not None:
+            sources, nodes = zip(*(self.places[beam[:-1]] for beam in beams))
+            on_path = before.tree.ancestors[list(nodes)].to(self.context.device)
+            advance = [before.tree.depths[node] + 1 for node in nodes]
+            self.target.fresh = [self.target.fresh[row] for row in sources]
+            if list(sources) != list(range(len(self.context.rows))):
+                self.target.keep(list(sources))
+                if self.draft.name in KEPT:
+                    self.draft.keep(list(sources))
+            self.target.commit(advance, before.tree, on_path)
+            if self.draft.name in KEPT:
+                self.draft.commit(Verdict(on_path, torch.tensor([beam[-1] for beam in beams], device=self.context.device)))
+        self.context.rows[:] = [list(beam) for beam in beams]
+        if before is None or self.draft.name in AFRESH:
+            self.draft.start(self.context)
+
+    def _end_round(self) -> None:
+        """Note what the pass before has brought: beam steps, all but one of them for nothing."""
+        if self.proposal is None:
+            return
+        prompt = not self.trace.rounds
+        self.schedule.observe([self.k], [max(self.steps - 1, 0)], None if prompt else perf_counter() - self.begin)
+        self.trace.rounds.append([Round(0, sum(self.proposal.sizes), self.steps - 1, self.steps, self.draft.name)])
+        draft, verify, _ = self.trace.round_seconds[-1]
+        spent = perf_counter() - self.begin
+        self.trace.round_seconds[-1][2] = rest = spent - draft - verify
+        for name, seconds in (("prompt", spent),) if prompt else (("draft", draft), ("verify", verify), ("rest", rest)):
+            self.trace.seconds[name] += seconds
+        self.steps, self.begin = 0, perf_counter()
+
+    def finish(self) -> None:
+        self._end_round()
+        self.trace.target_calls, self.trace.draft_calls = self.target.calls, self.draft.calls
+
+
+def _places(beams: list[tuple[int, ...]], proposal: Proposal) -> dict[tuple[int, ...], tuple[int, int]]:
+    """Every beam and every candidate behind one: its tokens -> (row, node)."""
+    places = {}
+    for row, (beam, tokens, size) in enumerate(zip(beams, proposal.tokens.tolist(), proposal.sizes)):
+        texts = [beam]
+        for parent, token in zip(proposal.tree.parents[:size], tokens):
+            texts.append((*texts[parent], token))
+        for node, text in enumerate(texts):
+            places.setdefault(text, (row, node))
+    return places
+
+
+class BeamCall(Call):
+    """One call of `generate` with num_beams > 1."""
+
+    def run(self, criteria: list) -> Any:
+        generation, draft = self.generation, self.decoder.draft
+        self._check(draft)
+        columns, prompt = self.columns, self.input_ids.shape[1]
+        longest = max(map(len, self.prompts)) + self.max_new
+        reach = self.config.max_auto_tokens if self.config.num_assistant_tokens == "auto" else self.config.num_assistant_tokens
+        target = CachedModel(self.model, longest + reach, "target", self.traits)
+        context = Context([], longest, self.traits.vocab_size, self.model.device, Sampler.greedy(), _no_noise, stop=self._stop())
+        trace = SpeculationTrace(self.config.to_dict() | {"acceptance": "greedy"})
+        scored = ScoredBeams(target, draft, self._schedule(), context, trace)
+
+        def logits(sequences: torch.Tensor) -> torch.Tensor:
+            rows = [tuple(row[i] for i in own) + tuple(row[prompt:]) for row, own in zip(sequences.tolist(), columns)]
+            return scored(rows)
+
+        try:
+            output = compat.beam_search(self.model, logits, self.input_ids, self.original_processors, criteria, generation)
+            scored.finish()
+        finally:
+            draft.finish()
+        if not generation.return_dict_in_generate:
+            return output
+        output = SpeculativeBeamOutput(**output)
+        output.speculation = trace
+        return output
+
+    def _check(self, draft: Draft) -> None:
+        """Refuse by name what beam search cannot be, before any work."""
+        beams = f"num_beams={self.generation.num_beams}"
+        if self.given:
+            raise ValueError(f"{beams}: past_key_values cannot be given to a speculative beam search. Leave it out, or use speculative=False.")
+        if draft.name not in (*AFRESH, *KEPT):
+            raise ValueError(f"{beams}: the draft {draft.name!r} does not follow beams that branch; those that do are {sorted((*AFRESH, *KEPT))}. Pass one of "
+                             f"them, or use num_beams=1.")
+        if self.config.lenience != 1.0 or self.config.acceptance not in ("auto", "greedy"):
+            raise ValueError(f"{beams}: beam search is exact, it takes lenience=1.0 and acceptance=\"auto\" (here {self.config.lenience} and "
+                             f"{self.config.acceptance!r}). Drop them, or use num_beams=1.")
+        if hasattr(draft, "traits"):
+            check_batch(compat.unwrap(draft.model), draft.traits, len(self.prompts), "assistant_model")
+
+
+def _no_noise(stream: str, n: int) -> torch.Tensor:
+    raise ValueError("beam search draws no tokens; this draft does.")
