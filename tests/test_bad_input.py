@@ -359,7 +359,7 @@ def test_a_call_that_cannot_be_served_is_refused(name):
         call(model, **options)
 
 
-@pytest.mark.parametrize("name", ["beams", "prompt beyond the context", "static cache", "classifier-free guidance",
+@pytest.mark.parametrize("name", ["beams that sample", "prompt beyond the context", "static cache", "classifier-free guidance",
                                   "contrastive search", "contrastive search by config", "stock prompt lookup", "DoLa", "forced words"])
 def test_the_hook_refuses_what_the_override_refuses(name):
     arguments, words = CALLS[name]
