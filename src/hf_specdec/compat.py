@@ -7,12 +7,12 @@ import copy
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from transformers import DynamicCache, GenerationMixin, LogitsProcessor, PreTrainedModel
 from transformers.generation import logits_process as lp
-from transformers.utils import ModelOutput
 
 # --- logits processors ------------------------------------------------------------------------------------------------
 
@@ -249,10 +249,10 @@ class _Beams(GenerationMixin):
     def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **kwargs) -> dict[str, torch.Tensor]:
         return {"input_ids": input_ids}
 
-    def __call__(self, input_ids: torch.Tensor, **kwargs) -> ModelOutput:
-        return ModelOutput(logits=self.logits(input_ids)[:, None])
+    def __call__(self, input_ids: torch.Tensor, **kwargs) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.logits(input_ids)[:, None])
 
-    def _prefill(self, input_ids: torch.Tensor, *args, **kwargs) -> ModelOutput:
+    def _prefill(self, input_ids: torch.Tensor, *args, **kwargs) -> SimpleNamespace:
         return self(input_ids)
 
     def _update_model_kwargs_for_generation(self, outputs, model_kwargs: dict, *args, **kwargs) -> dict:

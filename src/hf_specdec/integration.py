@@ -215,7 +215,11 @@ def _loaded(config: SpeculativeConfig, model: PreTrainedModel) -> PreTrainedMode
 def _model(source: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, use_safetensors=True).to(device).eval()
+    try:
+        return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, use_safetensors=True).to(device).eval()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"draft_source={source!r} is no transformers checkpoint with safetensors ({str(error).splitlines()[0]}). Load the draft yourself (a "
+                         f"drafter with hf_specdec.training.load_drafter) and pass it as assistant_model.") from error
 
 
 def _check_tokenizers(tokenizer, assistant_tokenizer) -> None:
