@@ -207,7 +207,8 @@ def train(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of training text that the target writes.")] = 500_000,
     prompts: Annotated[str | None, typer.Option(help="A .txt or .jsonl file, or hub:NAME; without it the target makes them up.")] = None,
     column: Annotated[str | None, typer.Option(help="The prompt's column in --prompts.")] = None,
-    layers: Annotated[str, typer.Option(help="The target's layers that the draft starts from.")] = "0,-1",
+    features: Annotated[bool, typer.Option("--features", help="A drafter that reads the target's hidden states (EAGLE-3).")] = False,
+    layers: Annotated[str | None, typer.Option(help="The target's layers that the draft starts from: 0,-1, with --features -1.")] = None,
     head: Annotated[int, typer.Option(min=0, help="Tokens that the draft's output head keeps; 0 for all.")] = 8192,
     loss: Annotated[str, typer.Option(help="One or more of: cross_entropy, forward_kl, reverse_kl, tvd, tvd++, acceptance.")] = "forward_kl",
     steps: Annotated[int, typer.Option(min=1)] = 2000,
@@ -221,4 +222,4 @@ def train(
     """Train a draft for a target on text that the target writes itself."""
     from .commands.train import train as run
 
-    run(target, out, data, tokens, prompts, column, layers, head, loss, steps, batch_tokens, lr, on_policy, format, new_tokens, seed)
+    run(target, out, data, tokens, prompts, column, layers, head, loss, steps, batch_tokens, lr, on_policy, format, new_tokens, seed, features)

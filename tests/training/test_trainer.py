@@ -137,3 +137,16 @@ def test_the_command_trains_goes_on_and_refuses(target, tokenizer, tmp_path):
     assert bad.exit_code == 2 and "guess" in bad.output and all(name in bad.output for name in LOSSES)
     other = CliRunner().invoke(app, [*arguments, "tvd", "--lr", "0.5"])
     assert other.exit_code == 2 and "holds a run" in other.output
+
+
+def test_the_command_trains_a_feature_drafter_that_the_other_commands_take(target, tokenizer, tmp_path):
+    target.save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    run = CliRunner().invoke(app, ["train", str(tmp_path / "target"), "--out", str(tmp_path / "out"), "--tokens", "400", "--steps", "4", "--features",
+                                   "--head", "40", "--batch-tokens", "128", "--new-tokens", "12", "--format", "bf16"])
+    assert run.exit_code == 0, run.output
+    assert load_drafter(tmp_path / "out", target).name == "feature" and "hidden states after layers" in (tmp_path / "out" / "README.md").read_text()
+    used = CliRunner().invoke(app, ["generate", str(tmp_path / "target"), "--draft", str(tmp_path / "out"), "--prompt", "HELLO", "--max-new-tokens", "8"])
+    assert used.exit_code == 0, used.output
+    bad = CliRunner().invoke(app, ["train", str(tmp_path / "target"), "--features", "--on-policy", "10"])
+    assert bad.exit_code == 2 and "--on-policy" in bad.output

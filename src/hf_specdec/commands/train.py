@@ -7,10 +7,12 @@ from pathlib import Path
 from rich.console import Console
 
 
-def train(target: str, out: Path, data: Path | None, tokens: int, prompts: str | None, column: str | None, layers: str, head: int,
-          losses: str, steps: int, batch_tokens: int, lr: float, on_policy: int, format: str, new_tokens: int, seed: int) -> None:
+def train(target: str, out: Path, data: Path | None, tokens: int, prompts: str | None, column: str | None, layers: str | None, head: int,
+          losses: str, steps: int, batch_tokens: int, lr: float, on_policy: int, format: str, new_tokens: int, seed: int,
+          features: bool) -> None:
     from ..bench.embedded import load_target
     from ..mx.formats import get_format
+    from ..training.feature_trainer import FeatureRunConfig
     from ..training.losses import LOSSES
     from ..training.pipeline import prepare
     from ..training.pipeline import train as run
@@ -22,8 +24,11 @@ def train(target: str, out: Path, data: Path | None, tokens: int, prompts: str |
         if name not in LOSSES:
             raise ValueError(f"--loss {name}: choose from {', '.join(LOSSES)}.")
     get_format(format)
-    config = RunConfig(layers=_numbers(layers), head=head or None, loss=names[0], steps=steps, batch_tokens=batch_tokens, lr=lr,
-                       format=format, seed=seed)
+    kind = FeatureRunConfig if features else RunConfig
+    if features and on_policy:
+        raise ValueError("--on-policy: a feature drafter learns from the target's own text alone; leave it out with --features.")
+    config = kind(layers=_numbers(layers or ("-1" if features else "0,-1")), head=head or None, loss=names[0], steps=steps,
+                  batch_tokens=batch_tokens, lr=lr, format=format, seed=seed)
     asked = None
     if prompts is not None:
         asked = read_prompts(prompts, column) if Path(prompts).is_file() else dataset_prompts(prompts.removeprefix("hub:"), column)

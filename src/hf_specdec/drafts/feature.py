@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from ..proposal import Proposal, Verdict
 from .base import Context
-from .features import Tap, inputs
+from .features import Tap, fused, inputs
 from .model import ModelDraft
 
 
@@ -47,7 +47,7 @@ class FeatureDraft(ModelDraft):
     def observe(self, proposal: Proposal, logits: torch.Tensor) -> None:
         """Keep the states of all that was committed; those of the candidates wait for the verdict."""
         for states, starts in self.tap.take():
-            states = self.model.feature_fuse(states.to(self.model.feature_fuse.weight))
+            states = fused(self.model, states.to(self.model.device))
             starts = starts.tolist() * (len(states) // len(starts))
             for b, (row, start) in enumerate(zip(self.context.rows, starts)):
                 self._store(b, start, states[b, : len(row) - start])

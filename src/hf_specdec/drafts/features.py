@@ -79,7 +79,17 @@ def attach(draft: PreTrainedModel, reads: tuple[int, ...]) -> None:
     draft.reads = tuple(reads)
 
 
+def fused(draft: PreTrainedModel, states: torch.Tensor) -> torch.Tensor:
+    """[.., H] from the target's states [.., len(reads) * H], those of each layer brought to a root mean square of 1: the layers of a
+    model differ in scale by orders of magnitude."""
+    weight = draft.feature_fuse.weight
+    parts = states.to(weight.dtype).unflatten(-1, (len(draft.reads), -1))
+    return draft.feature_fuse(nn.functional.rms_norm(parts, parts.shape[-1:]).flatten(-2))
+
+
 def inputs(draft: PreTrainedModel, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """The first layer's input [B, L, H] from states [B, L, H] (fused, or the draft's own) and the tokens [B, L] that follow them."""
+    """The first layer's input [B, L, H] from states [B, L, H] (fused, or the draft's own) and the tokens [B, L] that follow them, both
+    brought to a root mean square of 1."""
     embedded = draft.get_input_embeddings()(tokens)
-    return draft.feature_join(torch.cat([states.to(embedded.dtype), embedded], dim=-1))
+    parts = (nn.functional.rms_norm(part.to(embedded.dtype), part.shape[-1:]) for part in (states, embedded))
+    return draft.feature_join(torch.cat(list(parts), dim=-1))

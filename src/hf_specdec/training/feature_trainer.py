@@ -44,7 +44,7 @@ class FeatureStudent(nn.Module):
         place = row * length + (column - 1).clamp(min=0)
         logits = []
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.half):
-            hidden, cache = self.draft.feature_fuse(states[:, :-1].to(self.draft.feature_fuse.weight.dtype)), DynamicCache()
+            hidden, cache = features.fused(self.draft, states[:, :-1]), DynamicCache()
             positions = torch.arange(length, device=tokens.device)[None].expand(batch, -1)
             for step in range(self.unroll):
                 out = base(inputs_embeds=features.inputs(self.draft, hidden, tokens[:, 1:]), position_ids=positions, use_cache=True,
@@ -73,7 +73,7 @@ class FeatureTrainer(Trainer):
         self.reads = tuple(config.reads) or (count // 4, count // 2, count)
         files = [path for part in split(Path(data)) for path in part]
         self.states = Path(data) / "states"
-        make_features(files, target, self.reads, self.states, progress)
+        make_features(files, target, self.reads, self.states, progress, config.precision == "bf16")
         super().__init__(target, data, out, config, target_name)
 
     def _student(self) -> nn.Module:

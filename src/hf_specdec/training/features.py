@@ -16,8 +16,9 @@ from .shards import Shard
 
 
 @torch.no_grad()
-def feature_file(path: Path, target, layers: tuple[int, ...], folder: Path, rows: int = 8) -> Path:
-    """The file with the hidden states bfloat16 [n, len(layers) * H] of a shard's n tokens after those layers; made if absent."""
+def feature_file(path: Path, target, layers: tuple[int, ...], folder: Path, rows: int = 8, half: bool = False) -> Path:
+    """The file with the hidden states bfloat16 [n, len(layers) * H] of a shard's n tokens after those layers; made if absent, with the
+    target in bfloat16 arithmetic where `half`."""
     made = folder / path.name
     if made.is_file():
         with safe_open(made, "pt") as file:
@@ -33,7 +34,7 @@ def feature_file(path: Path, target, layers: tuple[int, ...], folder: Path, rows
         tokens = torch.zeros((len(part), width), dtype=torch.long)
         for row, (a, b) in enumerate(part):
             tokens[row, : b - a] = shard.tokens[a:b]
-        with hidden_states(target, layers) as seen:
+        with hidden_states(target, layers) as seen, torch.autocast(target.device.type, torch.bfloat16, enabled=half):
             target.base_model(input_ids=tokens.to(target.device), use_cache=False)
         states = seen().to("cpu", torch.bfloat16)
         out = torch.empty((len(shard.tokens), states.shape[-1]), dtype=torch.bfloat16) if out is None else out
@@ -47,10 +48,10 @@ def feature_file(path: Path, target, layers: tuple[int, ...], folder: Path, rows
 
 
 def make_features(files: list[Path], target, layers: tuple[int, ...], folder: Path,
-                  progress: Callable[[int, int], None] | None = None) -> None:
+                  progress: Callable[[int, int], None] | None = None, half: bool = False) -> None:
     """`feature_file` of every shard; what is there stays."""
     for number, path in enumerate(files, start=1):
-        feature_file(path, target, layers, folder)
+        feature_file(path, target, layers, folder, half=half)
         if progress:
             progress(number, len(files))
 

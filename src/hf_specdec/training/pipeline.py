@@ -14,6 +14,7 @@ from rich.table import Table
 from .batches import split
 from .card import write_card
 from .data import make_data, make_on_policy
+from .feature_trainer import FeatureRunConfig, FeatureTrainer
 from .shards import Shard, shard_files
 from .trainer import RunConfig, Trainer
 
@@ -32,7 +33,8 @@ def prepare(folder: str | Path, model, tokenizer, tokens: int, prompts: list[str
 
 def train(target, tokenizer, data: str | Path, out: str | Path, config: RunConfig, losses: Sequence[str] = (), target_name: str = "",
           console: Console | None = None, every: int = 50, on_policy: int = 0) -> list[dict]:
-    """Train one draft per loss (config.loss alone without `losses`) on the shards in `data`; a run that was stopped goes on.
+    """Train one draft per loss (config.loss alone without `losses`) on the shards in `data`; a run that was stopped goes on. A
+    `FeatureRunConfig` makes feature drafters.
 
     target: in float32. on_policy: tokens that the draft, half trained, writes itself and the target judges; every other step of
     the second half is on them (DistillSpec, arXiv 2310.08461). Returns held-out acceptance per loss, best first; with several
@@ -40,10 +42,12 @@ def train(target, tokenizer, data: str | Path, out: str | Path, config: RunConfi
     """
     console = console or Console(stderr=True)
     losses, out = list(losses) or [config.loss], Path(out)
+    if on_policy and isinstance(config, FeatureRunConfig):
+        raise ValueError("on_policy: a feature drafter learns from the target's own text alone; leave on_policy out.")
     results = []
     for loss in losses:
         run = replace(config, loss=loss)
-        trainer = Trainer(target, data, out / loss.replace("+", "p") if len(losses) > 1 else out, run, target_name)
+        trainer = _trainer(target, data, out / loss.replace("+", "p") if len(losses) > 1 else out, run, target_name, console)
         _run(trainer, console, every, _on_policy(trainer, target, tokenizer, data, on_policy) if on_policy else None)
         last = trainer.progress.history[-1]
         results.append({"loss": loss, "out": str(trainer.out), **last, "history": trainer.progress.history})
@@ -52,6 +56,14 @@ def train(target, tokenizer, data: str | Path, out: str | Path, config: RunConfi
     (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     console.print(table(results))
     return results
+
+
+def _trainer(target, data: str | Path, out: Path, config: RunConfig, target_name: str, console: Console) -> Trainer:
+    if not isinstance(config, FeatureRunConfig):
+        return Trainer(target, data, out, config, target_name)
+    with Progress(*COLUMNS, console=console, transient=True) as bar:
+        task = bar.add_task("The target's hidden states, by shard", total=1)
+        return FeatureTrainer(target, data, out, config, target_name, lambda done, total: bar.update(task, completed=done, total=total))
 
 
 def _on_policy(trainer: Trainer, target, tokenizer, data: str | Path, tokens: int) -> Callable[[], list[Path]]:
