@@ -15,6 +15,7 @@ DRAFTS = {
     "feature_tree": "drafts.feature_tree:FeatureTreeDraft",
     "horizontal_cascade": "drafts.horizontal:HorizontalCascadeDraft",
     "lookahead": "drafts.lookahead:LookaheadDraft",
+    "medusa": "drafts.medusa:MedusaDraft",
     "mixture": "drafts.mixture:MixtureDraft",
     "model": "drafts.model:ModelDraft",
     "model_tree": "drafts.model_tree:ModelTreeDraft",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 from .tree import Tree
 
@@ -130,3 +131,22 @@ def _parents(sizes: list[list[list[int]]], nodes: int) -> list[int]:
             ahead.append((len(parents), own - 1, levels - 1))
             n -= own
     return parents
+
+
+def rank_tree(rates: Sequence[Sequence[float]], nodes: int) -> Tree:
+    """The tree of the `nodes` likeliest paths where the sibling of rank r at depth d + 1 is right with probability rates[d][r], whatever
+    came before (Medusa, Cai et al. 2024, section 2.3.3): greedily, which is the best there is, since a child is never likelier than its
+    parent. Ranks are taken in order. Fewer nodes where the rates end. Nodes come in order of their probability."""
+    parents: list[int] = []
+    depths = [0]
+    ahead = [(-float(rates[0][0]), 0, 0, 1.0)]  # (-probability, parent, rank, probability of the parent)
+    while ahead and len(parents) < nodes:
+        chance, parent, rank, above = heappop(ahead)
+        parents.append(parent)
+        depth = depths[parent]
+        depths.append(depth + 1)
+        if depth + 1 < len(rates):
+            heappush(ahead, (chance * float(rates[depth + 1][0]), len(parents), 0, -chance))
+        if rank + 1 < len(rates[depth]):
+            heappush(ahead, (max(-above * float(rates[depth][rank + 1]), chance), parent, rank + 1, above))
+    return Tree(tuple(parents))

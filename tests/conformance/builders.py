@@ -11,7 +11,9 @@ from hf_specdec.drafts import (
 )
 from hf_specdec.drafts.feature import FeatureDraft
 from hf_specdec.drafts.feature_tree import FeatureTreeDraft
+from hf_specdec.drafts.medusa import MedusaDraft
 from hf_specdec.training import build_drafter
+from hf_specdec.training.heads import build as build_heads
 from hf_specdec.tree import Tree
 from hf_specdec.tree_shapes import DynamicTree
 from tests.helpers import TreeDraft, perturbed, word_tokenizer
@@ -49,6 +51,16 @@ def translated(target):
     return TranslatedDraft(perturbed(target, 0.1), word_tokenizer(range(vocab)), word_tokenizer([*range(1, vocab, 2), *range(0, vocab - 1, 2)]))
 
 
+def medusa_heads(target, heads: int = 4):
+    """Heads that say something of their own each."""
+    made = build_heads(target, heads)
+    torch.manual_seed(0)
+    for parameter in made.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    made.rates = [[0.5, 0.2, 0.1], [0.4, 0.2, 0.1], [0.3, 0.1], [0.2, 0.1]]
+    return made
+
+
 # name in the registry -> target -> draft
 BUILDERS = {
     "cascade": lambda target: CascadeDraft(perturbed(target, 0.1), PromptLookupDraft()),
@@ -58,6 +70,7 @@ BUILDERS = {
     "horizontal_cascade": lambda target: HorizontalCascadeDraft(ModelDraft(perturbed(target, 0.1)), PromptLookupDraft()),
     "lookahead": lambda target: LookaheadDraft(),
     "mixture": lambda target: MixtureDraft(branches=1),
+    "medusa": lambda target: MedusaDraft(medusa_heads(target), target),
     "model": lambda target: ModelDraft(perturbed(target, 0.1)),
     "model_tree": lambda target: ModelTreeDraft(perturbed(target, 0.1), siblings="independent"),
     "ngram": ngram,
@@ -92,6 +105,8 @@ VARIANTS = {
     "model_tree, by confidence": lambda target: ModelTreeDraft(perturbed(target, 0.1), DynamicTree(nodes=7, width=2, branches=3)),
     "feature_tree, by confidence": lambda target: FeatureTreeDraft(feature_drafter(target), target),
     "feature_tree, without replacement": lambda target: FeatureTreeDraft(feature_drafter(target), target, Tree((0, 0, 1, 1, 2, 0, 3)), "distinct"),
+    "medusa, tree by rates": lambda target: MedusaDraft(medusa_heads(target), target, 7),
+    "medusa, by confidence": lambda target: MedusaDraft(medusa_heads(target), target, DynamicTree(nodes=7, width=2, branches=3)),
     "ngram, drawn": lambda target: ngram(target, sample=True),
     "recycling, tree": lambda target: RecyclingDraft(branches=3),
     "suffix_automaton, tree and texts": lambda target: SuffixAutomatonDraft(corpus(target.config.vocab_size), branches=3),

@@ -81,15 +81,19 @@ def attach(draft: PreTrainedModel, reads: tuple[int, ...]) -> None:
 
 def fused(draft: PreTrainedModel, states: torch.Tensor) -> torch.Tensor:
     """[.., H] from the target's states [.., len(reads) * H], those of each layer brought to a root mean square of 1: the layers of a
-    model differ in scale by orders of magnitude."""
+    model differ in scale by orders of magnitude. A draft with `scaled` = False, as published ones are, takes them as they are."""
     weight = draft.feature_fuse.weight
     parts = states.to(weight.dtype).unflatten(-1, (len(draft.reads), -1))
-    return draft.feature_fuse(nn.functional.rms_norm(parts, parts.shape[-1:]).flatten(-2))
+    return draft.feature_fuse(_scaled(draft, parts).flatten(-2))
 
 
 def inputs(draft: PreTrainedModel, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """The first layer's input [B, L, H] from states [B, L, H] (fused, or the draft's own) and the tokens [B, L] that follow them, both
-    brought to a root mean square of 1."""
+    brought to a root mean square of 1 as in `fused`."""
     embedded = draft.get_input_embeddings()(tokens)
-    parts = (nn.functional.rms_norm(part.to(embedded.dtype), part.shape[-1:]) for part in (states, embedded))
+    parts = (_scaled(draft, part.to(embedded.dtype)) for part in (states, embedded))
     return draft.feature_join(torch.cat(list(parts), dim=-1))
+
+
+def _scaled(draft: PreTrainedModel, states: torch.Tensor) -> torch.Tensor:
+    return nn.functional.rms_norm(states, states.shape[-1:]) if getattr(draft, "scaled", True) else states

@@ -11,7 +11,7 @@ tags: [speculative-decoding, drafter]
 ---
 # A draft for {target}
 
-{layers} layer(s) that started as layers {start} of the target{reads}; embedding and output head are the target's own and not stored. The
+{what}; embedding and output head are the target's own and not stored. The
 head keeps {head} tokens, which carry {coverage:.2%} of the target's probability on the training text. Weights: {format}, {size:.1f} MB.
 
 ```python
@@ -43,8 +43,7 @@ def write_card(folder: Path, trainer, data: dict) -> Path:
     last, config = trainer.progress.history[-1], trainer.config
     size = (folder / "model.safetensors").stat().st_size / 1e6
     text = CARD.format(
-        target=trainer.target_name or "the target", layers=len(config.layers), start=", ".join(map(str, config.layers)),
-        reads=f", and that read the target's hidden states after layers {', '.join(map(str, trainer.reads))}" if trainer.reads else "",
+        target=trainer.target_name or "the target", what=trainer.what,
         head=f"{len(trainer.ids):,}", coverage=trainer.coverage, format=config.format, size=size, folder=folder,
         tokens=data["tokens"], texts=", ".join(f"{count} {kind}" for kind, count in sorted(data["texts"].items())),
         loss=config.loss, steps=last["step"], batch_tokens=config.batch_tokens, lr=config.lr,

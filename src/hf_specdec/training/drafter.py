@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from .. import compat
 from ..drafts import features
+from ..drafts.base import Draft
 from ..drafts.feature import FeatureDraft
 from ..mx.formats import BLOCK, get_format
 from ..mx.linear import MXLinear
@@ -31,14 +32,14 @@ PROBES = 8  # embedding entries by which a target is known again
 
 
 class PrunedHead(nn.Module):
-    """The rows `ids` (int64 [n]) of an output head; every other token gets minus infinity and is never drafted (FR-Spec,
+    """An output head's rows [n, width], those of the tokens `ids` (int64 [n]); every other token gets minus infinity and is never drafted (FR-Spec,
     arXiv 2502.14856). Exact by construction: q is the law that the token is drawn from."""
 
-    def __init__(self, weight: torch.Tensor, ids: torch.Tensor, vocab_size: int):
+    def __init__(self, rows: torch.Tensor, ids: torch.Tensor, vocab_size: int):
         super().__init__()
-        self.linear = nn.Linear(weight.shape[1], len(ids), bias=False, device="meta")
-        self.linear.weight = nn.Parameter(weight[ids].clone(), requires_grad=False)
-        self.register_buffer("ids", ids.to(weight.device, copy=True))
+        self.linear = nn.Linear(rows.shape[1], len(ids), bias=False, device="meta")
+        self.linear.weight = nn.Parameter(rows, requires_grad=False)
+        self.register_buffer("ids", ids.to(rows.device, copy=True))
         self.vocab_size = vocab_size
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -76,7 +77,18 @@ def save(draft: PreTrainedModel, folder: str | Path, target_name: str, format: s
     """Write what the draft does not share; Linear weights in the MX `format`, or dense 16 bit ("bf16"). Complete or absent."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    shared, linear = _shared_names(draft), {f"{name}.weight" for name, m in draft.named_modules() if type(m) is nn.Linear}
+    tensors = _stored(draft, _shared_names(draft), format)
+    head = draft.get_output_embeddings()
+    if isinstance(head, PrunedHead):
+        tensors["head_ids"] = head.ids.int()
+    draft.config.name_or_path = ""
+    draft.config.save_pretrained(folder)
+    about = {"vocab_size": draft.config.vocab_size, "reads": list(getattr(draft, "reads", ())), "notes": notes or {}}
+    return _write(folder, tensors, draft.get_input_embeddings().weight, target_name, format, about)
+
+
+def _stored(draft: nn.Module, shared: set[str], format: str) -> dict[str, torch.Tensor]:
+    linear = {f"{name}.weight" for name, module in draft.named_modules() if type(module) is nn.Linear}
     tensors = {}
     for name, tensor in draft.state_dict().items():
         if name in shared:
@@ -86,14 +98,12 @@ def save(draft: PreTrainedModel, folder: str | Path, target_name: str, format: s
             tensors[name], tensors[f"{name}_scale"] = packed.codes.contiguous(), packed.scales.contiguous()
         else:
             tensors[name] = tensor.to(torch.bfloat16).contiguous()
-    head = draft.get_output_embeddings()
-    if isinstance(head, PrunedHead):
-        tensors["head_ids"] = head.ids.int()
-    embedding = draft.get_input_embeddings().weight
-    about = {"format": FORMAT, "target": target_name, "weights": get_format(format).name, "vocab_size": draft.config.vocab_size,
-             "hidden_size": embedding.shape[1], "reads": list(getattr(draft, "reads", ())), "probe": _probe(embedding), "notes": notes or {}}
-    draft.config.name_or_path = ""
-    draft.config.save_pretrained(folder)
+    return tensors
+
+
+def _write(folder: Path, tensors: dict[str, torch.Tensor], embedding: torch.Tensor, target_name: str, format: str, more: dict) -> Path:
+    about = {"format": FORMAT, "target": target_name, "weights": get_format(format).name, "vocab_size": embedding.shape[0],
+             "hidden_size": embedding.shape[1], "probe": _probe(embedding), **more}
     (folder / "drafter.json").write_text(json.dumps(about, indent=1) + "\n")
     save_file(tensors, folder / "model.partial", metadata={"format": FORMAT})
     os.replace(folder / "model.partial", folder / "model.safetensors")
@@ -106,18 +116,27 @@ def shipped() -> list[str]:
 
 
 def is_drafter(name: str | Path) -> bool:
-    """Whether `load` knows it: a shipped drafter's name, or a folder that holds one."""
-    return str(name) in shipped() or (Path(name) / "drafter.json").is_file()
+    """Whether `load` knows it: a shipped drafter's name, or a folder that holds one or a published checkpoint, or hub:NAME."""
+    from . import published
+
+    return str(name) in shipped() or str(name).startswith(published.HUB) or (Path(name) / "drafter.json").is_file() \
+        or Path(name).is_dir() and bool(published.kind(name))
 
 
-def load(folder: str | Path, target: PreTrainedModel) -> PreTrainedModel | FeatureDraft:
-    """The draft of that folder, or the shipped one of that name, for `target`, whose embedding and head it shares; in its dtype and on its device. What comes back goes
-    into `assistant_model`: a model, or a `FeatureDraft` where the drafter reads the target's hidden states.
+def load(folder: str | Path, target: PreTrainedModel) -> PreTrainedModel | Draft:
+    """The draft of that folder, or the shipped one of that name, for `target`, whose embedding and head it shares; in its dtype and on
+    its device. What comes back goes into `assistant_model`: a model, or a `FeatureDraft` or `MedusaDraft` where the drafter reads the
+    target's hidden states. A folder or hub id with a published Medusa, EAGLE or EAGLE-3 checkpoint will do, too (`training.published`).
 
     Raises ValueError if the folder holds no whole drafter, or that of another target.
     """
-    folder = SHIPPED / folder if str(folder) in shipped() else Path(folder)
+    given, folder = folder, SHIPPED / folder if str(folder) in shipped() else Path(folder)
     if not (folder / "drafter.json").is_file():
+        from . import published
+
+        if str(given).startswith(published.HUB) or published.kind(folder):
+            return published.load(given, target)
+        published.refuse_pickles(folder)
         raise ValueError(f"{folder} holds no drafter (drafter.json is missing); `hf-specdec train` writes one, and {shipped()} come "
                          f"with the package.")
     about = json.loads((folder / "drafter.json").read_text())
@@ -132,6 +151,10 @@ def load(folder: str | Path, target: PreTrainedModel) -> PreTrainedModel | Featu
     ids = tensors.pop("head_ids", None)
     if ids is not None and (ids.dim() != 1 or not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= about["vocab_size"]):
         raise ValueError(f"{folder}: the head's token ids are not within the vocabulary; copy the drafter again.")
+    if about.get("kind", "layers") != "layers":
+        from . import heads
+
+        return heads.from_parts(about, tensors, ids, target, folder)
     draft = _empty(target, AutoConfig.from_pretrained(folder))
     _share(draft, target, None if ids is None else ids.long())
     if about.get("reads"):
@@ -183,11 +206,16 @@ def _empty(target: PreTrainedModel, config) -> PreTrainedModel:
 
 def _share(draft: PreTrainedModel, target: PreTrainedModel, head_ids: torch.Tensor | None) -> None:
     draft.set_input_embeddings(target.get_input_embeddings())
+    draft.set_output_embeddings(output_head(target, head_ids))
+
+
+def output_head(target: PreTrainedModel, head_ids: torch.Tensor | None) -> nn.Module:
+    """The target's own output head, or one with its rows `head_ids` alone."""
     head = target.get_output_embeddings()
-    if head_ids is not None:
-        weight = head.dequantize(target.dtype) if isinstance(head, MXLinear) else head.weight.detach()
-        head = PrunedHead(weight, head_ids, target.config.get_text_config().vocab_size)
-    draft.set_output_embeddings(head)
+    if head_ids is None:
+        return head
+    weight = head.dequantize(target.dtype) if isinstance(head, MXLinear) else head.weight.detach()
+    return PrunedHead(weight[head_ids].clone(), head_ids, target.config.get_text_config().vocab_size)
 
 
 def _shared_names(draft: PreTrainedModel) -> set[str]:

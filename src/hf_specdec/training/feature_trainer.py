@@ -70,11 +70,18 @@ class FeatureTrainer(Trainer):
 
     def __init__(self, target, data: str | Path, out: str | Path, config: FeatureRunConfig, target_name: str = "", progress=None):
         count = target.config.get_text_config().num_hidden_layers
-        self.reads = tuple(config.reads) or (count // 4, count // 2, count)
+        self.reads = self._reads(config, count)
         files = [path for part in split(Path(data)) for path in part]
         self.states = Path(data) / "states"
         make_features(files, target, self.reads, self.states, progress, config.precision == "bf16")
         super().__init__(target, data, out, config, target_name)
+
+    def _reads(self, config: FeatureRunConfig, count: int) -> tuple[int, ...]:
+        return tuple(config.reads) or (count // 4, count // 2, count)
+
+    @property
+    def what(self) -> str:
+        return f"{super().what}, and that read the target's hidden states after layers {', '.join(map(str, self.reads))}"
 
     def _student(self) -> nn.Module:
         return FeatureStudent(self.draft, self.config.precision == "bf16", self.config.unroll)

@@ -15,6 +15,7 @@ from .batches import split
 from .card import write_card
 from .data import make_data, make_on_policy
 from .feature_trainer import FeatureRunConfig, FeatureTrainer
+from .heads import HeadsRunConfig, HeadsTrainer
 from .shards import Shard, shard_files
 from .trainer import RunConfig, Trainer
 
@@ -34,7 +35,8 @@ def prepare(folder: str | Path, model, tokenizer, tokens: int, prompts: list[str
 def train(target, tokenizer, data: str | Path, out: str | Path, config: RunConfig, losses: Sequence[str] = (), target_name: str = "",
           console: Console | None = None, every: int = 50, on_policy: int = 0) -> list[dict]:
     """Train one draft per loss (config.loss alone without `losses`) on the shards in `data`; a run that was stopped goes on. A
-    `FeatureRunConfig` makes feature drafters.
+    `FeatureRunConfig` makes feature drafters, a
+    `HeadsRunConfig` Medusa heads.
 
     target: in float32. on_policy: tokens that the draft, half trained, writes itself and the target judges; every other step of
     the second half is on them (DistillSpec, arXiv 2310.08461). Returns held-out acceptance per loss, best first; with several
@@ -63,7 +65,8 @@ def _trainer(target, data: str | Path, out: Path, config: RunConfig, target_name
         return Trainer(target, data, out, config, target_name)
     with Progress(*COLUMNS, console=console, transient=True) as bar:
         task = bar.add_task("The target's hidden states, by shard", total=1)
-        return FeatureTrainer(target, data, out, config, target_name, lambda done, total: bar.update(task, completed=done, total=total))
+        kind = HeadsTrainer if isinstance(config, HeadsRunConfig) else FeatureTrainer
+        return kind(target, data, out, config, target_name, lambda done, total: bar.update(task, completed=done, total=total))
 
 
 def _on_policy(trainer: Trainer, target, tokenizer, data: str | Path, tokens: int) -> Callable[[], list[Path]]:

@@ -98,8 +98,8 @@ class Trainer:
         self.ids = ids.to(target.device)
         self.place = torch.full((vocab,), -1).index_put((ids,), torch.arange(len(ids))).to(target.device)
         count = target.config.get_text_config().num_hidden_layers
-        self.draft = drafter.build(target, [layer % count for layer in config.layers], None if config.head is None else ids, self.reads)
-        own = drafter.own_parameters(self.draft)
+        self.draft = self._build(target, [layer % count for layer in config.layers], None if config.head is None else ids)
+        own = self._own()
         for p in self.draft.parameters():
             p.requires_grad_(any(p is mine for mine in own))
         optimizer = torch.optim.AdamW(own, lr=config.lr, betas=(0.9, 0.95), weight_decay=0.01)
@@ -107,6 +107,20 @@ class Trainer:
         self.own, self.progress = own, Progress()
         self.streams = [Stream(self.corpus)]
         self._resume()
+
+    def _build(self, target, layers: list[int], ids: torch.Tensor | None) -> nn.Module:
+        return drafter.build(target, layers, ids, self.reads)
+
+    def _own(self) -> list[nn.Parameter]:
+        return drafter.own_parameters(self.draft)
+
+    def _save(self, notes: dict) -> Path:
+        return drafter.save(self.draft, self.out, self.target_name, self.config.format, notes)
+
+    @property
+    def what(self) -> str:
+        """The draft in words, for its card."""
+        return f"{len(self.config.layers)} layer(s) that started as layers {', '.join(map(str, self.config.layers))} of the target"
 
     # --- the run ------------------------------------------------------------------------------------------------------
 
@@ -225,5 +239,5 @@ class Trainer:
         notes = {"run": asdict(self.config), "head_coverage": self.coverage, "trained_tokens": self.corpus.tokens,
                  "held_out_tokens": self.held.tokens, **(self.progress.history or [{}])[-1]}
         if self.accelerator.is_main_process:
-            drafter.save(self.draft, self.out, self.target_name, self.config.format, notes)
+            self._save(notes)
         return self.out

@@ -1,0 +1,223 @@
+"""Heads on the target's last hidden state, one for each token ahead: blockwise parallel decoding (Stern et al. 2018, arXiv
+1811.03115), Medusa (Cai et al. 2024, arXiv 2401.10774). All K tokens come out of one small pass; proposals are point masses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from time import perf_counter
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from .. import compat
+from ..proposal import MAX_NODES, Proposal, Verdict
+from ..tree import Tree
+from ..tree_shapes import DynamicTree, branching, by_depth, rank_tree
+from .base import Context, Draft
+from .features import Tap
+
+
+class MedusaHeads(nn.Module):
+    """K heads: `layers` residual blocks x + SiLU(W x + b) each, and an output head. New ones are the identity, that is, all say what the
+    target's own head says.
+
+    like:   a tensor [.., width] of the dtype and on the device that they are to have.
+    output: the module from hidden states [.., width] to logits, shared by the heads and not part of this module's state. One with
+            `linear` and `ids` (a pruned head) is asked for logits of `ids` only.
+    own:    output heads of their own, [V', width] each, or None.
+    rates:  rates[d][r], how often the token that head d ranks r-th was the one, measured; () if it was not.
+    """
+
+    window = 1  # last states that are read
+
+    def __init__(self, heads: int, layers: int, like: torch.Tensor, output: nn.Module, own: Sequence[torch.Tensor] | None = None,
+                 rates: Sequence[Sequence[float]] = ()):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.ModuleList(_zeros(like) for _ in range(layers)) for _ in range(heads))
+        self.outputs = None if own is None else nn.ModuleList(_linear(weight.to(like)) for weight in own)
+        self.shared, self.rates = (output,), rates  # in a tuple: another's module
+
+    @property
+    def depth(self) -> int:
+        """K, the tokens that one pass proposes."""
+        return len(self.blocks)
+
+    @property
+    def ids(self) -> torch.Tensor | None:
+        """int64 [V'], the tokens that the logits stand for, None for all."""
+        return getattr(self.shared[0], "ids", None) if self.outputs is None else None
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """Logits [.., K, V'] from the target's states [.., H] at a token: head d's are of the token d + 2 places after it, since
+        the target itself says what comes next."""
+        return torch.stack([self.head(d, states) for d in range(self.depth)], dim=-2)
+
+    def head(self, d: int, x: torch.Tensor) -> torch.Tensor:
+        """Logits [.., V'] of one head from states [.., H]."""
+        for linear in self.blocks[d]:
+            x = x + nn.functional.silu(linear(x))
+        output = self.shared[0] if self.outputs is None else self.outputs[d]
+        return getattr(output, "linear", output)(x)
+
+    def predict(self, states: torch.Tensor, roots: torch.Tensor, known: list[int]) -> torch.Tensor:
+        """Logits [B, K, V'] after the tokens `roots` [B], from the last states [B, window, H] before them, known[b] of which are there."""
+        return self(states[:, -1])
+
+
+def _linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias)
+    return linear
+
+
+def _zeros(like: torch.Tensor) -> nn.Linear:
+    width = like.shape[-1]
+    return _linear(like.new_zeros(width, width), like.new_zeros(width))
+
+
+class MedusaDraft(Draft):
+    """Drafts with `MedusaHeads` from the state of the last token before the root, which the target's own pass has left.
+
+    heads:  made by `training` (`training.load_drafter` makes the whole draft), or of a published checkpoint.
+    target: the model whose generate() it is used in. While a call runs it has hooks that keep its hidden states; nothing
+            else of it is touched.
+    tree:   None for a chain of each head's likeliest token. A number of nodes: the tree of the likeliest paths by the rates that
+            were measured when the heads were trained. Branches per depth, as (4, 2, 1), or a `Tree`: a node's token is of its sibling
+            rank. A `DynamicTree`: the surest paths of every round by the product of the heads' probabilities; of it, `nodes`
+            and `branches` count. K bounds the depth, as the number of heads does.
+
+    It has nothing to propose before the target has read the prompt. Raises ValueError naming the argument for a tree that the heads
+    cannot fill.
+    """
+
+    name = "medusa"
+    trusted = True
+
+    def __init__(self, heads: MedusaHeads, target: PreTrainedModel, tree: Tree | DynamicTree | Sequence[int] | int | None = None):
+        self.check(heads)
+        self.heads, self.target = heads, target
+        self.layers = getattr(heads, "reads", None) or (target.config.get_text_config().num_hidden_layers,)
+        self.shape = _shape(tree, heads)
+        self.tap: Tap | None = None
+        self.context: Context | None = None
+
+    def check(self, heads: nn.Module) -> None:
+        """Raise ValueError unless `heads` are what this draft drafts with."""
+        if type(heads) is not MedusaHeads:
+            raise ValueError(f"heads: {type(heads).__name__} is not MedusaHeads; load them with training.load_drafter.")
+
+    def start(self, context: Context) -> None:
+        if context.source is not None:
+            raise ValueError(f"assistant_model: a {self.name} draft reads the states of a decoder-only target. Pass another draft with an "
+                             f"encoder-decoder.")
+        self.context, self.calls, self.forward_seconds = context, 0, 0.0
+        self.recent: list[torch.Tensor | None] = [None] * len(context.rows)  # of every row, the last states before the root
+        self.tap = None if context is self._stock else Tap(self.target, self.layers)  # stock decoding shows no states
+
+    # --- the target's states ------------------------------------------------------------------------------------------
+
+    def observe(self, proposal: Proposal, logits: torch.Tensor) -> None:
+        """The states of what was committed before; those of root and candidates wait for the verdict."""
+        *before, (states, starts) = [part for part in self.tap.take() if len(part[0]) == len(self.context.rows)]
+        for part, begin in before:
+            for b, (row, start) in enumerate(zip(self.context.rows, begin.tolist() * (len(part) // len(begin)))):
+                self._remember(b, part[b, : len(row) - 1 - start])
+        starts = starts.tolist() * (len(states) // len(starts))
+        self.judged = states, [len(row) - 1 - start for row, start in zip(self.context.rows, starts)]
+
+    def commit(self, verdict: Verdict) -> None:
+        states, roots = self.judged
+        for b, (path, root) in enumerate(zip(verdict.on_path.tolist(), roots)):
+            nodes = [root + node for node, taken in enumerate(path) if taken]
+            self._remember(b, torch.cat([states[b, max(root - self.heads.window, 0) : root], states[b, nodes]]))
+
+    def _remember(self, b: int, states: torch.Tensor) -> None:
+        old = self.recent[b]
+        self.recent[b] = (states if old is None else torch.cat([old, states]))[-self.heads.window:]
+
+    # --- drafting -----------------------------------------------------------------------------------------------------
+
+    def evidence(self, context: Context) -> list[int]:
+        return [-1 if states is None else 0 for states in self.recent]
+
+    def propose(self, context: Context, k: list[int]) -> Proposal:
+        k = [0 if states is None else min(own, self.heads.depth) for own, states in zip(k, self.recent)]
+        if not max(k):
+            return Proposal.from_lists([[] for _ in k], context.device, self.name)
+        known = [0 if states is None else len(states) for states in self.recent]
+        like = next(states for states in self.recent if states is not None)
+        last = like.new_zeros((len(k), self.heads.window, like.shape[1]))
+        for b, states in enumerate(self.recent):
+            if known[b]:
+                last[b, -known[b]:] = states
+        roots = torch.tensor([row[-1] for row in context.rows], device=like.device)
+        begin = perf_counter()
+        logits = self.heads.predict(last.to(self.target.dtype), roots, known)[:, : max(k)].to(context.device)
+        self.calls, self.forward_seconds = self.calls + 1, self.forward_seconds + perf_counter() - begin
+        tree, tokens = self._surest(logits) if isinstance(self.shape, DynamicTree) else self._filled(logits, self.shape)
+        sizes = [sum(depth <= own for depth in tree.depths[1:]) for own in k]
+        return Proposal(tree, tokens, None, sizes, self.name)
+
+    def _filled(self, logits: torch.Tensor, shape: Tree) -> tuple[Tree, torch.Tensor]:
+        """The fixed shape: a node of depth d and sibling rank r is head d's r-th token."""
+        depth = logits.shape[1]
+        tree = shape.truncate(sum(own <= depth for own in shape.depths[1:]))
+        ranked = self._ids(logits.topk(max(tree.ranks) + 1).indices)
+        return tree, ranked[:, torch.tensor(tree.depths[1:]) - 1, torch.tensor(tree.ranks)]
+
+    def _surest(self, logits: torch.Tensor) -> tuple[Tree, torch.Tensor]:
+        """The tree of the paths that are likeliest, by the mean over the rows of the heads' probabilities."""
+        best = logits.float().log_softmax(-1).topk(min(self.shape.branches, logits.shape[-1]))
+        tree = by_depth(rank_tree(best.values.exp().mean(0).tolist(), self.shape.nodes))
+        return tree, self._ids(best.indices)[:, torch.tensor(tree.depths[1:]) - 1, torch.tensor(tree.ranks)]
+
+    def _ids(self, columns: torch.Tensor) -> torch.Tensor:
+        return columns if self.heads.ids is None else self.heads.ids.to(columns.device)[columns]
+
+    def prior(self, strength: int) -> tuple[float, float]:
+        rates = [row[0] for row in self.heads.rates]
+        return (rates[0], math.prod(rates[1:]) ** (1 / max(len(rates) - 1, 1))) if rates else (0.5, 0.4)
+
+    def relative_cost(self, target: PreTrainedModel) -> float:
+        """c by size: a pass reads the heads once, for K tokens."""
+        size = sum(p.numel() for module in (self.heads, *self.heads.shared) for p in module.parameters())
+        return size / self.heads.depth / max(compat.parameters_per_token(target), 1)
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def keep(self, rows: list[int]) -> None:
+        self.recent = [self.recent[row] for row in rows]
+
+    def finish(self) -> None:
+        if self.tap is not None:
+            self.tap.close()
+        self.tap, self.context, self.recent, self.judged = None, None, [], None
+        super().finish()
+
+
+def _shape(tree, heads: MedusaHeads) -> Tree | DynamicTree:
+    """The tree that the draft fills, its nodes in order of depth."""
+    if isinstance(tree, DynamicTree):
+        return tree
+    if tree is None:
+        return Tree.chain(heads.depth)
+    if isinstance(tree, int) and not isinstance(tree, bool):
+        if not heads.rates:
+            raise ValueError(f"tree={tree!r}: these heads come without measured rates; give branches per depth such as (4, 2, 1), or a DynamicTree.")
+        if not 1 <= tree <= MAX_NODES:
+            raise ValueError(f"tree={tree!r} must be 1..{MAX_NODES} nodes.")
+        tree = rank_tree(heads.rates, tree)
+    elif not isinstance(tree, Tree):
+        if isinstance(tree, (str, bytes)) or not isinstance(tree, Sequence):
+            raise ValueError(f"tree={tree!r} must be a number of nodes, branches per depth such as (4, 2, 1), a Tree or a DynamicTree.")
+        tree = branching(tree)
+    if not 1 <= len(tree) <= MAX_NODES:
+        raise ValueError(f"tree: {len(tree)} nodes; a tree has 1 to {MAX_NODES}.")
+    if max(tree.depths) > heads.depth:
+        raise ValueError(f"tree: {max(tree.depths)} levels, and there are {heads.depth} heads; take no more levels than heads.")
+    return by_depth(tree)

@@ -1,0 +1,116 @@
+"""Training heads on the target's last hidden state (Medusa-1: the target is left as it is), storing and loading them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..drafts.medusa import MedusaDraft, MedusaHeads
+from . import drafter
+from .feature_trainer import FeatureRunConfig, FeatureTrainer
+
+RANKS = 8  # of every head, the ranks whose rates are kept
+
+
+@dataclass(frozen=True)
+class HeadsRunConfig(FeatureRunConfig):
+    """A `RunConfig` with: heads, the tokens that are predicted at once; blocks, residual blocks of each head; decay, the weight of a head
+    relative to the one before it. `layers`, `reads` and `unroll` have no meaning here."""
+
+    heads: int = 4
+    blocks: int = 1
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name, least in (("heads", 1), ("blocks", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= 16:
+                raise ValueError(f"{name}={value!r} must be an int in {least}..16.")
+
+
+class HeadsStudent(nn.Module):
+    """Logits of every head at some places."""
+
+    def __init__(self, heads: MedusaHeads, half: bool):
+        super().__init__()
+        self.heads, self.half = heads, half
+
+    def forward(self, tokens: torch.Tensor, states: torch.Tensor, where: torch.Tensor) -> list[torch.Tensor]:
+        """tokens [B, L]; states [B, L, H] of the target at them. Head d's logits [N, V'] for the token after place where[n] (of B * L), from
+        the state d + 1 places before it, where there is one."""
+        row, column = where // tokens.shape[1], where % tokens.shape[1]
+        flat, dtype = states.flatten(0, 1), self.heads.blocks[0][0].bias.dtype if len(self.heads.blocks[0]) else torch.float32
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.half):
+            return [self.heads.head(d, flat[row * tokens.shape[1] + (column - d - 1).clamp(min=0)].to(dtype)).float()
+                    for d in range(self.heads.depth)]
+
+
+class HeadsTrainer(FeatureTrainer):
+    """A `Trainer` of heads on the target's last hidden state."""
+
+    config: HeadsRunConfig
+
+    def _reads(self, config: HeadsRunConfig, count: int) -> tuple[int, ...]:
+        return (count,)
+
+    def _build(self, target, layers: list[int], ids: torch.Tensor | None) -> MedusaHeads:
+        self.embedding = target.get_input_embeddings().weight
+        return build(target, self.config.heads, self.config.blocks, ids)
+
+    def _own(self) -> list[nn.Parameter]:
+        return list(self.draft.parameters())
+
+    def _student(self) -> nn.Module:
+        return HeadsStudent(self.draft, self.config.precision == "bf16")
+
+    @property
+    def what(self) -> str:
+        return f"{self.config.heads} heads of {self.config.blocks} residual block(s) on the last hidden state of the target"
+
+    @torch.no_grad()
+    def measure(self, batches: int = 12) -> dict:
+        """As for every draft; `rank_rates` [K][RANKS], how often the token that a head ranks r-th was the target's likeliest one."""
+        found, n = 0, 0
+        for texts in self.held.order(0)[:batches]:
+            batch = self.held.batch(texts).to(self.ids.device)
+            best = batch.ids.gather(1, batch.logprobs.argmax(-1, keepdim=True))
+            hits = [self.ids[logits.topk(min(RANKS, logits.shape[-1])).indices] == best for logits in self._logits(batch)]
+            found, n = found + torch.stack(hits).sum(1).double(), n + len(best)
+        return super().measure(batches) | {"rank_rates": [[round(rate, 5) for rate in row] for row in (found / n).tolist()]}
+
+    def _save(self, notes: dict) -> Path:
+        return save(self.draft, self.embedding, self.out, self.target_name, self.config.format, notes)
+
+
+def build(target: PreTrainedModel, heads: int, blocks: int = 1, head_ids: torch.Tensor | None = None) -> MedusaHeads:
+    """New heads for `target`, in its dtype and on its device; they share its output head, or the rows `head_ids` of it."""
+    return MedusaHeads(heads, blocks, target.get_input_embeddings().weight.detach(), drafter.output_head(target, head_ids))
+
+
+def save(heads: MedusaHeads, embedding: torch.Tensor, folder: str | Path, target_name: str, format: str = "bf16", notes: dict | None = None) -> Path:
+    """Write the blocks, as `drafter.save` does a model. embedding: the target's [V, H], by which it is known again."""
+    folder, notes = Path(folder), notes or {}
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = drafter._stored(heads, set(), format)
+    if heads.ids is not None:
+        tensors["head_ids"] = heads.ids.int()
+    about = {"kind": "medusa", "heads": heads.depth, "blocks": len(heads.blocks[0]), "rates": notes.get("rank_rates", list(heads.rates)),
+             "notes": notes}
+    return drafter._write(folder, tensors, embedding, target_name, format, about)
+
+
+def from_parts(about: dict, tensors: dict[str, torch.Tensor], ids: torch.Tensor | None, target: PreTrainedModel, folder: Path) -> MedusaDraft:
+    """What `save` wrote, as a draft. Raises ValueError naming the folder if the parts do not fit."""
+    if about["kind"] != "medusa":
+        raise ValueError(f"{folder}: kind {about['kind']!r} is not known; a newer hf_specdec has written it.")
+    heads = build(target, about["heads"], about["blocks"], None if ids is None else ids.long())
+    heads.rates = about.get("rates") or ()
+    drafter._pack(heads, tensors, about["weights"])
+    missing, unexpected = heads.load_state_dict(tensors, strict=False)
+    if missing or unexpected:
+        raise ValueError(f"{folder}: model.safetensors does not fit drafter.json ({sorted(set(missing) | set(unexpected))[0]}).")
+    return MedusaDraft(heads.eval(), target)

@@ -1,0 +1,275 @@
+"""Published drafters of Llama-family targets: Medusa heads (the layouts of FasterDecoding/Medusa and of vLLM), EAGLE and EAGLE-3 layers
+(SafeAILab/EAGLE; EAGLE-3 also as speculators writes it). From safetensors only.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import LlamaConfig, PreTrainedModel
+
+from ..drafts.base import Draft
+from ..drafts.feature import FeatureDraft
+from ..drafts.medusa import MedusaDraft, MedusaHeads
+from . import drafter
+
+HUB = "hub:"
+PICKLES = ("medusa_lm_head.pt", "pytorch_model.bin")
+LLAMA_KEYS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps",
+              "max_position_embeddings", "attention_bias", "mlp_bias", "rope_theta", "rope_scaling", "rope_parameters")
+
+
+def kind(name: str | Path) -> str:
+    """"medusa", "eagle" or "eagle3" for a folder (or hub:NAME) that holds one, else "". Raises ValueError where the weights are there as
+    pickles only."""
+    folder = _folder(name)
+    config = _config(folder)
+    if config is None:
+        return ""
+    if "medusa_num_heads" in config or config.get("model_type") == "medusa":
+        return "medusa"
+    names = _names(folder)
+    if "fc.weight" not in names and "model.fc.weight" not in names:
+        return ""
+    return "eagle3" if any("hidden_norm" in name for name in names) else "eagle"
+
+
+def load(name: str | Path, target: PreTrainedModel) -> Draft:
+    """The checkpoint in a folder, or hub:NAME, as a draft for `target`, in its dtype and on its device.
+
+    Raises ValueError naming what does not map: another width or vocabulary, tensors that are missing or unknown, pickles.
+    """
+    folder = _folder(name)
+    what = kind(folder)
+    if not what:
+        raise ValueError(f"{name} holds no Medusa, EAGLE or EAGLE-3 checkpoint (config.json with weights in safetensors).")
+    tensors = _tensors(folder)
+    return {"medusa": _medusa, "eagle": _eagle, "eagle3": _eagle3}[what](folder, _config(folder), tensors, target)
+
+
+def _folder(name: str | Path) -> Path:
+    if not str(name).startswith(HUB):
+        return Path(name)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(str(name).removeprefix(HUB), allow_patterns=["*.json", "*.safetensors"]))
+
+
+def _config(folder: Path) -> dict | None:
+    path = folder / "config.json"
+    if not path.is_file():
+        return None
+    try:
+        config = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: not a JSON file ({error}); copy it again.") from error
+    return config if isinstance(config, dict) else None
+
+
+def _names(folder: Path) -> set[str]:
+    return {name for path in sorted(folder.glob("*.safetensors")) for name in _open(path).keys()}
+
+
+def _open(path: Path):
+    try:
+        return safe_open(path, "pt")
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged or cut short ({error}): copy it again.") from error
+
+
+def refuse_pickles(folder: Path) -> None:
+    """ValueError with the remedy if a folder has weights as pickles and none as safetensors."""
+    found = [name for name in PICKLES if (folder / name).is_file()]
+    if found and not list(folder.glob("*.safetensors")):
+        raise ValueError(f"{folder}/{found[0]} is a pickle, which can run code when it is read, and is not opened. Where you trust it, read it with torch's "
+                         f"weights_only=True and write {Path(found[0]).stem.replace('pytorch_', '')}.safetensors with safetensors.torch.save_file.")
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    refuse_pickles(folder)
+    tensors = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with _open(path) as file:
+            tensors |= {name: file.get_tensor(name) for name in file.keys()}
+    if not tensors:
+        raise ValueError(f"{folder} has a config.json and no safetensors file; copy the checkpoint again.")
+    return {re.sub(r"^(model|medusa_heads?)\.", "", name): tensor for name, tensor in tensors.items()}
+
+
+def _fit(folder: Path, module: nn.Module, tensors: dict[str, torch.Tensor], shared: set[str] = frozenset()) -> None:
+    """Load, and say what does not map."""
+    own = {name: tensor for name, tensor in module.state_dict().items() if name not in shared}
+    for complaint, names in (("has no", set(own) - set(tensors)), ("has a tensor that does not map:", set(tensors) - set(own))):
+        if names:
+            raise ValueError(f"{folder} {complaint} {sorted(names)[0]} ({len(names)} such). Only the published layouts for Llama-family targets are read.")
+    for name, tensor in tensors.items():
+        if tensor.shape != own[name].shape:
+            raise ValueError(f"{folder}: {name} has shape {list(tensor.shape)}; its config and this target make it {list(own[name].shape)}.")
+    module.load_state_dict(tensors, strict=False)
+
+
+# --- Medusa -------------------------------------------------------------------------------------------------------------------
+
+
+def _medusa(folder: Path, config: dict, tensors: dict[str, torch.Tensor], target: PreTrainedModel) -> MedusaDraft:
+    vllm = any(name.startswith("blocks.") for name in tensors)
+    pattern = r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)" if vllm else r"(\d+)\.(\d+)\.linear\.(weight|bias)"
+    parts = {name: re.fullmatch(pattern, name) for name in tensors}
+    places = [(int(found[1]), int(found[2])) for found in parts.values() if found]
+    if not places:
+        raise ValueError(f"{folder} holds no residual blocks of Medusa heads (tensors 0.0.linear.weight, ... or blocks.0.layers.0.weight, ...).")
+    heads, layers = (1 + max(part) for part in zip(*places))
+    wanted = config.get("medusa_num_heads", config.get("num_heads", heads))
+    if wanted > heads:
+        raise ValueError(f"{folder}: config.json speaks of {wanted} heads, the weights hold {heads}; copy the checkpoint again.")
+    like = target.get_input_embeddings().weight.detach()
+    blocks = {f"blocks.{found[1]}.{found[2]}.{found[3]}": tensors[name] for name, found in parts.items() if found}
+    rest = {name: tensor for name, tensor in tensors.items() if not parts[name]}
+    if vllm and config.get("original_lm_head"):
+        rest.pop("lm_heads.0.weight", rest.pop("lm_head.weight", None))
+        ids = rest.pop("token_map", None)
+        made = MedusaHeads(heads, layers, like, drafter.output_head(target, None if ids is None else ids.long()))
+    else:
+        outputs = [rest.pop(f"lm_heads.{i}.weight" if vllm else f"{i}.{layers}.weight", None) for i in range(heads)]
+        if any(weight is None or list(weight.shape) != [_vocab(target), like.shape[1]] for weight in outputs):
+            raise ValueError(f"{folder}: every head needs an output head of {[_vocab(target), like.shape[1]]}, this target's vocabulary and width.")
+        made = MedusaHeads(heads, layers, like, target.get_output_embeddings(), outputs)
+        blocks |= {name: tensor for name, tensor in made.state_dict().items() if name.startswith("outputs.")}
+    for name, tensor in made.state_dict().items():  # vLLM's own default has no biases
+        if vllm and name.endswith(".bias") and not config.get("medusa_fc_bias"):
+            blocks.setdefault(name, torch.zeros_like(tensor))
+    _fit(folder, made, blocks | rest)
+    return MedusaDraft(made.eval(), target)
+
+
+def _vocab(target: PreTrainedModel) -> int:
+    return target.config.get_text_config().vocab_size
+
+
+# --- EAGLE --------------------------------------------------------------------------------------------------------------------
+
+
+def _eagle(folder: Path, config: dict, tensors: dict[str, torch.Tensor], target: PreTrainedModel) -> FeatureDraft:
+    """EAGLE: fc of (embedding, last hidden state), decoder layers of which the first has no input norm, no final norm, the target's head."""
+    draft = _draft(folder, config, target, config.get("num_hidden_layers", 1))
+    width = draft.config.hidden_size
+    draft.base_model.layers[0].input_layernorm, draft.base_model.norm = nn.Identity(), nn.Identity()
+    tensors.pop("lm_head.weight", None)
+    _embedding(folder, draft, tensors, target)
+    _linear(folder, draft, "feature_join", tensors, 2 * width, swap=True)
+    draft.feature_fuse = nn.Linear(width, width, bias=False, device="meta")
+    draft.feature_fuse.weight = nn.Parameter(torch.eye(width, dtype=target.dtype, device=target.device))
+    draft.set_output_embeddings(target.get_output_embeddings())
+    draft.reads = (target.config.get_text_config().num_hidden_layers,)
+    return _made(folder, draft, tensors, target)
+
+
+def _eagle3(folder: Path, config: dict, tensors: dict[str, torch.Tensor], target: PreTrainedModel) -> FeatureDraft:
+    """EAGLE-3: fc of a low, a middle and a high hidden state; one decoder layer that attends from (embedding, state); own head."""
+    config = {**config, **config.get("transformer_layer_config", {})}
+    draft, count = _draft(folder, config, target, 1), target.config.get_text_config().num_hidden_layers
+    width, vocab = draft.config.hidden_size, _vocab(target)
+    tensors = {re.sub(r"^midlayer\.", "layers.0.", name): tensor for name, tensor in tensors.items() if name != "t2d"}
+    reads = (config.get("eagle_config") or config).get("eagle_aux_hidden_state_layer_ids") or (2, count // 2, count - 3)
+    draft.reads = tuple(layer - 1 for layer in reads)  # counted from the embedding on
+    if len(set(draft.reads)) != 3 or not all(0 <= layer < count for layer in draft.reads):
+        raise ValueError(f"{folder} reads the states before layers {list(reads)} of its target; this target has {count} layers.")
+    _embedding(folder, draft, tensors, target)
+    _linear(folder, draft, "feature_fuse", tensors, 3 * width)
+    draft.feature_join = nn.Identity()
+    rows = tensors.pop("lm_head.weight", None)
+    offsets = tensors.pop("d2t", None)
+    if rows is None or "norm.weight" not in tensors:
+        raise ValueError(f"{folder} has no {'lm_head.weight' if rows is None else 'norm.weight'}, which an EAGLE-3 checkpoint needs.")
+    ids = torch.arange(len(rows)) if offsets is None else torch.arange(len(rows)) + offsets.long()
+    if rows.shape[1] != width or len(ids) != len(rows) or int(ids.min()) < 0 or int(ids.max()) >= vocab or len(ids.unique()) != len(ids):
+        raise ValueError(f"{folder}: lm_head.weight and d2t do not fit a vocabulary of {vocab} tokens and width {width}.")
+    norm, draft.base_model.norm = draft.base_model.norm, nn.Identity()  # what goes on is the state before the norm
+    norm.load_state_dict({"weight": tensors.pop("norm.weight")})
+    draft.set_output_embeddings(NormedHead(norm, rows.to(target.device, target.dtype), ids, vocab))
+    draft.base_model.layers[0] = Eagle3Layer(draft.base_model.layers[0], bool(config.get("norm_before_residual")))
+    return _made(folder, draft, tensors, target)
+
+
+class NormedHead(drafter.PrunedHead):
+    """The final norm and an output head of the tokens `ids` in one."""
+
+    def __init__(self, norm: nn.Module, rows: torch.Tensor, ids: torch.Tensor, vocab_size: int):
+        super().__init__(rows, ids, vocab_size)
+        self.norm = norm
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.norm(hidden))
+
+
+class Eagle3Layer(nn.Module):
+    """A decoder layer whose attention reads a token's embedding beside the state, 2 H wide, each with a norm of its own."""
+
+    def __init__(self, layer: nn.Module, norm_before_residual: bool):
+        super().__init__()
+        self.self_attn, self.mlp = layer.self_attn, layer.mlp
+        self.input_layernorm, self.post_attention_layernorm = layer.input_layernorm, layer.post_attention_layernorm
+        self.hidden_norm = type(layer.input_layernorm)(len(layer.input_layernorm.weight), layer.input_layernorm.variance_epsilon)
+        self.norm_before_residual = norm_before_residual
+        for name in ("q_proj", "k_proj", "v_proj"):
+            old = getattr(self.self_attn, name)
+            new = nn.Linear(2 * old.in_features, old.out_features, old.bias is not None, old.weight.device, old.weight.dtype)
+            setattr(self.self_attn, name, new)
+        self.hidden_norm.to(old.weight)
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
+        """hidden_states [B, L, 2 H]: states, then embeddings; [B, L, H]."""
+        state, embedded = hidden_states.chunk(2, dim=-1)
+        normed = self.hidden_norm(state)
+        both = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
+        state = (normed if self.norm_before_residual else state) + self.self_attn(hidden_states=both, **kwargs)[0]
+        return state + self.mlp(self.post_attention_layernorm(state))
+
+
+def _draft(folder: Path, config: dict, target: PreTrainedModel, layers: int) -> PreTrainedModel:
+    """A Llama of the checkpoint's shape, without weights."""
+    if config.get("model_type", "llama") not in ("llama", "speculator_model", "eagle", "eagle3"):
+        raise ValueError(f"{folder}: model_type {config['model_type']!r}; only EAGLE layers of the Llama family map to the feature drafter.")
+    width = target.get_input_embeddings().weight.shape[1]
+    if config.get("hidden_size") != width:
+        raise ValueError(f"{folder}: hidden_size {config.get('hidden_size')} does not map to this target's {width}.")
+    own = LlamaConfig(**{name: config[name] for name in LLAMA_KEYS if config.get(name) is not None}, num_hidden_layers=layers,
+                      vocab_size=_vocab(target), tie_word_embeddings=False)
+    draft = drafter._empty(target, own)
+    draft.scaled = False
+    return draft
+
+
+def _embedding(folder: Path, draft: PreTrainedModel, tensors: dict[str, torch.Tensor], target: PreTrainedModel) -> None:
+    """The target's embedding, or the checkpoint's own where it has another one."""
+    shared, weight = target.get_input_embeddings(), tensors.pop("embed_tokens.weight", None)
+    draft.set_input_embeddings(shared)
+    if weight is None:
+        return
+    if weight.shape != shared.weight.shape:
+        raise ValueError(f"{folder}: embed_tokens.weight has shape {list(weight.shape)}; this target's is {list(shared.weight.shape)}.")
+    if not torch.allclose(weight.to(shared.weight), shared.weight, rtol=0.02, atol=1e-3):
+        draft.set_input_embeddings(nn.Embedding.from_pretrained(weight.to(shared.weight)))
+
+
+def _linear(folder: Path, draft: PreTrainedModel, name: str, tensors: dict[str, torch.Tensor], width: int, swap: bool = False) -> None:
+    """fc as the draft's `name`; with `swap`, its two inputs in our order (state, embedding)."""
+    weight, bias = tensors.pop("fc.weight"), tensors.pop("fc.bias", None)
+    if list(weight.shape) != [draft.config.hidden_size, width]:
+        raise ValueError(f"{folder}: fc.weight has shape {list(weight.shape)}, not {[draft.config.hidden_size, width]}; it reads other states "
+                         f"than the published layout does.")
+    weight = torch.cat(weight.chunk(2, dim=1)[::-1], dim=1) if swap else weight
+    linear = nn.Linear(width, draft.config.hidden_size, bias is not None, draft.device, draft.dtype)
+    linear.load_state_dict({"weight": weight} | ({} if bias is None else {"bias": bias}))
+    setattr(draft, name, linear)
+
+
+def _made(folder: Path, draft: PreTrainedModel, tensors: dict[str, torch.Tensor], target: PreTrainedModel) -> FeatureDraft:
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
+    _fit(folder, draft.base_model, tensors, {name for name in draft.base_model.state_dict() if name.startswith("embed_tokens.")})
+    return FeatureDraft(draft.eval().requires_grad_(False), target)

@@ -1,0 +1,118 @@
+"""Medusa heads as a draft: what they see, which tokens a tree gets, and what they refuse. Exactness is the conformance battery's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_specdec.drafts.medusa import MedusaDraft
+from hf_specdec.training.heads import build
+from hf_specdec.tree import Tree
+from hf_specdec.tree_shapes import DynamicTree, rank_tree
+
+from .. import encoder_decoders
+from ..conformance.builders import medusa_heads
+from ..helpers import generated, plain, speculate, tiny_llama
+
+
+class Watched(MedusaDraft):
+    """Writes down the rows and the proposal of every round."""
+
+    def start(self, context):
+        super().start(context)
+        self.log = []
+
+    def propose(self, context, k):
+        proposal = super().propose(context, k)
+        self.log.append(([list(row) for row in context.rows], proposal))
+        return proposal
+
+
+def expected(target, heads, row) -> torch.Tensor:
+    """Logits [K, V'] of the heads on the state of the last token before the root, from a forward of its own."""
+    with torch.no_grad():
+        return heads(target.base_model(input_ids=torch.tensor([row[:-1]])).last_hidden_state[0, -1])
+
+
+@pytest.mark.parametrize("tree", [None, (3, 2, 2, 1)], ids=["chain", "tree"])
+@pytest.mark.parametrize("rows", [[[5, 6, 7, 8]], [[5, 6, 7, 8, 9, 10], [11, 12, 13], [3, 4]]], ids=["one", "ragged"])
+def test_every_round_reads_the_state_before_the_root(rows, tree):
+    target = tiny_llama(3)
+    heads = medusa_heads(target)
+    draft = Watched(heads, target, tree)
+    speculate(target, rows, draft, 4, do_sample=True, seed=3, max_new_tokens=16)
+    checked = 0
+    for committed, proposal in draft.log[1:]:
+        for b, row in enumerate(committed):
+            logits = expected(target, heads, row)
+            for node in range(1, proposal.sizes[b] + 1):
+                depth, rank = proposal.tree.depths[node], proposal.tree.ranks[node - 1]
+                assert int(proposal.tokens[b, node - 1]) == int(logits[depth - 1].topk(rank + 1).indices[-1])
+                checked += 1
+    assert checked > 20 and not target.base_model._forward_hooks
+
+
+def test_new_heads_say_what_the_target_says_next():
+    target = tiny_llama(3)
+    states = torch.randn(2, 32)
+    torch.testing.assert_close(build(target, 3)(states)[:, 1], target.lm_head(states))
+
+
+def test_a_pruned_head_proposes_its_tokens_only():
+    target, ids = tiny_llama(3), torch.arange(1, 61, 3)
+    heads = build(target, 3, 1, ids)
+    draft = Watched(heads, target, (2, 2))
+    out = speculate(target, [[5, 6, 7]], draft, 4)
+    tokens = torch.cat([proposal.tokens.flatten() for _, proposal in draft.log])
+    assert len(tokens) and bool(torch.isin(tokens, ids).all())
+    assert generated(out, [[5, 6, 7]]) == plain(target, [[5, 6, 7]])
+
+
+def test_the_tree_of_rates_takes_the_likeliest_paths():
+    tree = rank_tree([[0.5, 0.3], [0.8, 0.1]], 4)
+    # 0.5, 0.5 * 0.8, 0.3, 0.3 * 0.8
+    assert tree == Tree((0, 1, 0, 3))
+    assert len(rank_tree([[0.5, 0.3]], 10)) == 2
+
+
+def test_a_confident_tree_has_the_paths_of_the_largest_products():
+    target = tiny_llama(3)
+    heads = medusa_heads(target)
+    draft = Watched(heads, target, DynamicTree(nodes=6, width=1, branches=3))
+    speculate(target, [[5, 6, 7, 8]], draft, 4)
+    for (row,), proposal in draft.log[1:]:
+        if proposal.sizes[0] < 6:
+            continue
+        best = expected(target, heads, row).softmax(-1).topk(3).values
+        depth = max(proposal.tree.depths)
+        chances = [1.0]
+        for node, parent in enumerate(proposal.tree.parents, start=1):
+            chances.append(chances[parent] * float(best[proposal.tree.depths[node] - 1, proposal.tree.ranks[node - 1]]))
+        every = [1.0]
+        paths = []
+        for d in range(4):
+            every = [above * float(value) for above in every for value in best[d]]
+            paths += every
+        assert depth <= 4 and sorted(chances[1:]) == pytest.approx(sorted(sorted(paths)[-6:]), rel=1e-4)
+
+
+@pytest.mark.parametrize(("tree", "message"), [("4,2", "tree="), (0, "1..256"), ((2,) * 5, "levels"), ((300,), "256"), (True, "tree=True")])
+def test_trees_that_the_heads_cannot_fill_are_refused(tree, message):
+    target = tiny_llama(3)
+    with pytest.raises(ValueError, match=message):
+        MedusaDraft(medusa_heads(target), target, tree)
+
+
+def test_a_number_of_nodes_needs_measured_rates():
+    target = tiny_llama(3)
+    with pytest.raises(ValueError, match="measured rates"):
+        MedusaDraft(build(target, 2), target, 4)
+
+
+def test_what_is_not_heads_and_targets_with_an_encoder_are_refused():
+    target = tiny_llama(3)
+    with pytest.raises(ValueError, match="not MedusaHeads"):
+        MedusaDraft(target, target)
+    model = encoder_decoders.family("T5").model("eager", 0)
+    with pytest.raises(ValueError, match="decoder-only"):
+        encoder_decoders.speculate(model, encoder_decoders.source(), MedusaDraft(medusa_heads(target), target), 2)
