@@ -35,7 +35,8 @@ def test_a_run_learns_goes_on_after_a_stop_and_gives_a_draft(target, data, tmp_p
     assert trainer.progress.step == 60
     trainer.run(every=60)
     end = trainer.measure()
-    assert end["greedy_acceptance"] > start["greedy_acceptance"] + 0.05, (start, end)
+    assert end["sampling_acceptance"] > start["sampling_acceptance"] + 0.04, (start, end)  # two tokens ahead, of a random target
+    assert end["greedy_acceptance"] > start["greedy_acceptance"]
     assert len(end["greedy_by_step"]) == 2 and end["rank_rates"][0][0] == pytest.approx(end["greedy_acceptance"], abs=1e-4)
     assert all(torch.equal(tensor, before[name]) for name, tensor in target.state_dict().items())
     trainer.finish()
@@ -57,7 +58,7 @@ def test_what_is_stored_is_what_is_loaded(target, tmp_path, format, ids):
     states = torch.randn(4, 32)
     assert (again.ids is None) == (ids is None)
     torch.testing.assert_close(again(states), heads(states), atol=0.3, rtol=0.1)
-    assert float((again(states) - heads(states)).abs().mean()) < 0.05
+    assert float((again(states) - heads(states)).detach().abs().mean()) < 0.05
 
 
 def test_heads_of_another_target_and_of_another_kind_are_refused(target, tmp_path):
