@@ -10,7 +10,7 @@ from hf_specdec import enable
 from hf_specdec.bench.arms import padded
 from hf_specdec.bench.measuring import Text, ranks_of, record, replay, right_path
 from hf_specdec.bench.tuning import MOST, RANKS, Costs, Measured, Ranked, Recorded, Replayed, by_position, choices
-from hf_specdec.drafts import ModelDraft, ModelTreeDraft, PromptLookupDraft, RecyclingDraft, SuffixAutomatonDraft
+from hf_specdec.drafts import MixtureDraft, ModelDraft, ModelTreeDraft, NGramRecyclingDraft, PromptLookupDraft, RecyclingDraft, SuffixAutomatonDraft
 from hf_specdec.proposal import Proposal
 from hf_specdec.theory import expected_tokens
 from hf_specdec.tree import Tree
@@ -143,11 +143,12 @@ def test_ranks_predict_the_tokens_per_pass_of_a_draft_model(tree):
     assert predicted / sizes.total() == pytest.approx(tokens / rounds, rel=0.15)
 
 
-def test_a_record_is_of_the_real_rounds_and_changes_nothing():
+@pytest.mark.parametrize("make", [lambda: RecyclingDraft(branches=2), NGramRecyclingDraft, MixtureDraft], ids=["recycling", "ngram_recycling", "mixture"])
+def test_a_record_is_of_the_real_rounds_and_changes_nothing(make):
     model = enable(tiny_llama())
     texts = answers(model)
-    run = record(model, RecyclingDraft(branches=2), texts, 8, lambda *_: None)
-    rounds, tokens = real_rounds(model, RecyclingDraft(branches=2), texts, 8)
+    run = record(model, make(), texts, 8, lambda *_: None)
+    rounds, tokens = real_rounds(model, make(), texts, 8)
     counted, sizes = run.table.rounds(8)
     assert sizes.total() == rounds and counted >= tokens > rounds
     assert run.rest > 0 and run.per_token > 0

@@ -39,7 +39,7 @@ def tuned(target_folder, draft_folder, tmp_path_factory):
 
 def test_tune_prints_every_draft_and_writes_the_best(tuned, draft_folder):
     out, result = tuned
-    for words in ("prompt_lookup", "suffix_automaton", "recycling", draft_folder[-20:], "K=8", "a pass over n tokens", "measured"):
+    for words in ("prompt_lookup", "suffix_automaton", "recycling", "ngram_recycling", "mixture", draft_folder[-20:], "K=8", "a pass over n tokens", "measured"):
         assert words in result.stdout
     report = json.loads((out / "tune.json").read_text())
     best = max(report["choices"], key=lambda choice: choice["tokens_per_second"])
@@ -61,6 +61,7 @@ def test_bench_shows_the_prediction_beside_what_it_measures(tuned, target_folder
 CHOICES = [
     Choice("recycling (4 branches)", "recycling", {"branches": 4}, None, 9, 9, None, 2.0, 20.0, 1.5),
     Choice("lookup", "prompt_lookup", {}, None, 7, 7, None, 2.0, 20.0, 1.5),
+    Choice("mixture", "mixture", {}, None, 6, 6, None, 2.0, 20.0, 1.5),
     Choice("d", "model_tree", {"tree": {"parents": [0, 0, 1, 2]}}, "{draft}", 2, 4, Tree((0, 0, 1, 2)), 2.0, 20.0, 1.5),
     Choice("d", "model", {}, "{draft}", 3, 3, None, 2.0, 20.0, 1.5),
 ]

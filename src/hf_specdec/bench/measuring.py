@@ -13,6 +13,7 @@ from ..cached_model import CachedModel
 from ..distributions import Sampler
 from ..drafts import Context, Draft
 from ..proposal import Proposal
+from ..registry import DRAFTS, load
 from .arms import new_tokens, pad_token, padded
 from .tuning import MOST, RANKS, Costs, Measured, Ranked, Recorded, Replayed
 
@@ -153,7 +154,8 @@ class Recorder(Draft):
         self.draft, self.name, self.cost_ratio = draft, draft.name, draft.cost_ratio
         self.traits = getattr(draft, "traits", None)
         self.records: list[tuple[int, tuple[int, ...]]] = []
-        for method in ("start", "evidence", "observe", "keep", "finish", "prior"):
+        self.reads_prompt, self.stops, self.parts = draft.reads_prompt, draft.stops, draft.parts
+        for method in ("start", "evidence", "read", "observe", "keep", "finish", "prior"):
             setattr(self, method, getattr(draft, method))
 
     def propose(self, context: Context, k: list[int]) -> Proposal:
@@ -208,15 +210,18 @@ def measure_lookups(texts: list[Text], vocab_size: int, step: Step) -> list[Meas
     return result
 
 
-def measure_recycling(model, texts: list[Text], rest: float, step: Step) -> list[Measured]:
-    """Real rounds with chains and with trees, small and large ones, because what it knows comes from the passes themselves. rest: seconds
-    that a round takes anyway outside draft and target."""
-    from ..drafts import RecyclingDraft
+# drafts that learn from the target's passes, whose acceptance only real rounds show, of chains and of small and large trees: options, least and
+# most K; of most tokens, the first are those of a smaller tree
+LEARNERS = (("recycling", {}, 1, 16), ("recycling", {"branches": 4}, 1, 24), ("ngram_recycling", {}, 1, 24), ("ngram_recycling", {}, 25, MOST),
+            ("mixture", {}, 1, 24), ("mixture", {}, 25, MOST))
 
+
+def measure_learners(model, texts: list[Text], rest: float, step: Step) -> list[Measured]:
+    """LEARNERS, in real rounds. rest: seconds that a round takes anyway outside draft and target."""
     result = []
-    for options, least, most in (({"branches": 1}, 1, 16), ({"branches": 4}, 1, 24), ({"branches": 4}, 25, MOST)):
-        run = record(model, RecyclingDraft(**options), texts, most, step)
-        result.append(Measured(_label("recycling", options), "recycling", run.table, run.per_token, max(run.rest - rest, 0.0), options, None, least, most))
+    for name, options, least, most in LEARNERS:
+        run = record(model, load(DRAFTS, name, "draft")(**options), texts, most, step)
+        result.append(Measured(_label(name, options), name, run.table, run.per_token, max(run.rest - rest, 0.0), options, None, least, most))
     return result
 
 

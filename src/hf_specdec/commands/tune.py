@@ -12,6 +12,7 @@ from rich.table import Table
 from .common import load_draft
 
 WIDTH = 150
+BUILT_IN = ("prompt_lookup", "suffix_automaton", "recycling", "ngram_recycling", "mixture")  # always tried
 SHOWN = (1, 2, 4, 8, 16, 32)
 NOTES = (
     "1st .. 4th: acceptance of the drafted token at that position, those before it being right; K=..: predicted speed-up of decoding over plain "
@@ -36,7 +37,7 @@ def tune(target: str, drafts: list[str], prompts: str, limit: int | None, max_ne
     if threads is not None:
         torch.set_num_threads(threads)
     model, tokenizer = load_target(target, dtype)
-    loaded = {name: load_draft(name, dtype, model, tokenizer) for name in drafts if name not in ("prompt_lookup", "suffix_automaton", "recycling")}
+    loaded = {name: load_draft(name, dtype, model, tokenizer) for name in drafts if name not in BUILT_IN}
     texts, measured, costs = _measure(enable(model), [prompt.ids(tokenizer) for prompt in chosen], loaded, max_new_tokens)
     found = choices(measured, costs)
     console = Console(highlight=False, width=max(Console().width, WIDTH))
@@ -65,13 +66,13 @@ def _measure(model, prompts: list[list[int]], drafts: dict, max_new_tokens: int)
     vocab = model.get_output_embeddings().weight.shape[0]
     for ids in prompts:
         _check_length(model, ids, max_new_tokens)
-    total = len(prompts) * (1 + 1 + 3 + 3 + len(drafts)) + measure.REPETITIONS * len(measure.WIDTHS)
+    total = len(prompts) * (1 + 1 + 3 + len(measure.LEARNERS) + len(drafts)) + measure.REPETITIONS * len(measure.WIDTHS)
     with counting("Tuning:", total) as step:
         measure.timed(model, prompts[0], 4)  # the first call is a slow one
         texts = measure.read_answers(model, prompts, max_new_tokens, step)
         rest = measure.record(model, PromptLookupDraft(), texts, 8, step).rest
         costs = measure.measure_costs(model, texts, rest, step)
-        measured = measure.measure_lookups(texts, vocab, step) + measure.measure_recycling(model, texts, rest, step)
+        measured = measure.measure_lookups(texts, vocab, step) + measure.measure_learners(model, texts, rest, step)
         measured += [measure.measure_draft(model, name, draft, texts, vocab, step) for name, draft in drafts.items()]
     return texts, measured, costs
 
