@@ -151,7 +151,7 @@ class Recorder(Draft):
     trusted = True
 
     def __init__(self, draft: Draft):
-        self.draft, self.name, self.cost_ratio = draft, draft.name, draft.cost_ratio
+        self.draft, self.name, self.cost_ratio = draft, f"recorded {draft.name}", draft.cost_ratio
         self.traits = getattr(draft, "traits", None)
         self.records: list[tuple[int, tuple[int, ...]]] = []
         self.reads_prompt, self.stops, self.parts = draft.reads_prompt, draft.stops, draft.parts
