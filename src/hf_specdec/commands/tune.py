@@ -29,6 +29,7 @@ def tune(target: str, drafts: list[str], prompts: str, limit: int | None, max_ne
     from ..bench.prompts import load_prompts
     from ..bench.report import finite
     from ..bench.runner import environment
+    from ..bench.terminal import working
     from ..bench.tuning import by_position, choices
 
     if max_new_tokens < 2:
@@ -39,7 +40,8 @@ def tune(target: str, drafts: list[str], prompts: str, limit: int | None, max_ne
     model, tokenizer = load_target(target, dtype)
     loaded = {name: load_draft(name, dtype, model, tokenizer) for name in drafts if name not in BUILT_IN}
     texts, measured, costs = _measure(enable(model), [prompt.ids(tokenizer) for prompt in chosen], loaded, max_new_tokens)
-    found = choices(measured, costs)
+    with working("Choosing ..."):
+        found = choices(measured, costs)
     console = Console(highlight=False, width=max(Console().width, WIDTH))
     _print_passes(costs, environment(model), console)
     _print_table(measured, found, by_position, console)
