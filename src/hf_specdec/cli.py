@@ -223,3 +223,18 @@ def train(
     from .commands.train import train as run
 
     run(target, out, data, tokens, prompts, column, layers, head, loss, steps, batch_tokens, lr, on_policy, format, new_tokens, seed, features)
+
+
+@app.command()
+@guarded
+def export(
+    draft: Annotated[str, typer.Argument(help="prompt_lookup, a drafter's name or folder, a published checkpoint, a folder or a hub id.")],
+    out: Annotated[Path, typer.Option("--out", help="A new folder.")],
+    target: Annotated[str, typer.Option("--target", help="smollm2, a folder, or a hub id.")] = "smollm2",
+    k: Annotated[int, typer.Option("--k", min=1, max=64, help="Tokens drafted per round.")] = 4,
+    dtype: DType = "bfloat16",
+):
+    """Write a target's draft as a vLLM speculative_config, with weights in the layout that vLLM loads."""
+    from .commands.export import export as run
+
+    run(draft, target, out, k, dtype)

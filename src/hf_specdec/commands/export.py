@@ -1,0 +1,21 @@
+"""`hf-specdec export`: a target and its draft for vLLM."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import typer
+
+
+def export(draft: str, target: str, out: Path, k: int, dtype: str) -> None:
+    from ..bench.embedded import load_model
+    from ..training.export import CONFIG
+    from ..training.export import export as write
+
+    needed = draft not in ("prompt_lookup", "uniform")
+    config = write(draft, load_model(target, dtype) if needed else None, out, k)
+    typer.echo(json.dumps(config))
+    typer.echo(f"Layout written from vLLM's documentation and source, not loaded here. To serve it:\n"
+               f"vllm serve {shlex.quote(target)} --speculative-config \"$(cat {shlex.quote(str(out / CONFIG))})\"", err=True)

@@ -1,0 +1,107 @@
+"""A draft for vLLM: the `speculative_config` of its engine, and weights in the layout that its loaders read.
+
+Written from vLLM's documentation and source (vllm/model_executor/models/{medusa,llama_eagle,llama_eagle3}.py); vLLM itself is not asked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from ..drafts.medusa import MedusaDraft
+from ..mx.linear import MXLinear
+from . import drafter, published
+
+CONFIG = "vllm_speculative_config.json"
+WEIGHTS = "draft"
+
+
+def export(name: str, target: PreTrainedModel, out: str | Path, k: int) -> dict:
+    """Write the draft `name` (prompt_lookup, a drafter's name or folder, a published checkpoint, a draft model's folder or hub id) for
+    `target` into the new folder `out`; returns the `speculative_config`, which lies there as vllm_speculative_config.json.
+
+    Raises ValueError for a K outside of 1..64 or above the heads, a folder that is not empty, and drafts that vLLM has no method for.
+    """
+    out = Path(out)
+    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= 64:
+        raise ValueError(f"k={k!r} must be an int in 1..64.")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"out: {out} is not an empty folder; name a new one.")
+    config = _config(name, target, out / WEIGHTS, k)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
+    return config
+
+
+def _config(name: str, target: PreTrainedModel, folder: Path, k: int) -> dict:
+    if name == "prompt_lookup":
+        return {"method": "ngram", "num_speculative_tokens": k, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    if name == "uniform" or name.endswith(".safetensors"):
+        raise ValueError(f"draft: vLLM has no method for {name}; export prompt_lookup, a drafter, heads or a draft model.")
+    if not drafter.is_drafter(name):
+        return {"method": "draft_model", "model": _place(name), "num_speculative_tokens": k}
+    draft = drafter.load(name, target)
+    if isinstance(draft, MedusaDraft):
+        if k > draft.heads.depth:
+            raise ValueError(f"k={k}: there are {draft.heads.depth} heads; take no more tokens than heads.")
+        return {"method": "medusa", "model": _medusa(draft.heads, folder), "num_speculative_tokens": k}
+    if isinstance(draft, PreTrainedModel):
+        return {"method": "draft_model", "model": _model(draft, target, folder), "num_speculative_tokens": k}
+    kind = "" if (Path(name) / "drafter.json").is_file() or name in drafter.shipped() else published.kind(name)
+    if not kind:
+        raise ValueError(f"draft: {name} is a feature drafter whose layer norms and joined inputs vLLM's EAGLE layers do not have; export a drafter "
+                         f"without hidden states, or Medusa heads.")
+    return {"method": kind, "model": _place(name.removeprefix(published.HUB)), "num_speculative_tokens": k}
+
+
+def _place(name: str) -> str:
+    return str(Path(name).resolve()) if Path(name).is_dir() else name
+
+
+def _medusa(heads, folder: Path) -> str:
+    """blocks.I.layers.J.{weight, bias}; lm_heads.I.weight, or the shared head's rows as lm_heads.0.weight, of the tokens token_map."""
+    tensors = {}
+    for i, block in enumerate(heads.blocks):
+        for j, linear in enumerate(block):
+            tensors[f"blocks.{i}.layers.{j}.weight"] = _weight(linear)
+            tensors[f"blocks.{i}.layers.{j}.bias"] = linear.bias.detach()
+    outputs = heads.outputs
+    if outputs is None:
+        output = heads.shared[0]
+        outputs = [getattr(output, "linear", output)]
+    tensors |= {f"lm_heads.{i}.weight": _weight(output) for i, output in enumerate(outputs)}
+    rows, width = tensors["lm_heads.0.weight"].shape
+    vocab = rows if heads.ids is None else heads.shared[0].vocab_size
+    if heads.ids is not None:
+        tensors["token_map"] = heads.ids.long()
+    config = {"model_type": "medusa", "architectures": ["MedusaModel"], "hidden_size": width, "vocab_size": vocab, "truncated_vocab_size": rows,
+              "num_heads": heads.depth, "num_hidden_layers": len(heads.blocks[0]), "medusa_fc_bias": True,
+              "original_lm_head": heads.outputs is None, "torch_dtype": str(tensors["lm_heads.0.weight"].dtype).removeprefix("torch.")}
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    save_file({name: tensor.cpu().clone().contiguous() for name, tensor in tensors.items()}, folder / "model.partial", metadata={"format": "pt"})
+    os.replace(folder / "model.partial", folder / "model.safetensors")
+    return str(folder.resolve())
+
+
+def _weight(linear: torch.nn.Module) -> torch.Tensor:
+    return (linear.dequantize(linear.bias.dtype if linear.bias is not None else torch.float32) if isinstance(linear, MXLinear) else linear.weight).detach()
+
+
+def _model(draft: PreTrainedModel, target: PreTrainedModel, folder: Path) -> str:
+    """The draft as a plain checkpoint: dense weights, with the target's embedding and whole output head, which vLLM does not share."""
+    state = {name: tensor for name, tensor in drafter._dense(draft).items() if not name.startswith("lm_head.")}
+    plain = AutoModelForCausalLM.from_config(draft.config, dtype=target.dtype)
+    head = target.get_output_embeddings()
+    plain.get_output_embeddings().weight.data.copy_(head.dequantize(target.dtype) if isinstance(head, MXLinear) else head.weight)
+    missing, unexpected = plain.load_state_dict({name: tensor.to(target.dtype) for name, tensor in state.items()}, strict=False)
+    wrong = [name for name in [*missing, *unexpected] if not name.startswith("lm_head.")]
+    if wrong:
+        raise ValueError(f"draft: {type(draft).__name__} cannot be written as a plain checkpoint ({wrong[0]} does not map).")
+    plain.save_pretrained(folder)
+    return str(folder.resolve())

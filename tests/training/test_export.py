@@ -1,0 +1,100 @@
+"""What is written for vLLM: the config's words, and weights that read back as what they were. vLLM itself is not run."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from hf_specdec.cli import app
+from hf_specdec.training import build_drafter, load_drafter
+from hf_specdec.training.drafter import save
+from hf_specdec.training.export import CONFIG, export
+from hf_specdec.training.heads import build as build_heads
+from hf_specdec.training.heads import save as save_heads
+
+from .test_published import eagle3, medusa, write, write_medusa
+from ..helpers import tiny_llama
+
+
+def heads_folder(target, folder, ids, format):
+    heads = build_heads(target, 3, 2, ids)
+    torch.manual_seed(0)
+    for parameter in heads.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    return save_heads(heads, target.get_input_embeddings().weight, folder, "tiny", format)
+
+
+@pytest.mark.parametrize(("ids", "format"), [(None, "bf16"), (torch.arange(0, 61, 2), "mxint8")], ids=["whole", "pruned, MX"])
+def test_heads_read_back_as_what_they_were(target, tmp_path, ids, format):
+    folder = heads_folder(target, tmp_path / "heads", ids, format)
+    config = export(str(folder), target, tmp_path / "out", 3)
+    assert config == {"method": "medusa", "model": str(tmp_path / "out" / "draft"), "num_speculative_tokens": 3}
+    assert json.loads((tmp_path / "out" / CONFIG).read_text()) == config
+    about = json.loads((tmp_path / "out" / "draft" / "config.json").read_text())
+    rows = 61 if ids is None else len(ids)
+    expected = {"model_type": "medusa", "num_heads": 3, "num_hidden_layers": 2, "hidden_size": 32, "vocab_size": 61, "truncated_vocab_size": rows,
+                "medusa_fc_bias": True, "original_lm_head": True}
+    assert expected.items() <= about.items()
+    with safe_open(tmp_path / "out" / "draft" / "model.safetensors", "pt") as file:
+        names = set(file.keys())
+        head = file.get_tensor("lm_heads.0.weight")
+    blocks = {f"blocks.{i}.layers.{j}.{part}" for i in range(3) for j in range(2) for part in ("weight", "bias")}
+    assert names == blocks | {"lm_heads.0.weight"} | ({"token_map"} if ids is not None else set())
+    torch.testing.assert_close(head, target.lm_head.weight if ids is None else target.lm_head.weight[ids])
+    states = torch.randn(4, 32)
+    again, before = load_drafter(config["model"], target).heads, load_drafter(folder, target).heads
+    torch.testing.assert_close(again(states), before(states), atol=1e-4, rtol=1e-3)
+
+
+def test_heads_with_outputs_of_their_own_keep_them(target, tmp_path):
+    tensors = medusa()
+    folder = write_medusa(tmp_path / "heads", tensors)
+    config = export(str(folder), target, tmp_path / "out", 2)
+    states = torch.randn(4, 32)
+    torch.testing.assert_close(load_drafter(config["model"], target).heads(states), load_drafter(folder, target).heads(states))
+
+
+@pytest.mark.parametrize("format", ["bf16", "mxint8"])
+def test_a_drafter_becomes_a_plain_checkpoint(target, tmp_path, format):
+    save(build_drafter(target, [1], torch.arange(40)), tmp_path / "drafter", "tiny", format)
+    config = export(str(tmp_path / "drafter"), target, tmp_path / "out", 4)
+    assert config["method"] == "draft_model"
+    found = AutoModelForCausalLM.from_pretrained(config["model"], dtype=torch.float32)
+    ids, own = torch.tensor([[5, 6, 7]]), load_drafter(tmp_path / "drafter", target)
+    with torch.no_grad():
+        torch.testing.assert_close(found(input_ids=ids).logits[..., :40], own(input_ids=ids).logits[..., :40], atol=1e-3, rtol=1e-3)
+
+
+def test_published_layers_and_models_are_named_where_they_are(tmp_path):
+    deep = tiny_llama(3, num_hidden_layers=8)
+    folder = write(tmp_path / "eagle3", eagle3(deep))
+    assert export(str(folder), deep, tmp_path / "a", 5) == {"method": "eagle3", "model": str(folder), "num_speculative_tokens": 5}
+    assert export("some/model", deep, tmp_path / "b", 5)["model"] == "some/model"
+
+
+def test_the_command_writes_prompt_lookup_without_a_target(tmp_path):
+    result = CliRunner().invoke(app, ["export", "prompt_lookup", "--out", str(tmp_path / "out"), "--k", "5"])
+    assert result.exit_code == 0 and "not loaded here" in result.stderr
+    expected = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    assert json.loads((tmp_path / "out" / CONFIG).read_text()) == expected == json.loads(result.stdout)
+
+
+def test_what_vllm_has_no_method_for_is_refused(target, tmp_path):
+    save(build_drafter(target, [1], None, (0, 1, 2)), tmp_path / "features", "tiny")
+    with pytest.raises(ValueError, match="EAGLE layers do not have"):
+        export(str(tmp_path / "features"), target, tmp_path / "out", 4)
+    with pytest.raises(ValueError, match="no method for uniform"):
+        export("uniform", target, tmp_path / "out", 4)
+    heads_folder(target, tmp_path / "heads", None, "bf16")
+    with pytest.raises(ValueError, match="3 heads"):
+        export(str(tmp_path / "heads"), target, tmp_path / "out", 4)
+    with pytest.raises(ValueError, match="1..64"):
+        export("prompt_lookup", target, tmp_path / "out", 65)
+    with pytest.raises(ValueError, match="not an empty folder"):
+        export("prompt_lookup", target, tmp_path / "heads", 4)
+    assert not (tmp_path / "out").exists()
