@@ -208,6 +208,7 @@ def train(
     prompts: Annotated[str | None, typer.Option(help="A .txt or .jsonl file, or hub:NAME; without it the target makes them up.")] = None,
     column: Annotated[str | None, typer.Option(help="The prompt's column in --prompts.")] = None,
     features: Annotated[bool, typer.Option("--features", help="A drafter that reads the target's hidden states (EAGLE-3).")] = False,
+    heads: Annotated[int, typer.Option(min=0, max=16, help="Train that many heads on the last hidden state (Medusa) instead.")] = 0,
     layers: Annotated[str | None, typer.Option(help="The target's layers that the draft starts from: 0,-1, with --features -1.")] = None,
     head: Annotated[int, typer.Option(min=0, help="Tokens that the draft's output head keeps; 0 for all.")] = 8192,
     loss: Annotated[str, typer.Option(help="One or more of: cross_entropy, forward_kl, reverse_kl, tvd, tvd++, acceptance.")] = "forward_kl",
@@ -222,7 +223,8 @@ def train(
     """Train a draft for a target on text that the target writes itself."""
     from .commands.train import train as run
 
-    run(target, out, data, tokens, prompts, column, layers, head, loss, steps, batch_tokens, lr, on_policy, format, new_tokens, seed, features)
+    run(target, out, data, tokens, prompts, column, layers, head, loss, steps, batch_tokens, lr, on_policy, format, new_tokens, seed, features,
+        heads)
 
 
 @app.command()

@@ -6,7 +6,9 @@ import json
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from hf_specdec.cli import app
 from hf_specdec.drafts.medusa import MedusaDraft
 from hf_specdec.training import load_drafter
 from hf_specdec.training.heads import HeadsRunConfig, HeadsStudent, HeadsTrainer, build, save
@@ -78,3 +80,17 @@ def test_heads_of_another_target_and_of_another_kind_are_refused(target, tmp_pat
 def test_numbers_of_heads_and_blocks_are_checked(name, value):
     with pytest.raises(ValueError, match=name):
         HeadsRunConfig(**{name: value})
+
+
+def test_the_command_trains_heads_that_the_other_commands_take(target, tokenizer, tmp_path):
+    target.save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    run = CliRunner().invoke(app, ["train", str(tmp_path / "target"), "--out", str(tmp_path / "out"), "--tokens", "400", "--steps", "4", "--heads", "2",
+                                   "--head", "40", "--batch-tokens", "128", "--new-tokens", "12", "--format", "bf16"])
+    assert run.exit_code == 0, run.output
+    assert load_drafter(tmp_path / "out", target).heads.depth == 2
+    assert "2 heads of 1 residual block(s)" in (tmp_path / "out" / "README.md").read_text()
+    used = CliRunner().invoke(app, ["generate", str(tmp_path / "target"), "--draft", str(tmp_path / "out"), "--prompt", "HELLO", "--max-new-tokens", "8"])
+    assert used.exit_code == 0, used.output
+    bad = CliRunner().invoke(app, ["train", str(tmp_path / "target"), "--heads", "2", "--features"])
+    assert bad.exit_code == 2 and "--heads" in bad.output

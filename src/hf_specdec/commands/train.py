@@ -9,10 +9,11 @@ from rich.console import Console
 
 def train(target: str, out: Path, data: Path | None, tokens: int, prompts: str | None, column: str | None, layers: str | None, head: int,
           losses: str, steps: int, batch_tokens: int, lr: float, on_policy: int, format: str, new_tokens: int, seed: int,
-          features: bool) -> None:
+          features: bool, heads: int = 0) -> None:
     from ..bench.embedded import load_target
     from ..mx.formats import get_format
     from ..training.feature_trainer import FeatureRunConfig
+    from ..training.heads import HeadsRunConfig
     from ..training.losses import LOSSES
     from ..training.pipeline import prepare
     from ..training.pipeline import train as run
@@ -24,11 +25,13 @@ def train(target: str, out: Path, data: Path | None, tokens: int, prompts: str |
         if name not in LOSSES:
             raise ValueError(f"--loss {name}: choose from {', '.join(LOSSES)}.")
     get_format(format)
-    kind = FeatureRunConfig if features else RunConfig
+    if heads and (features or on_policy or layers):
+        raise ValueError("--heads: heads have no layers and learn from the target's own text; leave out --features, --layers and --on-policy.")
+    kind, more = (HeadsRunConfig, {"heads": heads}) if heads else (FeatureRunConfig if features else RunConfig, {})
     if features and on_policy:
         raise ValueError("--on-policy: a feature drafter learns from the target's own text alone; leave it out with --features.")
-    config = kind(layers=_numbers(layers or ("-1" if features else "0,-1")), head=head or None, loss=names[0], steps=steps,
-                  batch_tokens=batch_tokens, lr=lr, format=format, seed=seed)
+    config = kind(layers=_numbers(layers or ("-1" if features or heads else "0,-1")), head=head or None, loss=names[0], steps=steps,
+                  batch_tokens=batch_tokens, lr=lr, format=format, seed=seed, **more)
     asked = None
     if prompts is not None:
         asked = read_prompts(prompts, column) if Path(prompts).is_file() else dataset_prompts(prompts.removeprefix("hub:"), column)
