@@ -1,7 +1,5 @@
-"""Drafts: what proposes the candidate tokens. One file per draft; names in `hf_specdec.registry.DRAFTS`.
-
-`ModelDraft`, `ModelTreeDraft`, `NGramDraft`, `PromptLookupDraft`, `RecyclingDraft`, `SuffixAutomatonDraft`, `UniformDraft` are imported when they are
-first asked for.
+"""Drafts: what proposes the candidate tokens. One file per draft; names in `hf_specdec.registry.DRAFTS`. The classes
+are imported when they are first asked for.
 """
 
 from ..registry import DRAFTS, load
