@@ -5,7 +5,7 @@
     model.save_pretrained(folder)
     model = mx.load(AutoModelForCausalLM, folder)             # or from_pretrained, once hf_specdec.mx is imported
 
-Importing this package registers the quantisation method "mx" with transformers.
+Importing this package registers the quantisation method "mx" and the attention "hf_specdec_rows" with transformers.
 """
 
 from .compress import compress
@@ -15,6 +15,7 @@ from .linear import MXLinear
 from .packed import quantize
 from .quality import compare
 from .quantizer import MXConfig, load
+from .row_invariant import row_invariant
 from .swap import dequantize
 
 __all__ = [
@@ -27,5 +28,6 @@ __all__ = [
     "kernel_info",
     "load",
     "quantize",
+    "row_invariant",
     "set_kernel_path",
 ]

@@ -18,8 +18,10 @@ class MXLinear(nn.Linear):
     `weight` is uint8 `[out_features, in_features * bits / 8]` and `weight_scale` uint8 `[out_features, in_features / 32]`.
     They are saved in the stored order (least significant bit first). In use they lie as the kernels read them (`layout`): on a
     CPU in tiles, in the same memory; on a GPU in planes, and `weight` is empty then. A row of x gives the same bits at every number of rows
-    (on AVX2 and portable C: up to 64).
+    (on AVX2 and portable C: up to 64, without `alike`).
     """
+
+    alike = False
 
     def __init__(self, in_features, out_features, bias=True, format=DEFAULT_FORMAT, device=None, dtype=None):
         nn.Module.__init__(self)
@@ -125,7 +127,7 @@ class MXLinear(nn.Linear):
             return product(x, self.prepare())
         kernel = self._cpu_kernel()
         if kernel is not None:
-            return kernel(x)
+            return kernel(x, self.alike)
         self.prepare()
         return product(x, self) if self.layout == PLANES else multiply_dense(x, self._dense(x.dtype), self.bias)
 

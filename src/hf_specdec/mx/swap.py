@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from .activation import RowActivation
 from .linear import MXLinear
 from .packed import quantize
 from .plan import Choice
@@ -66,6 +67,9 @@ def dequantize(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     dtype = dtype or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     for name in names:
         replace(model, name, model.get_submodule(name).to_linear(dtype))
+    for name, module in list(model.named_modules()):
+        if isinstance(module, RowActivation):
+            replace(model, name, module.original)
     _forget(model)
     return model
 

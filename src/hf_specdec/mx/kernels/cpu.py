@@ -16,7 +16,7 @@ from ..formats import BLOCK, FORMATS, SCALE_RULES, Format
 from .build import BuildError, build, packaged_library
 
 ROWS = 16  # of a tile
-ABI = 1
+ABI = 2
 WIDE, PANEL = 64, 1024  # rows of x from which on the paths in NARROW leave the product to torch; outputs they decode at a time
 NARROW = (0, 1)  # portable and avx2
 PATHS = ("portable", "avx2", "avx512f", "avx512_bf16")  # as in csrc/mx.h
@@ -73,6 +73,7 @@ def _load(path: Path) -> ctypes.CDLL:
         pointer, number, size, size, number, number, pointer, pointer, pointer, pointer, number
     ]  # fmt: skip
     lib.mx_quantize.restype = size
+    lib.mx_attention_rows.argtypes = [ctypes.c_char_p, number, number]
     lib.mx_read.argtypes = [pointer, size, number]
     lib.mx_read.restype = ctypes.c_uint64
     lib.mx_dot_peak.argtypes, lib.mx_dot_peak.restype = [number], ctypes.c_double
@@ -195,13 +196,14 @@ class Kernel:
         self.n, self.k = n, k
         self.multiply = library().mx_linear
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """`x [..., K]` times the weights, plus the bias: `[..., N]` in x's dtype (float32, bfloat16 or float16)."""
+    def __call__(self, x: torch.Tensor, alike: bool = False) -> torch.Tensor:
+        """`x [..., K]` times the weights, plus the bias: `[..., N]` in x's dtype (float32, bfloat16 or float16). `alike`: any
+        number of rows is multiplied as a few are."""
         if not x.is_contiguous():
             x = x.contiguous()
         out = x.new_empty((*x.shape[:-1], self.n))
         rows = x.numel() // self.k
-        if rows > WIDE and kernel_path() in NARROW:
+        if rows > WIDE and not alike and kernel_path() in NARROW:
             return self._by_panels(x)
         if rows and self.multiply(
             self.address, x.data_ptr(), out.data_ptr(), rows, DTYPES[x.dtype], kernel_path(), torch.get_num_threads()

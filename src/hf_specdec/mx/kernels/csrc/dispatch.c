@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <time.h>
 
-#define ABI 1
+#define ABI 2
 #define PIECES 4
 int mx_abi(void) { return ABI; }
 

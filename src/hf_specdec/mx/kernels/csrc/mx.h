@@ -40,6 +40,18 @@ typedef struct {
     uint16_t table[128]; /* the values of the codes (without their sign, if they have 8 bits) as bfloat16, repeated */
 } mx_job;
 
+/* Attention: q [batch, heads, queries, dk], k and v [batch, kv_heads, slots, dk or dv], mask [batch, heads, queries, slots], each
+ * with its strides, in elements; the last dimension of q, k and v is contiguous. */
+typedef struct {
+    const void *q, *k, *v, *mask; /* mask: NULL for none */
+    const float *sinks;           /* [heads]: one more score per head, which has no value; or NULL */
+    void *out;                    /* [batch, queries, heads, dv] */
+    int64_t batch, heads, kv_heads, queries, slots, dk, dv;
+    int64_t q_stride[3], k_stride[3], v_stride[3], mask_stride[4];
+    int64_t dtype, mask_dtype, causal; /* mask_dtype: an mx_dtype, or another number for bytes (0 hides); causal: without a mask */
+    float scale, softcap, nothing;     /* softcap 0: none; a mask of at most `nothing` hides */
+} mx_attention;
+
 typedef void (*mx_run)(const mx_job *, int64_t first_group, int64_t last_group);
 void mx_run_portable(const mx_job *, int64_t, int64_t);
 void mx_run_avx2(const mx_job *, int64_t, int64_t);

@@ -1,0 +1,118 @@
+"""Attention that gives a query the same bits at every width: each query of each head alone, over the slots it sees, in their order."""
+
+from __future__ import annotations
+
+import torch
+
+from .. import compat
+from .kernels import attention as kernel
+
+NAME = "hf_specdec_rows"
+
+
+def rows_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """softmax(scale * q k^T + mask) v as `[B, Q, H, Dv]` in query's dtype, computed in float32 from query `[B, H, Q, D]`, key
+    `[B, G, S, D]` and value `[B, G, S, Dv]` on a CPU; H is a multiple of G.
+
+    mask: bool (True: visible) or floating, broadcastable to `[B, H, Q, S]`; slots at minus infinity or at half the dtype's minimum and
+    below take no part. causal: query i sees slots 0..i, where there is no mask. softcap: scores become softcap * tanh(score /
+    softcap) first. sinks `[H]`: one more score per head that takes weight and gives no value. A query that sees nothing gets zeros.
+
+    The result depends on what the query sees and on nothing else: not on other queries, rows, masked slots, strides, threads or the
+    kernel path. Raises ValueError for tensors on another device.
+    """
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.device.type != "cpu":
+            raise ValueError(f"{name} is on {tensor.device}: row-invariant attention runs on a CPU. Use mx.row_invariant's undo, or sdpa.")
+    shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    if mask is not None:
+        mask = mask[..., : key.shape[2]].expand(shape)
+    floating = mask is not None and mask.is_floating_point()
+    nothing = torch.finfo(mask.dtype).min / 2 if floating else -1e38
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if kernel.takes(query, key, value) and (mask is None or mask.dtype in kernel.MASKS):
+        return kernel.attend(query, key, value, mask, scale, causal and mask is None, softcap or 0.0, sinks, nothing)
+    return _by_torch(query, key, value, mask, scale, causal and mask is None, softcap, sinks, nothing)
+
+
+def _by_torch(query, key, value, mask, scale, causal, softcap, sinks, nothing) -> torch.Tensor:
+    """The same, query by query, from the visible slots alone; differentiable. Not bit for bit what the kernel gives."""
+    batch, heads, width, _ = query.shape
+    groups, slots = key.shape[1], key.shape[2]
+    rows = []
+    for b in range(batch):
+        for q in range(width):
+            seen = torch.arange(slots) <= (q if causal else slots)
+            bias = torch.zeros(heads, slots)
+            if mask is not None:
+                bias = mask[b, :, q].float() if mask.is_floating_point() else torch.where(mask[b, :, q], 0.0, -torch.inf)
+            per_head = [torch.nonzero(seen & (bias[h] > nothing)).flatten() for h in range(heads)]
+            rows.append(torch.stack([
+                _one(query[b, h, q], key[b, h * groups // heads, at], value[b, h * groups // heads, at], bias[h, at], scale, softcap,
+                     None if sinks is None else sinks[h]) for h, at in enumerate(per_head)
+            ]))  # fmt: skip
+    return torch.stack(rows).view(batch, width, heads, -1).to(query.dtype)
+
+
+def _one(query, key, value, bias, scale, softcap, sink) -> torch.Tensor:
+    work = torch.promote_types(query.dtype, torch.float32)
+    if not len(key):
+        return value.new_zeros(value.shape[-1], dtype=work)
+    scores = (key.to(work) * query.to(work)).sum(-1) * scale
+    scores = (scores if not softcap else softcap * torch.tanh(scores / softcap)) + bias
+    if sink is not None:
+        scores = torch.cat([scores, sink.to(work)[None]])
+    return (scores.softmax(-1)[: len(key), None] * value.to(work)).sum(0)
+
+
+@torch.library.custom_op("hf_specdec::rows_attention", mutates_args=())
+def _operator(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float | None, causal: bool,
+    softcap: float | None, sinks: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    return rows_attention(query, key, value, mask, scale, causal, softcap, sinks)
+
+
+@_operator.register_fake
+def _(query, key, value, mask, scale, causal, softcap, sinks):
+    return query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[-1]))
+
+
+def forward(
+    module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None, softcap=None, s_aux=None, **kwargs
+) -> tuple[torch.Tensor, None]:
+    """What transformers' attention layers call; causality without a mask is decided as for "sdpa". Raises ValueError for what
+    would change the result and is not there: dropout, paged caches."""
+    if dropout:
+        raise ValueError(f'attn_implementation="{NAME}" has no dropout: call model.eval(), or train with "sdpa".')
+    if kwargs.get("cache") is not None:
+        raise ValueError(f'attn_implementation="{NAME}" takes no paged cache: use "sdpa" for continuous batching.')
+    bias = kwargs.get("position_bias")
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal) and query.shape[2] > 1
+    causal = causal and attention_mask is None
+    if bias is not None:
+        attention_mask, causal = _with_bias(bias.float(), attention_mask, causal), False
+    run = _operator if torch.compiler.is_compiling() else rows_attention
+    return run(query, key, value, attention_mask, scaling, causal, softcap, s_aux), None
+
+
+def _with_bias(bias: torch.Tensor, mask: torch.Tensor | None, causal: bool) -> torch.Tensor:
+    """A learned bias [1 or B, H, Q, S] and the mask in one, in float32."""
+    if causal:
+        mask = torch.ones(bias.shape[-2:], dtype=torch.bool).tril()
+    if mask is None:
+        return bias
+    hidden = ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2
+    return (bias if mask.dtype == torch.bool else bias + mask.float()).masked_fill(hidden, -torch.inf)
+
+
+compat.register_attention(NAME, forward)
