@@ -10,7 +10,8 @@ Importing this package registers the quantisation method "mx" and the attention 
 
 from .compress import compress
 from .formats import FORMATS
-from .kernels.cpu import kernel_info, set_kernel_path
+from .kernels.cpu import kernel_info
+from .kernels.cpu import set_kernel_path as set_kernel_path
 from .linear import MXLinear
 from .packed import quantize
 from .quality import compare
@@ -29,5 +30,4 @@ __all__ = [
     "load",
     "quantize",
     "row_invariant",
-    "set_kernel_path",
 ]

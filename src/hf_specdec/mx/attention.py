@@ -32,7 +32,8 @@ def rows_attention(
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.device.type != "cpu":
-            raise ValueError(f"{name} is on {tensor.device}: row-invariant attention runs on a CPU. Use mx.row_invariant's undo, or sdpa.")
+            raise ValueError(f"{name} is on {tensor.device}: row-invariant attention runs on a CPU. "
+                             f'Call model.set_attn_implementation("sdpa").')
     shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     if mask is not None:
         mask = mask[..., : key.shape[2]].expand(shape)

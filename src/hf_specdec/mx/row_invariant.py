@@ -30,10 +30,11 @@ def row_invariant(model: PreTrainedModel) -> PreTrainedModel:
     _check(model)
     if _dense(model):
         _into_tiles(model)
+    held = {id(module.original) for module in model.modules() if isinstance(module, RowActivation)}
     for name, module in list(model.named_modules()):
         if isinstance(module, MXLinear):
             module.alike = True
-        elif needs_table(module):
+        elif needs_table(module) and id(module) not in held:
             replace(model, name, RowActivation(module))
     compat.set_attention(model, NAME)
     return model

@@ -31,10 +31,17 @@ MX_INLINE TARGET v8 load8(const void *base, int64_t at, int64_t count, const int
     return (v8)wide;
 }
 
+#if defined(__clang__)
+#define SHUFFLE(v, ...) __builtin_shufflevector(v, v, __VA_ARGS__)
+#else
+#define SHUFFLE(v, ...) __builtin_shuffle(v, (v8i){__VA_ARGS__})
+#endif
+
 /* Lanes 0..7 by halves: (0+4, 1+5, 2+6, 3+7), then (0+2, 1+3), then 0+1. */
 MX_INLINE TARGET float sum8(v8 v) {
-    float a = v[0] + v[4], b = v[1] + v[5], c = v[2] + v[6], d = v[3] + v[7];
-    return (a + c) + (b + d);
+    v += SHUFFLE(v, 4, 5, 6, 7, 0, 1, 2, 3);
+    v += SHUFFLE(v, 2, 3, 0, 1, 6, 7, 4, 5);
+    return v[0] + v[1];
 }
 
 /* e^x for x <= 0 within 2 units in the last place; 0 below -87. Cody and Waite's reduction, the polynomial of Cephes' expf. */

@@ -1,0 +1,158 @@
+"""Row-invariant attention: a query's bits depend on what it sees and on nothing else, and they are the right ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from hf_specdec.mx.attention import rows_attention
+from hf_specdec.mx.kernels import attention as kernel
+from hf_specdec.mx.kernels import cpu
+from hf_specdec.tree import Tree
+
+needs_kernels = pytest.mark.skipif(cpu.library() is None, reason="no kernels here")
+HEADS, GROUPS, SLOTS = 6, 2, 47
+DTYPES = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2e-7}
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def either(request, monkeypatch):
+    """Both implementations in turn."""
+    if request.param == "compiled":
+        if cpu.library() is None:
+            pytest.skip("no kernels here")
+    else:
+        monkeypatch.setattr(kernel, "takes", lambda *tensors: False)
+    return request.param
+
+
+def tensors(dtype=torch.bfloat16, batch=1, width=9, size=64, value_size=None, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (batch, HEADS, width, size), (batch, GROUPS, SLOTS, size), (batch, GROUPS, SLOTS, value_size or size)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def chain_mask(width: int, slots: int = SLOTS, dtype=torch.bfloat16) -> torch.Tensor:
+    """The last `width` slots are the queries' own: additive, with the dtype's minimum."""
+    seen = torch.arange(slots) <= torch.arange(slots - width, slots)[:, None]
+    return torch.zeros(width, slots, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)[None, None]
+
+
+def exact(query, key, value, mask):
+    """float64, from sdpa."""
+    key, value = (part.double().repeat_interleave(HEADS // GROUPS, 1) for part in (key, value))
+    return scaled_dot_product_attention(query.double(), key, value, mask if mask is None else mask.double()).transpose(1, 2)
+
+
+@pytest.mark.parametrize("size", [64, 128, 80, 24, 20])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_it_is_attention(either, dtype, size):
+    query, key, value = tensors(dtype, batch=2, size=size, value_size=size + 12)
+    mask = chain_mask(9)
+    got, want = rows_attention(query, key, value, mask), exact(query, key, value, mask)
+    assert got.dtype == dtype and got.shape == want.shape
+    assert float((got.double() - want).abs().max()) <= DTYPES[dtype] * float(want.abs().max()) * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_query_alone_gives_the_bits_it_gives_among_others(either, dtype):
+    for width in (2, 3, 8, 9, 17, 33):
+        query, key, value = tensors(dtype, width=width, seed=width)
+        mask = chain_mask(width)
+        whole = rows_attention(query, key, value, mask)
+        for i in range(width):
+            end = SLOTS - width + i + 1  # as it would be if the later tokens had never been there
+            alone = rows_attention(query[:, :, i : i + 1], key[:, :, :end], value[:, :, :end])
+            assert torch.equal(whole[:, i : i + 1], alone)
+
+
+def test_causal_without_a_mask_is_the_mask(either):
+    query, key, value = (part[:, :, :9] for part in tensors())
+    assert torch.equal(rows_attention(query, key, value, causal=True), rows_attention(query, key, value, chain_mask(9, 9)))
+    assert not torch.equal(rows_attention(query, key, value, causal=True), rows_attention(query, key, value))
+
+
+def test_rows_of_a_batch_capacity_padding_and_strides_do_not_matter(either):
+    query, key, value = tensors(batch=5, width=4)
+    mask = chain_mask(4)
+    whole = rows_attention(query, key, value, mask)
+    for b in range(5):
+        pad = 3 * b + 1  # garbage before and behind, which the mask hides
+        shape = (1, GROUPS, SLOTS + 2 * pad, 64)
+        keys, values = torch.full(shape, 1e4, dtype=key.dtype), torch.full(shape, torch.nan, dtype=key.dtype)
+        keys[:, :, pad : pad + SLOTS], values[:, :, pad : pad + SLOTS] = key[b], value[b]
+        hidden = torch.nn.functional.pad(mask, (pad, pad), value=-torch.inf)
+        strided = query[b : b + 1].transpose(1, 2).contiguous().transpose(1, 2)
+        assert torch.equal(rows_attention(strided, keys, values, hidden), whole[b : b + 1])
+        assert torch.equal(rows_attention(strided, keys, values, hidden > -1), whole[b : b + 1])
+
+
+def test_a_node_of_a_tree_gives_the_bits_of_its_own_path(either):
+    tree, past = Tree((0, 0, 1, 1, 2, 0, 3, 5)), 20
+    width = len(tree) + 1
+    query, key, value = tensors(width=width)
+    seen = torch.cat([torch.ones(width, past, dtype=torch.bool), tree.ancestors], 1)
+    mask = torch.zeros(width, past + width).masked_fill(~seen, torch.finfo(torch.float32).min)[None, None]
+    keys, values = key[:, :, : past + width], value[:, :, : past + width]
+    whole = rows_attention(query, keys, values, mask)
+    for node in range(width):
+        path = torch.cat([torch.arange(past), past + torch.nonzero(tree.ancestors[node]).flatten()])
+        alone = rows_attention(query[:, :, node : node + 1], keys[:, :, path], values[:, :, path])
+        assert torch.equal(whole[:, node : node + 1], alone)
+
+
+def test_softcap_sinks_scale_and_finite_biases(either):
+    query, key, value = tensors(torch.float32)
+    bias, sinks = torch.randn(1, HEADS, 9, SLOTS), torch.randn(HEADS)
+    got = rows_attention(query, key, value, bias, 0.3, softcap=5.0, sinks=sinks)
+    keys, values = (part.double().repeat_interleave(HEADS // GROUPS, 1) for part in (key, value))
+    scores = 5 * torch.tanh(0.3 * query.double() @ keys.transpose(-1, -2) / 5) + bias
+    scores = torch.cat([scores, sinks.double().view(1, -1, 1, 1).expand(-1, -1, 9, -1)], -1)
+    want = (scores.softmax(-1)[..., :-1] @ values).transpose(1, 2)
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=3e-6)
+
+
+def test_a_query_that_sees_nothing_gets_zeros(either):
+    query, key, value = tensors(width=2)
+    mask = torch.ones(1, 1, 2, SLOTS, dtype=torch.bool)
+    mask[..., 0, :] = False
+    out = rows_attention(query, key, value, mask)
+    assert not out[:, 0].any() and out[:, 1].isfinite().all() and out[:, 1].any()
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_threads_and_kernel_paths_do_not_matter(dtype):
+    query, key, value = tensors(dtype, batch=3, width=17, size=72)
+    mask, threads, seen = chain_mask(17), torch.get_num_threads(), []
+    try:
+        for path in cpu.kernel_info()["available"]:
+            cpu.set_kernel_path(path)
+            for count in (1, 2, 3):
+                torch.set_num_threads(count)
+                seen.append(rows_attention(query, key, value, mask))
+    finally:
+        cpu.set_kernel_path(None)
+        torch.set_num_threads(threads)
+    assert len(seen) >= 3 and all(torch.equal(seen[0], other) for other in seen)
+
+
+def test_gradients_go_through_torch():
+    query, key, value = (part.requires_grad_() for part in tensors(torch.float32, width=2))
+    out = rows_attention(query, key, value, chain_mask(2))
+    (ours,) = torch.autograd.grad(out.square().sum(), key, retain_graph=True)
+    (theirs,) = torch.autograd.grad(exact(query, key, value, chain_mask(2)).square().sum(), key)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(not hasattr(torch, "compile"), reason="no compiler")
+def test_the_operator_is_well_formed():
+    query, key, value = tensors(width=2)
+    torch.library.opcheck(torch.ops.hf_specdec.rows_attention.default, (query, key, value, chain_mask(2), None, False, None, None))
+
+
+def test_another_device_is_refused_by_name():
+    query, key, value = tensors(width=1)
+    with pytest.raises(ValueError, match="key is on meta"):
+        rows_attention(query, key.to("meta"), value)
