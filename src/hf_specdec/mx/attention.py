@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .. import compat
+from .interface import register_attention
 from .kernels import attention as kernel
 
 NAME = "hf_specdec_rows"
@@ -116,4 +116,4 @@ def _with_bias(bias: torch.Tensor, mask: torch.Tensor | None, causal: bool) -> t
     return (bias if mask.dtype == torch.bool else bias + mask.float()).masked_fill(hidden, -torch.inf)
 
 
-compat.register_attention(NAME, forward)
+register_attention(NAME, forward)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from .. import compat
 from .activation import RowActivation, needs_table
 from .attention import NAME
 from .compress import compress
+from .interface import check_attention, set_attention
 from .kernels import cpu
 from .linear import MXLinear
 from .plan import Choice, plan
@@ -36,7 +36,7 @@ def row_invariant(model: PreTrainedModel) -> PreTrainedModel:
             module.alike = True
         elif needs_table(module) and id(module) not in held:
             replace(model, name, RowActivation(module))
-    compat.set_attention(model, NAME)
+    set_attention(model, NAME)
     return model
 
 
@@ -71,7 +71,7 @@ def _check(model: PreTrainedModel) -> None:
                          f'Use model.to("cpu", torch.bfloat16); in float32, rounding is too fine to fork in practice.')
     if cpu.library() is None:
         raise RuntimeError(f"row_invariant needs the compiled kernels: {cpu.kernel_info()['reason']}")
-    compat.check_attention(model, NAME)
+    check_attention(model, NAME)
     left = [choice for choice in plan(model, "bf16", (), "bf16") if choice.format is None and not isinstance(choice.module, MXLinear)]
     if left:
         first = left[0]
