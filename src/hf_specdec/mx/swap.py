@@ -22,7 +22,8 @@ def compress_layer(model: nn.Module, choice: Choice, scale_rule: str, measure: b
     before = linear.weight.numel() * linear.weight.element_size()
     if _is_tied(model, linear):
         before, note = 0, "untied from the embedding, which stays dense"
-    packed = quantize(linear.weight, choice.format, scale_rule)
+    weight = linear.weight.clone() if note else linear.weight  # "bf16" may keep the memory, which the layer puts into another order
+    packed = quantize(weight, choice.format, scale_rule)
     error = weight_error(linear.weight.detach(), packed) if measure else (None, None)
     replace(model, choice.name, MXLinear.from_packed(packed, linear))
     return LayerReport(choice.name, tuple(linear.weight.shape), choice.format.name, before, packed.nbytes, *error, note)
