@@ -143,3 +143,11 @@ def test_a_run_learns_and_goes_on_after_a_stop(target, data, tmp_path):
 def test_a_model_that_reads_no_states_is_refused(target):
     with pytest.raises(ValueError, match="reads no hidden states"):
         FeatureDraft(build_drafter(target, [1]), target)
+
+
+def test_under_stock_decoding_it_proposes_nothing_and_leaves_no_hooks():
+    model = tiny_llama(3)
+    draft, ids = FeatureDraft(made(model), model), torch.tensor([[5, 6, 7, 8]])
+    for longer in (ids, torch.cat([ids, ids], dim=1)):
+        assert torch.equal(draft.get_candidates(longer)[0], longer)
+    assert not model.base_model._forward_hooks and not draft.model.base_model._forward_hooks

@@ -19,7 +19,7 @@ class FeatureDraft(ModelDraft):
     target: the model whose generate() it is used in. While a call runs it has hooks that keep its hidden states; nothing
             else of it is touched.
 
-    It has nothing to propose before the target has read the prompt. Raises ValueError if `model` is no feature drafter.
+    It has nothing to propose before the target has read the prompt, nor under stock assisted decoding. Raises ValueError if `model` is no feature drafter.
     """
 
     name = "feature"
@@ -33,12 +33,15 @@ class FeatureDraft(ModelDraft):
 
     def start(self, context: Context) -> None:
         super().start(context)
+        self.tap = self.hooks = None
+        self.known = [0] * len(context.rows)  # of every row, places whose states are there
+        if context is self._stock:  # stock decoding shows no states
+            return
         self.tap = Tap(self.target, self.layers)
         self.hooks = [self.model.base_model.register_forward_pre_hook(self._with_states, with_kwargs=True),
                       self.model.base_model.register_forward_hook(self._keep_output)]
         width = self.model.feature_fuse.weight.shape[0]
         self.states = torch.zeros((len(context.rows), 0, width), dtype=self.model.dtype, device=self.model.device)
-        self.known = [0] * len(context.rows)  # of every row, places whose states are there
         self.output: torch.Tensor | None = None
         self.first = True
 
@@ -120,5 +123,5 @@ class FeatureDraft(ModelDraft):
             self.tap.close()
             for hook in self.hooks:
                 hook.remove()
-        self.tap, self.states, self.judged, self.output, self.hooks = None, None, None, None, []
+        self.tap, self.states, self.judged, self.output, self.hooks = None, None, None, None, None
         super().finish()
