@@ -74,6 +74,25 @@ def die_in_a_write(rng: random.Random):
     return prepare
 
 
+def interrupted_after(writes: int):
+    """Ctrl-C in the child itself, after so many writes: another process could be late for it."""
+    write = os.write
+
+    def prepare():
+        left = [writes]
+
+        def counted(file, data):
+            written = write(file, data)
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGINT)
+            return written
+
+        os.write = counted
+
+    return prepare
+
+
 def kills(folder: Path, count: int, rng: random.Random) -> dict:
     """Kill runs of one output until `count` have died in the middle; a complete output is compared, and the next one begun."""
     whole = folder / "whole"
@@ -104,11 +123,7 @@ def interrupts(folder: Path, count: int, rng: random.Random) -> dict:
     whole, output, codes = folder / "whole", folder / "interrupted", []
     assert wait(run(folder, whole)) == 0
     for _ in range(count):
-        before, child = len(lines(output)), run(folder, output)
-        while len(lines(output)) < before + 3 and os.waitpid(child, os.WNOHANG)[0] == 0:
-            time.sleep(0.005)
-        os.kill(child, signal.SIGINT)
-        codes.append(wait(child))
+        codes.append(wait(run(folder, output, interrupted_after(3))))
     between = len(lines(output))
     last = wait(run(folder, output))
     log = (output.parent / f"{output.name}.log").read_text()
