@@ -79,6 +79,7 @@ def interrupted_after(writes: int):
     write = os.write
 
     def prepare():
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
         left = [writes]
 
         def counted(file, data):
