@@ -5,8 +5,9 @@ import copy
 import pytest
 import torch
 
-from hf_specdec.drafts import TranslatedDraft
+from hf_specdec.drafts import CascadeDraft, ModelDraft, PromptLookupDraft, TranslatedDraft
 from tests.conformance import law
+from tests.encoder_decoders import FAMILIES
 from tests.helpers import VOCAB, generated, perturbed, plain, prompts, repetitive, small_vocabulary_llama, speculate, tiny_llama, word_tokenizer
 
 ROWS = repetitive(12) + prompts(5, seed=4)
@@ -112,3 +113,11 @@ def test_the_drafts_cache_is_that_of_the_text():
 def test_vocabularies_that_share_nothing_are_refused():
     with pytest.raises(ValueError, match="draft_tokenizer: shares no token"):
         TranslatedDraft(tiny_llama(), word_tokenizer(range(VOCAB)), word_tokenizer(range(100, 100 + VOCAB)))
+
+
+@pytest.mark.parametrize("draft", [lambda model: TranslatedDraft(model, word_tokenizer(range(VOCAB)), word_tokenizer(range(VOCAB))),
+                                   lambda model: CascadeDraft(model, PromptLookupDraft()), ModelDraft], ids=["translated", "cascade", "model"])
+def test_an_encoder_that_runs_once_is_no_part_of_the_draft_s_cost(draft):
+    target, small = FAMILIES[0].model(), tiny_llama(3)
+    decoder = {id(p): p.numel() for part in (target.get_decoder(), target.get_output_embeddings()) for p in part.parameters()}
+    assert draft(small).relative_cost(target) == sum(p.numel() for p in small.parameters()) / sum(decoder.values())

@@ -18,8 +18,9 @@ def train(target: str, out: Path, data: Path | None, tokens: int, prompts: str |
     from ..training.pipeline import prepare
     from ..training.pipeline import train as run
     from ..training.prompts import dataset_prompts, read_prompts
-    from ..training.trainer import RunConfig
+    from ..training.trainer import RunConfig, need_accelerate
 
+    need_accelerate()
     names = [name.strip() for name in losses.split(",")]
     for name in names:
         if name not in LOSSES:

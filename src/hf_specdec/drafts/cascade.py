@@ -116,7 +116,7 @@ class CascadeDraft(Draft):
 
     def relative_cost(self, target: PreTrainedModel) -> float:
         """By size, for a middle model that is not accelerated at all: at most."""
-        return sum(p.numel() for p in self.model.parameters()) / max(sum(p.numel() for p in target.parameters()), 1)
+        return compat.parameters_per_token(self.model) / max(compat.parameters_per_token(target), 1)
 
     @property
     def calls(self) -> int:

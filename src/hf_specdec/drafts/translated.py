@@ -115,7 +115,7 @@ class TranslatedDraft(Draft):
     # --- the life of a call -----------------------------------------------------------------------------------------
 
     def relative_cost(self, target: PreTrainedModel) -> float:
-        return sum(p.numel() for p in self.model.parameters()) / max(sum(p.numel() for p in target.parameters()), 1)
+        return compat.parameters_per_token(self.model) / max(compat.parameters_per_token(target), 1)
 
     @property
     def calls(self) -> int:

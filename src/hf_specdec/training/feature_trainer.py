@@ -13,7 +13,7 @@ from ..drafts import features
 from .batches import Batch, split
 from .features import make_features
 from .losses import LOSSES
-from .trainer import RunConfig, Trainer
+from .trainer import RunConfig, Trainer, need_accelerate
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ class FeatureTrainer(Trainer):
     config: FeatureRunConfig
 
     def __init__(self, target, data: str | Path, out: str | Path, config: FeatureRunConfig, target_name: str = "", progress=None):
+        need_accelerate()
         count = target.config.get_text_config().num_hidden_layers
         self.reads = self._reads(config, count)
         files = [path for part in split(Path(data)) for path in part]

@@ -17,7 +17,7 @@ from .data import make_data, make_on_policy
 from .feature_trainer import FeatureRunConfig, FeatureTrainer
 from .heads import HeadsRunConfig, HeadsTrainer
 from .shards import Shard, shard_files
-from .trainer import RunConfig, Trainer
+from .trainer import RunConfig, Trainer, need_accelerate
 
 COLUMNS = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:,.0f} of {task.total:,.0f}"),
            TimeElapsedColumn(), TimeRemainingColumn())
@@ -42,6 +42,7 @@ def train(target, tokenizer, data: str | Path, out: str | Path, config: RunConfi
     the second half is on them (DistillSpec, arXiv 2310.08461). Returns held-out acceptance per loss, best first; with several
     losses the drafters lie in out/<loss>.
     """
+    need_accelerate()
     console = console or Console(stderr=True)
     losses, out = list(losses) or [config.loss], Path(out)
     if on_policy and isinstance(config, FeatureRunConfig):

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
@@ -20,6 +19,15 @@ from .batches import Batch, Corpus, Stream, frequent_tokens, split
 from .losses import LOSSES, acceptance, buckets
 
 CHECKPOINT = "checkpoint.safetensors"
+
+
+def need_accelerate():
+    """The package accelerate, which only training needs; ImportError with the remedy."""
+    try:
+        import accelerate
+    except ImportError:
+        raise ImportError("training needs the package accelerate: pip install 'hf-specdec[train]'") from None
+    return accelerate
 
 
 @dataclass(frozen=True)
@@ -80,7 +88,8 @@ class Trainer:
 
     target: the model whose parts the draft shares, in float32. data: the folder of shards. out: where checkpoint and drafter go.
 
-    Raises ValueError for a folder without shards, and where `out` holds the checkpoint of a run with another config.
+    Raises ValueError for a folder without shards, and where `out` holds the checkpoint of a run with another config; ImportError
+    without accelerate.
     """
 
     reads: tuple[int, ...] = ()  # layers of the target whose hidden states the draft sees
@@ -90,7 +99,7 @@ class Trainer:
         self.config, self.out, self.target_name = config, Path(out), target_name
         if target.dtype != torch.float32:
             raise ValueError(f"target: weights in {target.dtype}; load it in float32 to train a draft from its parts.")
-        self.accelerator = Accelerator(cpu=target.device.type == "cpu")
+        self.accelerator = need_accelerate().Accelerator(cpu=target.device.type == "cpu")
         files, held = split(Path(data))
         vocab = target.config.get_text_config().vocab_size
         self.corpus, self.held = (Corpus(part, vocab, config.batch_tokens, config.seed, states=self.states) for part in (files, held))
