@@ -22,7 +22,7 @@ LINES = [
     {"proposal", "sequences", "tree_shapes", "distributions", "config", "schedule", "trace", "seq2seq"},
     {"cached_model", "acceptance.base", "acceptance.primitive"},
     {"probe", "acceptance.*", "drafts.base"},
-    {"drafts.growth", "drafts.inner", "drafts.progress", "drafts.datastore"},
+    {"drafts.growth", "drafts.inner", "drafts.progress", "drafts.mapped", "drafts.datastore"},
     {"drafts.*", "acceptance"},
     {"drafts", "loop", "arguments"},
     {"call"},
@@ -35,7 +35,7 @@ WITHIN = {("drafts.feature_tree", "drafts.feature"), ("drafts.feature_tree", "dr
           ("drafts.model_tree", "drafts.model"), ("acceptance.coupled", "acceptance.greedy"), ("acceptance.block", "acceptance.sampling"),
           ("acceptance.spectr", "acceptance.sampling"), ("acceptance.typical", "acceptance.threshold"), ("drafts.mixture", "drafts.choosing"),
           ("drafts.early_exit", "drafts.model"), ("drafts.translated", "drafts.model"), ("drafts.datastore", "drafts.progress"),
-          ("drafts.retrieval", "drafts.ngram"), ("drafts.medusa", "drafts.features")}
+          ("drafts.datastore", "drafts.mapped"),          ("drafts.retrieval", "drafts.ngram"), ("drafts.medusa", "drafts.features")}
 
 
 def name_of(path: Path) -> str:

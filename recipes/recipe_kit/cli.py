@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import platform
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from rich.console import Console
 
-import hf_specdec
 from hf_specdec import mx
 from hf_specdec.bench.embedded import EMBEDDED
 from hf_specdec.bench.terminal import counting
 
 from . import quality
+from .machine import environment, use_machine
 from .models import read
 from .recipe import RUNS, Recipe, RecipeError
 from .report import print_report, save_plot
@@ -116,13 +114,7 @@ def _complete(recipe: Recipe, options: argparse.Namespace) -> argparse.Namespace
             raise RecipeError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be 1 or more.")
     if options.acceptance is not None and not 0 <= options.acceptance <= 1:
         raise RecipeError(f"--acceptance {options.acceptance}: must be a rate in 0..1.")
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    try:
-        options.device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(1, device=options.device)
-    except (RuntimeError, AssertionError) as error:
-        raise RecipeError(f"--device {options.device}: {str(error).splitlines()[0]}") from error
+    use_machine(options)
     options.draft = (options.draft or recipe.draft) if full else None
     if not full and not recipe.lookup and options.acceptance is None:
         options.acceptance = 0.8
@@ -151,12 +143,6 @@ def _head(recipe: Recipe, options: argparse.Namespace, names: list[str]) -> dict
         "acceptance": options.acceptance, "new_tokens": options.new_tokens, "prompts": names, "repetitions": options.repetitions,
         "layers": options.layers, "phases": options.phases, "dtype": str(options.dtype).removeprefix("torch."),
     } | ({"humaneval": str(options.humaneval)} if options.humaneval else {})  # fmt: skip
-    on_gpu = options.device.type == "cuda"
-    environment = {
-        "device": torch.cuda.get_device_name(options.device) if on_gpu else platform.machine(),
-        "threads": torch.get_num_threads(), "python": platform.python_version(), "torch": torch.__version__,
-        "transformers": transformers.__version__, "hf_specdec": hf_specdec.__version__, "mx": mx.kernel_info()["path"],
-    }  # fmt: skip
     title = recipe.title + ("" if options.target in (recipe.target, EMBEDDED) else f" ({options.target})")
     return {"title": title, "label": label, "acceptance": {"kind": kind, "rate": options.acceptance}, "settings": settings,
-            "environment": environment}  # fmt: skip
+            "environment": environment(options.device) | {"mx": mx.kernel_info()["path"]}}  # fmt: skip

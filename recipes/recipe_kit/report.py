@@ -16,16 +16,21 @@ FEW = 32  # decoded tokens below which a measured speed-up is mostly chance
 
 
 def print_report(data: dict[str, Any], console: Console) -> None:
+    print_with_notes(data, f"K = {data['settings']['k']}, batch 1, greedy", table(data), notes(data), console)
+    console.print(goal_text(data["goal"]), highlight=False, markup=False)
+
+
+def print_with_notes(data: dict[str, Any], how: str, table: Table, notes: list[str], console: Console) -> None:
+    """Title, what was run (`how`, and what every run has) and where, the table, what there is to say of it."""
     settings, environment = data["settings"], data["environment"]
     console.print(f"[bold]{data['title']}[/bold]", highlight=False)
     console.print(
-        f"{data['label']}; K = {settings['k']}, batch 1, greedy, up to {settings['new_tokens']} new tokens, {len(settings['prompts'])} "
-        f"prompts, repetitions: {settings['repetitions']}, {settings['dtype']}, {environment['device']}, threads: {environment['threads']}, "
+        f"{data['label']}; {how}, up to {settings['new_tokens']} new tokens, {len(settings['prompts'])} prompts, repetitions: "
+        f"{settings['repetitions']}, {settings['dtype']}, {environment['device']}, threads: {environment['threads']}, "
         f"torch {environment['torch']}, transformers {environment['transformers']}", soft_wrap=True, highlight=False, markup=False)
-    console.print(table(data))
-    for line in notes(data):
+    console.print(table)
+    for line in notes:
         console.print(line, style="dim", highlight=False, markup=False)
-    console.print(goal_text(data["goal"]), highlight=False, markup=False)
 
 
 def table(data: dict[str, Any]) -> Table:
@@ -49,14 +54,14 @@ def title_of(row: dict[str, Any], data: dict[str, Any]) -> str:
 def cells(row: dict[str, Any], simulated: bool) -> dict[str, str]:
     mark = " SIMULATED" if simulated and "alpha" in row else ""
     return {
-        "tokens/s": _text(row["decoding_tokens_per_second"], "{:.2f}"),
-        "speed-up": _text(row["speed_up"], "{:.2f}x") + (mark and "*"),
-        "theory": _text(row["predicted"], "{:.2f}x") + (mark and "*"),
-        "article": _text(row["article"], "about {:g}x"),
-        "whole call": _text(row["speed_up_whole_call"], "{:.2f}x") + (mark and "*"),
-        "accepted": _text(row.get("acceptance_rate"), "{:.0%}") + mark,
-        "alpha": _text(row.get("alpha"), "{:.2f}") + (mark and "*"),
-        "block eff.": _text(row.get("block_efficiency"), "{:.2f}") + (mark and "*"),
+        "tokens/s": text_of(row["decoding_tokens_per_second"], "{:.2f}"),
+        "speed-up": text_of(row["speed_up"], "{:.2f}x") + (mark and "*"),
+        "theory": text_of(row["predicted"], "{:.2f}x") + (mark and "*"),
+        "article": text_of(row["article"], "about {:g}x"),
+        "whole call": text_of(row["speed_up_whole_call"], "{:.2f}x") + (mark and "*"),
+        "accepted": text_of(row.get("acceptance_rate"), "{:.0%}") + mark,
+        "alpha": text_of(row.get("alpha"), "{:.2f}") + (mark and "*"),
+        "block eff.": text_of(row.get("block_efficiency"), "{:.2f}") + (mark and "*"),
         "weights GB": f"{row['weight_bytes'] / 1e9:.3g}",
         "= plain": f"{row['identical']}/{row['outputs']}" if "outputs" in row else "-",
     }
@@ -83,7 +88,7 @@ def notes(data: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _text(value: float | None, pattern: str) -> str:
+def text_of(value: float | None, pattern: str) -> str:
     return "-" if value is None else pattern.format(value)
 
 

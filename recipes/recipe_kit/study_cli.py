@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import platform
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from rich.console import Console
 from rich.table import Table
 
-import hf_specdec
 from hf_specdec.bench.terminal import counting
 
+from .machine import environment, use_machine
 from .recipe import RecipeError
+from .report import print_with_notes, text_of
 from .store import Store
 from .study import Study, StudyRunner, summarise
 
@@ -75,13 +74,7 @@ def parse(study: Study, argv: list[str] | None) -> argparse.Namespace:
     for name in ("k", "new_tokens", "prompts", "repetitions", "threads"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
             raise RecipeError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be 1 or more.")
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    try:
-        options.device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(1, device=options.device)
-    except (RuntimeError, AssertionError) as error:
-        raise RecipeError(f"--device {options.device}: {str(error).splitlines()[0]}") from error
+    use_machine(options)
     options.dtype = getattr(torch, options.dtype or study.dtypes.get(options.scale, "float32"))
     options.new_tokens = options.new_tokens or study.new_tokens[options.scale]
     options.cost_repetitions = 31
@@ -95,28 +88,15 @@ def _head(study: Study, options: argparse.Namespace, names: list[str]) -> dict[s
         "recipe": study.name, "scale": options.scale, "k": options.k, "new_tokens": options.new_tokens, "prompts": names,
         "repetitions": options.repetitions, "dtype": str(options.dtype).removeprefix("torch."), **study.settings(options),
     }  # fmt: skip
-    environment = {
-        "device": torch.cuda.get_device_name(options.device) if options.device.type == "cuda" else platform.machine(),
-        "threads": torch.get_num_threads(), "python": platform.python_version(), "torch": torch.__version__,
-        "transformers": transformers.__version__, "hf_specdec": hf_specdec.__version__,
-    }  # fmt: skip
     return {"title": study.title, "label": study.label[options.scale], "acceptance": {"kind": "SIMULATED" if simulated else "measured"},
-            "paper": study.paper, "remarks": list(study.remarks), "notes": [], "settings": settings, "environment": environment}  # fmt: skip
+            "paper": study.paper, "remarks": list(study.remarks), "notes": [], "settings": settings, "environment": environment(options.device)}  # fmt: skip
 
 
 # --- the report ---------------------------------------------------------------------------------------------------------
 
 
 def print_report(data: dict[str, Any], console: Console) -> None:
-    settings, environment = data["settings"], data["environment"]
-    console.print(f"[bold]{data['title']}[/bold]", highlight=False)
-    console.print(
-        f"{data['label']}; batch 1, up to {settings['new_tokens']} new tokens, {len(settings['prompts'])} prompts, repetitions: "
-        f"{settings['repetitions']}, {settings['dtype']}, {environment['device']}, threads: {environment['threads']}, "
-        f"torch {environment['torch']}, transformers {environment['transformers']}", soft_wrap=True, highlight=False, markup=False)
-    console.print(table(data))
-    for line in notes(data):
-        console.print(line, style="dim", highlight=False, markup=False)
+    print_with_notes(data, "batch 1", table(data), notes(data), console)
 
 
 def table(data: dict[str, Any]) -> Table:
@@ -126,11 +106,11 @@ def table(data: dict[str, Any]) -> Table:
     rows, star = data["summary"], "*" if simulated else ""
     columns = {
         "draft": [row["draft"] for row in rows], "T": [str(row["temperature"]) for row in rows], "l": [f"{row['lenience']:g}" for row in rows],
-        "K": [str(row["k"]) for row in rows], "paper's alpha": [_text(row["paper_alpha"], "{:.2f}") for row in rows],
-        "alpha": [_text(row["alpha"], "{:.2f}") + mark for row in rows], "judged": [str(row["judged"]) for row in rows],
+        "K": [str(row["k"]) for row in rows], "paper's alpha": [text_of(row["paper_alpha"], "{:.2f}") for row in rows],
+        "alpha": [text_of(row["alpha"], "{:.2f}") + mark for row in rows], "judged": [str(row["judged"]) for row in rows],
         "block eff.": [f"{row['block_efficiency']:.2f}" for row in rows], "Eq. 1": [f"{row['expected']:.2f}" for row in rows],
-        "c": [f"{row['c']:.3f}" for row in rows], "speed-up": [_text(row["speed_up"], "{:.2f}x") + star for row in rows],
-        "theory": [_text(row["predicted"], "{:.2f}x") + star for row in rows], "output": [_output(row) for row in rows],
+        "c": [f"{row['c']:.3f}" for row in rows], "speed-up": [text_of(row["speed_up"], "{:.2f}x") + star for row in rows],
+        "theory": [text_of(row["predicted"], "{:.2f}x") + star for row in rows], "output": [_output(row) for row in rows],
     }  # fmt: skip
     if any(row.get("paper_speed_up") for row in rows):  # what the paper measured, in the place of a lenience that is 1 throughout
         del columns["l"]
@@ -148,7 +128,7 @@ def _beside(columns: dict[str, list[str]], rows: list[dict[str, Any]]) -> dict[s
     for name, values in columns.items():
         if name in PAPERS:
             key, pattern = PAPERS[name]
-            found[f"paper's {name}"] = [_text(row[key], pattern) for row in rows]
+            found[f"paper's {name}"] = [text_of(row[key], pattern) for row in rows]
         found[name] = values
     return found
 
@@ -170,10 +150,6 @@ def notes(data: dict[str, Any]) -> list[str]:
         lines.append("* SIMULATED acceptance: the weights are random, the draft model runs, and what is proposed is replaced by right tokens at a "
                      "stated rate. Costs are real, text and acceptance are not.")
     return lines + data["remarks"] + data["notes"]
-
-
-def _text(value: float | None, pattern: str) -> str:
-    return "-" if value is None else pattern.format(value)
 
 
 def save_plot(data: dict[str, Any], path: Path) -> None:

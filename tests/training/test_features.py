@@ -15,6 +15,7 @@ from hf_specdec.training.features import make_features, read_features
 from hf_specdec.training.shards import Shard, shard_files
 
 from ..helpers import tiny_llama
+from .watched import Watched
 
 READS = (0, 1, 2)
 
@@ -49,19 +50,6 @@ def test_states_of_shards_are_kept_and_made_once(target, data, tmp_path):
     with torch.no_grad(), hidden_states(target, READS) as seen:
         target(input_ids=shard.tokens[a:b].long()[None])
     torch.testing.assert_close(states[a:b].float(), seen()[0].bfloat16().float(), atol=0.02, rtol=0.02)
-
-
-class Watched(FeatureDraft):
-    """Writes down the logits of every step of every round, and what was committed before it."""
-
-    def start(self, context):
-        super().start(context)
-        self.log = []
-
-    def _scores(self, context, tokens, k, step):
-        logits = super()._scores(context, tokens, k, step)
-        self.log.append((step, [list(row) for row in context.rows], [step.tolist() for step in tokens], logits.clone()))
-        return logits
 
 
 @pytest.mark.parametrize("rows", [[[5, 6, 7, 8]], [[5, 6, 7, 8, 9, 10], [11, 12, 13], [3]]], ids=["one", "ragged"])

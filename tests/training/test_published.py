@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import save_file
 from torch.nn.functional import linear, silu
 
-from hf_specdec.drafts.feature import FeatureDraft
 from hf_specdec.drafts.feature_tree import FeatureTreeDraft
 from hf_specdec.drafts.features import hidden_states
 from hf_specdec.drafts.medusa import MedusaDraft
@@ -18,6 +17,7 @@ from hf_specdec.training import load_drafter
 from hf_specdec.training.drafter import is_drafter
 
 from ..helpers import generated, plain, speculate, tiny_llama
+from .watched import Watched
 
 H, I, V, HEADS, KV, THETA = 32, 40, 61, 4, 2, 5000.0
 CONFIG = dict(model_type="llama", hidden_size=H, intermediate_size=I, num_attention_heads=HEADS, num_key_value_heads=KV, num_hidden_layers=1,
@@ -120,26 +120,15 @@ def eagle3_forward(target, tensors, embedded, states):
     return x, torch.full((len(x), V), -torch.inf).index_copy(1, ids, few)
 
 
-class Watched(FeatureDraft):
-    """Writes down the logits of every step of every round, and the tokens before it."""
-
-    def start(self, context):
-        super().start(context)
-        self.log = []
-
-    def _scores(self, context, tokens, k, step):
-        logits = super()._scores(context, tokens, k, step)
-        self.log += [(step, [*row, *(int(one[b]) for one in tokens)], logits[b, 0].clone()) for b, row in enumerate(context.rows)]
-        return logits
-
-
 @torch.no_grad()
 def check_against(forward, target, tensors, folder, layers):
     loaded = load_drafter(folder, target)
     assert loaded.layers == layers and is_drafter(folder)
     draft, steps = Watched(loaded.model, target), set()
     speculate(target, ROWS, draft, 3, max_new_tokens=10)
-    for step, tokens, logits in draft.log:
+    judged = [(step, [*row, *(one[b] for one in drafted)], logits[b, 0])
+              for step, rows, drafted, logits in draft.log for b, row in enumerate(rows)]
+    for step, tokens, logits in judged:
         ids = torch.tensor(tokens)
         with hidden_states(target, layers) as seen:
             target(input_ids=ids[None, : len(ids) - 1 - step])

@@ -6,13 +6,12 @@ and Myers 1990). All of it goes by chunks, so that building takes little more me
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from . import mapped
 from .progress import progress
 
 FORMAT, VERSION = "hf_specdec.datastore", 1
@@ -103,53 +102,36 @@ class Datastore:
     # --- files ------------------------------------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> Path:
-        """Write a safetensors file: a neighbour first, which then takes the name, so that `path` is never half a file."""
-        from safetensors.numpy import save_file
-
-        path = Path(path)
-        partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+        """Write a safetensors file, whole or not at all."""
         metadata = {"format": FORMAT, "version": str(VERSION), "vocab_size": str(self.vocab_size), "fingerprint": self.fingerprint}
-        try:
-            save_file({name: np.ascontiguousarray(getattr(self, name)) for name in DTYPES}, partial, metadata)
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
-        return path
+        return mapped.save(path, {name: getattr(self, name) for name in DTYPES}, metadata)
 
     @classmethod
     def load(cls, path: str | Path) -> "Datastore":
         """Map a file written by `save`. Header, sizes, and the range of every number are checked before any is used (one sequential
         read of the file): ValueError with the file's name and the remedy."""
-        path = Path(path)
-        header, start = _header(path)
-        metadata = header.pop("__metadata__", None) or {}
-        if metadata.get("format") != FORMAT:
-            raise _wrong(path, "is a safetensors file, but not a datastore")
-        version, vocab_size = (_number(path, metadata, key) for key in ("version", "vocab_size"))
-        if version > VERSION:
-            raise ValueError(f"{path}: written in version {version} of the format, this package reads up to {VERSION}; "
-                             f"upgrade hf-specdec, or build the datastore again.")
-        if header.keys() != DTYPES.keys() or not 1 <= vocab_size < MAX_VOCAB:
-            raise _wrong(path, "does not hold what a datastore holds")
-        data = np.asarray(np.memmap(path, np.uint8, "r"))
-        made = cls(*(_view(path, data, start, name, header[name]) for name in DTYPES), vocab_size, metadata.get("fingerprint", ""))
-        made._check(path)
+        file = mapped.Mapped(path, "a datastore", "RetrievalDraft", FORMAT, VERSION)
+        vocab_size = file.number("vocab_size")
+        if file.header.keys() != DTYPES.keys() or not 1 <= vocab_size < MAX_VOCAB:
+            raise file.wrong("does not hold what a datastore holds")
+        made = cls(*(file.array(name, *DTYPES[name]) for name in DTYPES), vocab_size, file.metadata.get("fingerprint", ""))
+        made._check(file)
         return made
 
-    def _check(self, path: Path) -> None:
+    def _check(self, file: mapped.Mapped) -> None:
         tokens, suffixes, firsts = self.tokens, self.suffixes, self.firsts
         n, counts = len(tokens), np.zeros(self.vocab_size + 1, np.int64)
         if not 0 < n <= MAX_TOKENS or len(suffixes) != n or len(firsts) != self.vocab_size + 1 or int(tokens[-1]) != self.vocab_size:
-            raise _wrong(path, "has arrays that do not fit together")
+            raise file.wrong("has arrays that do not fit together")
         for at in range(0, n, CHUNK):
             part, places = tokens[at : at + CHUNK], suffixes[at : at + CHUNK]
             if part.min() < 0 or part.max() > self.vocab_size:
-                raise _wrong(path, f"has token ids outside its vocabulary of {self.vocab_size}")
+                raise file.wrong(f"has token ids outside its vocabulary of {self.vocab_size}")
             if places.min() < 0 or places.max() >= n:
-                raise _wrong(path, "has suffixes outside its text")
+                raise file.wrong("has suffixes outside its text")
             counts += np.bincount(part, minlength=self.vocab_size + 1)
         if firsts[0] != 0 or np.any(np.diff(firsts) != counts[:-1]):
-            raise _wrong(path, "has an index that does not fit its text")
+            raise file.wrong("has an index that does not fit its text")
 
 
 # --- sorting --------------------------------------------------------------------------------------------------------------
@@ -249,40 +231,3 @@ def _group_end(suffixes: np.ndarray, ranks: np.ndarray, at: int, end: int) -> in
             return end + int(other[0]) - at
         end += len(part)
     return end - at
-
-
-# --- checks of a file -------------------------------------------------------------------------------------------------------
-
-
-def _wrong(path: Path, what: str) -> ValueError:
-    return ValueError(f"{path} {what}; build it again with RetrievalDraft.from_texts or from_tokens and save it.")
-
-
-def _header(path: Path) -> tuple[dict, int]:
-    """The file's JSON header, once safetensors itself has accepted it (sizes, bounds, nothing missing), and where data starts."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, "numpy"):
-            pass
-    except SafetensorError as error:
-        raise _wrong(path, f"is truncated, damaged or not a safetensors file ({error})") from None
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        return json.loads(file.read(length)), 8 + length
-
-
-def _number(path: Path, metadata: dict, key: str) -> int:
-    text = metadata.get(key, "")
-    if not (text.isascii() and text.isdigit() and len(text) < 10):
-        raise _wrong(path, f"names {key} {text!r}")
-    return int(text)
-
-
-def _view(path: Path, data: np.ndarray, start: int, name: str, entry: dict) -> np.ndarray:
-    """The array `name` as a view of the mapped file."""
-    stored, dtype = DTYPES[name]
-    if entry["dtype"] != stored or len(entry["shape"]) != 1:
-        raise _wrong(path, f"holds {name} as {entry['dtype']} {entry['shape']}, not as one row of {stored}")
-    begin, end = entry["data_offsets"]
-    return data[start + begin : start + end].view(dtype)

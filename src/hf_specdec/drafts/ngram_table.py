@@ -6,13 +6,13 @@ collide share their counts, which costs an accepted token here and there and nev
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+
+from . import mapped
 
 FORMAT, VERSION = "hf_specdec.ngram", 1
 MAX_ORDER, MAX_VOCAB = 8, 2**24
@@ -95,43 +95,25 @@ class NGramTable:
     # --- files ------------------------------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> Path:
-        """Write a safetensors file: a neighbour first, which then takes the name, so that `path` is never half a file."""
-        from safetensors.numpy import save_file
-
-        path = Path(path)
-        partial = path.with_name(f".{path.name}.{os.getpid()}.part")
-        tensors = {f"{n}.{field}": np.ascontiguousarray(array) for n, level in enumerate(self.levels, start=1)
-                   for field, array in level._asdict().items()}
+        """Write a safetensors file, whole or not at all."""
+        arrays = {f"{n}.{field}": array for n, level in enumerate(self.levels, start=1) for field, array in level._asdict().items()}
         metadata = {"format": FORMAT, "version": str(VERSION), "vocab_size": str(self.vocab_size), "order": str(self.order),
                     "fingerprint": self.fingerprint}
-        try:
-            save_file(tensors, partial, metadata)
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
-        return path
+        return mapped.save(path, arrays, metadata)
 
     @classmethod
     def load(cls, path: str | Path) -> "NGramTable":
         """Map a file written by `save`. Everything is checked before it is used: ValueError with the file's name and the remedy."""
-        path = Path(path)
-        header, start = _header(path)
-        metadata = header.pop("__metadata__", None) or {}
-        if metadata.get("format") != FORMAT:
-            raise _wrong(path, "is a safetensors file, but not an n-gram table")
-        version, vocab_size, order = (_number(path, metadata, key) for key in ("version", "vocab_size", "order"))
-        if version > VERSION:
-            raise ValueError(f"{path}: written in version {version} of the format, this package reads up to {VERSION}; "
-                             f"upgrade hf-specdec, or build the table again.")
+        file = mapped.Mapped(path, "an n-gram table", "NGramDraft", FORMAT, VERSION)
+        vocab_size, order = file.number("vocab_size"), file.number("order")
         if not 1 <= order <= MAX_ORDER or not 1 <= vocab_size <= MAX_VOCAB:
-            raise _wrong(path, f"has order {order} and vocabulary {vocab_size} (at most {MAX_ORDER} and {MAX_VOCAB})")
-        if header.keys() != {f"{n}.{field}" for n in range(1, order + 1) for field in DTYPES}:
-            raise _wrong(path, f"does not hold the arrays of orders 1 to {order}")
-        data = np.asarray(np.memmap(path, np.uint8, "r"))
-        levels = [Level(*(_view(path, data, start, f"{n}.{field}", header) for field in DTYPES)) for n in range(1, order + 1)]
+            raise file.wrong(f"has order {order} and vocabulary {vocab_size} (at most {MAX_ORDER} and {MAX_VOCAB})")
+        if file.header.keys() != {f"{n}.{field}" for n in range(1, order + 1) for field in DTYPES}:
+            raise file.wrong(f"does not hold the arrays of orders 1 to {order}")
+        levels = [Level(*(file.array(f"{n}.{field}", *DTYPES[field]) for field in DTYPES)) for n in range(1, order + 1)]
         for n, level in enumerate(levels, start=1):
-            _check(path, n, level, vocab_size)
-        return cls(levels, vocab_size, metadata.get("fingerprint", ""))
+            _check(file, n, level, vocab_size)
+        return cls(levels, vocab_size, file.metadata.get("fingerprint", ""))
 
 
 # --- counting -----------------------------------------------------------------------------------------------------------
@@ -160,52 +142,17 @@ def _level(packed: np.ndarray, bits: int, min_count: int) -> Level:
 # --- checks of a file ---------------------------------------------------------------------------------------------------
 
 
-def _wrong(path: Path, what: str) -> ValueError:
-    return ValueError(f"{path} {what}; build it again with NGramDraft.from_texts or from_tokens and save it.")
-
-
-def _header(path: Path) -> tuple[dict, int]:
-    """The file's JSON header, once safetensors itself has accepted it (sizes, bounds, nothing missing), and where data starts."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, "numpy"):
-            pass
-    except SafetensorError as error:
-        raise _wrong(path, f"is truncated, damaged or not a safetensors file ({error})") from None
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        return json.loads(file.read(length)), 8 + length
-
-
-def _number(path: Path, metadata: dict, key: str) -> int:
-    text = metadata.get(key, "")
-    if not (text.isascii() and text.isdigit() and len(text) < 10):
-        raise _wrong(path, f"names {key} {text!r}")
-    return int(text)
-
-
-def _view(path: Path, data: np.ndarray, start: int, name: str, header: dict) -> np.ndarray:
-    """The array `name` as a view of the mapped file."""
-    stored, dtype = DTYPES[name.partition(".")[2]]
-    entry = header[name]
-    if entry["dtype"] != stored or len(entry["shape"]) != 1:
-        raise _wrong(path, f"holds {name} as {entry['dtype']} {entry['shape']}, not as one row of {stored}")
-    begin, end = entry["data_offsets"]
-    return data[start + begin : start + end].view(dtype)
-
-
-def _check(path: Path, n: int, level: Level, vocab_size: int) -> None:
+def _check(file: mapped.Mapped, n: int, level: Level, vocab_size: int) -> None:
     """Order n is what `match` relies on."""
     keys, offsets, tokens, counts = level
     if len(offsets) != len(keys) + 1 or offsets[0] != 0 or offsets[-1] != len(tokens) or len(counts) != len(tokens):
-        raise _wrong(path, f"has offsets of order {n} that are out of range")
+        raise file.wrong(f"has offsets of order {n} that are out of range")
     if np.any(offsets[1:] <= offsets[:-1]):
-        raise _wrong(path, f"has offsets of order {n} that do not ascend")
+        raise file.wrong(f"has offsets of order {n} that do not ascend")
     if np.any(keys[1:] <= keys[:-1]):
-        raise _wrong(path, f"has unsorted keys in order {n}")
+        raise file.wrong(f"has unsorted keys in order {n}")
     if len(tokens) and (tokens.min() < 0 or tokens.max() >= vocab_size):
-        raise _wrong(path, f"has token ids in order {n} outside its vocabulary of {vocab_size}")
+        raise file.wrong(f"has token ids in order {n} outside its vocabulary of {vocab_size}")
     rises = np.flatnonzero(counts[1:] > counts[:-1]) + 1
     if len(counts) and (counts.min() < 1 or not np.isin(rises, offsets).all()):
-        raise _wrong(path, f"has counts of order {n} that are not sorted")
+        raise file.wrong(f"has counts of order {n} that are not sorted")
