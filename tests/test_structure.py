@@ -35,7 +35,8 @@ WITHIN = {("drafts.feature_tree", "drafts.feature"), ("drafts.feature_tree", "dr
           ("drafts.model_tree", "drafts.model"), ("acceptance.coupled", "acceptance.greedy"), ("acceptance.block", "acceptance.sampling"),
           ("acceptance.spectr", "acceptance.sampling"), ("acceptance.typical", "acceptance.threshold"), ("drafts.mixture", "drafts.choosing"),
           ("drafts.early_exit", "drafts.model"), ("drafts.translated", "drafts.model"), ("drafts.datastore", "drafts.progress"),
-          ("drafts.datastore", "drafts.mapped"),          ("drafts.retrieval", "drafts.ngram"), ("drafts.medusa", "drafts.features")}
+          ("drafts.datastore", "drafts.mapped"), ("drafts.retrieval", "drafts.ngram"), ("drafts.medusa", "drafts.features"),
+          ("drafts.medusa", "drafts.one_pass"), ("drafts.parallel", "drafts.medusa")}
 
 
 def name_of(path: Path) -> str:

@@ -209,6 +209,7 @@ def train(
     column: Annotated[str | None, typer.Option(help="The prompt's column in --prompts.")] = None,
     features: Annotated[bool, typer.Option("--features", help="A drafter that reads the target's hidden states (EAGLE-3).")] = False,
     heads: Annotated[int, typer.Option(min=0, max=16, help="Train that many heads on the last hidden state (Medusa) instead.")] = 0,
+    parallel: Annotated[int, typer.Option(min=0, max=16, help="Train a drafter that fills that many masked places in one pass (DFlash) instead.")] = 0,
     layers: Annotated[str | None, typer.Option(help="The target's layers that the draft starts from: 0,-1, with --features -1.")] = None,
     head: Annotated[int, typer.Option(min=0, help="Tokens that the draft's output head keeps; 0 for all.")] = 8192,
     loss: Annotated[str, typer.Option(help="One or more of: cross_entropy, forward_kl, reverse_kl, tvd, tvd++, acceptance.")] = "forward_kl",
@@ -224,7 +225,7 @@ def train(
     from .commands.train import train as run
 
     run(target, out, data, tokens, prompts, column, layers, head, loss, steps, batch_tokens, lr, on_policy, format, new_tokens, seed, features,
-        heads)
+        {"--heads": heads, "--parallel": parallel})
 
 
 @app.command()

@@ -21,6 +21,7 @@ DRAFTS = {
     "model_tree": "drafts.model_tree:ModelTreeDraft",
     "ngram": "drafts.ngram:NGramDraft",
     "ngram_recycling": "drafts.ngram_recycling:NGramRecyclingDraft",
+    "parallel": "drafts.parallel:ParallelDraft",
     "prompt_lookup": "drafts.prompt_lookup:PromptLookupDraft",
     "recycling": "drafts.recycling:RecyclingDraft",
     "retrieval": "drafts.retrieval:RetrievalDraft",

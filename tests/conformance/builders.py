@@ -12,8 +12,10 @@ from hf_specdec.drafts import (
 from hf_specdec.drafts.feature import FeatureDraft
 from hf_specdec.drafts.feature_tree import FeatureTreeDraft
 from hf_specdec.drafts.medusa import MedusaDraft
+from hf_specdec.drafts.parallel import ParallelDraft
 from hf_specdec.training import build_drafter
 from hf_specdec.training.heads import build as build_heads
+from hf_specdec.training.parallel import build as build_block
 from hf_specdec.tree import Tree
 from hf_specdec.tree_shapes import DynamicTree
 from tests.helpers import TreeDraft, perturbed, word_tokenizer
@@ -61,6 +63,17 @@ def medusa_heads(target, heads: int = 4):
     return made
 
 
+def block_drafter(target, tokens: int = 4, ids=None):
+    """A block drafter whose places say something of their own each."""
+    count = target.config.num_hidden_layers
+    made = build_block(target, tokens, 2, tuple(dict.fromkeys((0, count))), 3, ids)
+    torch.manual_seed(0)
+    for parameter in made.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    made.rates = [[0.5, 0.2, 0.1], [0.4, 0.2, 0.1], [0.3, 0.1], [0.2, 0.1]][:tokens]
+    return made
+
+
 # name in the registry -> target -> draft
 BUILDERS = {
     "cascade": lambda target: CascadeDraft(perturbed(target, 0.1), PromptLookupDraft()),
@@ -75,6 +88,7 @@ BUILDERS = {
     "model_tree": lambda target: ModelTreeDraft(perturbed(target, 0.1), siblings="independent"),
     "ngram": ngram,
     "ngram_recycling": lambda target: NGramRecyclingDraft(branches=1),
+    "parallel": lambda target: ParallelDraft(block_drafter(target), target),
     "prompt_lookup": lambda target: PromptLookupDraft(),
     "recycling": lambda target: RecyclingDraft(),
     "retrieval": lambda target: RetrievalDraft.from_tokens(corpus(target.config.vocab_size), target.config.vocab_size, branches=1, min_match=1),
@@ -107,6 +121,8 @@ VARIANTS = {
     "feature_tree, without replacement": lambda target: FeatureTreeDraft(feature_drafter(target), target, Tree((0, 0, 1, 1, 2, 0, 3)), "distinct"),
     "medusa, tree by rates": lambda target: MedusaDraft(medusa_heads(target), target, 7),
     "medusa, by confidence": lambda target: MedusaDraft(medusa_heads(target), target, DynamicTree(nodes=7, width=2, branches=3)),
+    "parallel, a pruned head": lambda target: ParallelDraft(block_drafter(target, ids=torch.arange(0, target.config.vocab_size, 2)), target),
+    "parallel, tree": lambda target: ParallelDraft(block_drafter(target), target, (3, 2)),
     "ngram, drawn": lambda target: ngram(target, sample=True),
     "recycling, tree": lambda target: RecyclingDraft(branches=3),
     "suffix_automaton, tree and texts": lambda target: SuffixAutomatonDraft(corpus(target.config.vocab_size), branches=3),

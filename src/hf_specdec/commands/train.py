@@ -9,12 +9,14 @@ from rich.console import Console
 
 def train(target: str, out: Path, data: Path | None, tokens: int, prompts: str | None, column: str | None, layers: str | None, head: int,
           losses: str, steps: int, batch_tokens: int, lr: float, on_policy: int, format: str, new_tokens: int, seed: int,
-          features: bool, heads: int = 0) -> None:
+          features: bool, places: dict[str, int]) -> None:
+    """places: the option that asks for tokens predicted at once -> how many, 0 for none."""
     from ..bench.embedded import load_target
     from ..mx.formats import get_format
     from ..training.feature_trainer import FeatureRunConfig
     from ..training.heads import HeadsRunConfig
     from ..training.losses import LOSSES
+    from ..training.parallel import ParallelRunConfig
     from ..training.pipeline import prepare
     from ..training.pipeline import train as run
     from ..training.prompts import dataset_prompts, read_prompts
@@ -26,12 +28,15 @@ def train(target: str, out: Path, data: Path | None, tokens: int, prompts: str |
         if name not in LOSSES:
             raise ValueError(f"--loss {name}: choose from {', '.join(LOSSES)}.")
     get_format(format)
-    if heads and (features or on_policy or layers):
-        raise ValueError("--heads: heads have no layers and learn from the target's own text; leave out --features, --layers and --on-policy.")
-    kind, more = (HeadsRunConfig, {"heads": heads}) if heads else (FeatureRunConfig if features else RunConfig, {})
+    kinds = {"--heads": HeadsRunConfig, "--parallel": ParallelRunConfig}
+    asked_for = [option for option, count in places.items() if count]
+    if asked_for and (features or on_policy or layers or len(asked_for) > 1):
+        raise ValueError(f"{asked_for[-1]}: it takes none of the target's layers and learns from the target's own text; leave out --features, --layers, "
+                         f"--on-policy and {' and '.join(option for option in kinds if option != asked_for[-1])}.")
+    kind, more = (kinds[asked_for[0]], {"heads": places[asked_for[0]]}) if asked_for else (FeatureRunConfig if features else RunConfig, {})
     if features and on_policy:
         raise ValueError("--on-policy: a feature drafter learns from the target's own text alone; leave it out with --features.")
-    config = kind(layers=_numbers(layers or ("-1" if features or heads else "0,-1")), head=head or None, loss=names[0], steps=steps,
+    config = kind(layers=_numbers(layers or ("-1" if features or asked_for else "0,-1")), head=head or None, loss=names[0], steps=steps,
                   batch_tokens=batch_tokens, lr=lr, format=format, seed=seed, **more)
     asked = None
     if prompts is not None:

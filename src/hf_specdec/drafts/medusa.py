@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from time import perf_counter
 
@@ -13,11 +12,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .. import compat
-from ..proposal import MAX_NODES, Proposal, Verdict
+from ..proposal import Proposal, Verdict
 from ..tree import Tree
-from ..tree_shapes import DynamicTree, branching, by_depth, rank_tree
-from .base import Context, Draft
+from ..tree_shapes import DynamicTree
+from .base import Context
 from .features import Tap
+from .one_pass import OnePassDraft
 
 
 class MedusaHeads(nn.Module):
@@ -37,13 +37,18 @@ class MedusaHeads(nn.Module):
                  rates: Sequence[Sequence[float]] = ()):
         super().__init__()
         self.blocks = nn.ModuleList(nn.ModuleList(_zeros(like) for _ in range(layers)) for _ in range(heads))
-        self.outputs = None if own is None else nn.ModuleList(_linear(weight.to(like)) for weight in own)
+        self.outputs = None if own is None else nn.ModuleList(linear_of(weight.to(like)) for weight in own)
         self.shared, self.rates = (output,), rates  # in a tuple: another's module
 
     @property
     def depth(self) -> int:
         """K, the tokens that one pass proposes."""
         return len(self.blocks)
+
+    @property
+    def about(self) -> dict:
+        """What it takes to make another one, as JSON has it."""
+        return {"kind": "medusa", "heads": self.depth, "blocks": len(self.blocks[0])}
 
     @property
     def ids(self) -> torch.Tensor | None:
@@ -67,7 +72,7 @@ class MedusaHeads(nn.Module):
         return self(states[:, -1])
 
 
-def _linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Linear:
+def linear_of(weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Linear:
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     linear.weight = nn.Parameter(weight)
     if bias is not None:
@@ -77,32 +82,28 @@ def _linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Linear
 
 def _zeros(like: torch.Tensor) -> nn.Linear:
     width = like.shape[-1]
-    return _linear(like.new_zeros(width, width), like.new_zeros(width))
+    return linear_of(like.new_zeros(width, width), like.new_zeros(width))
 
 
-class MedusaDraft(Draft):
+class MedusaDraft(OnePassDraft):
     """Drafts with `MedusaHeads` from the state of the last token before the root, which the target's own pass has left.
 
     heads:  made by `training` (`training.load_drafter` makes the whole draft), or of a published checkpoint.
     target: the model whose generate() it is used in. While a call runs it has hooks that keep its hidden states; nothing
             else of it is touched.
-    tree:   None for a chain of each head's likeliest token. A number of nodes: the tree of the likeliest paths by the rates that
-            were measured when the heads were trained. Branches per depth, as (4, 2, 1), or a `Tree`: a node's token is of its sibling
-            rank. A `DynamicTree`: the surest paths of every round by the product of the heads' probabilities; of it, `nodes`
-            and `branches` count. K bounds the depth, as the number of heads does.
+    tree:   as in `OnePassDraft`; all proposals are point masses.
 
     It has nothing to propose before the target has read the prompt. Raises ValueError naming the argument for a tree that the heads
     cannot fill.
     """
 
     name = "medusa"
-    trusted = True
 
     def __init__(self, heads: MedusaHeads, target: PreTrainedModel, tree: Tree | DynamicTree | Sequence[int] | int | None = None):
         self.check(heads)
-        self.heads, self.target = heads, target
+        super().__init__(heads, tree)
+        self.target = target
         self.layers = getattr(heads, "reads", None) or (target.config.get_text_config().num_hidden_layers,)
-        self.shape = _shape(tree, heads)
         self.tap: Tap | None = None
         self.context: Context | None = None
 
@@ -142,13 +143,10 @@ class MedusaDraft(Draft):
 
     # --- drafting -----------------------------------------------------------------------------------------------------
 
-    def evidence(self, context: Context) -> list[int]:
-        return [-1 if states is None else 0 for states in self.recent]
+    def _ready(self) -> list[bool]:
+        return [states is not None for states in self.recent]
 
-    def propose(self, context: Context, k: list[int]) -> Proposal:
-        k = [0 if states is None else min(own, self.heads.depth) for own, states in zip(k, self.recent)]
-        if not max(k):
-            return Proposal.from_lists([[] for _ in k], context.device, self.name)
+    def _logits(self, context: Context, k: list[int]) -> torch.Tensor:
         known = [0 if states is None else len(states) for states in self.recent]
         like = next(states for states in self.recent if states is not None)
         last = like.new_zeros((len(k), self.heads.window, like.shape[1]))
@@ -159,29 +157,7 @@ class MedusaDraft(Draft):
         begin = perf_counter()
         logits = self.heads.predict(last.to(self.target.dtype), roots, known)[:, : max(k)].to(context.device)
         self.calls, self.forward_seconds = self.calls + 1, self.forward_seconds + perf_counter() - begin
-        tree, tokens = self._surest(logits) if isinstance(self.shape, DynamicTree) else self._filled(logits, self.shape)
-        sizes = [sum(depth <= own for depth in tree.depths[1:]) for own in k]
-        return Proposal(tree, tokens, None, sizes, self.name)
-
-    def _filled(self, logits: torch.Tensor, shape: Tree) -> tuple[Tree, torch.Tensor]:
-        """The fixed shape: a node of depth d and sibling rank r is head d's r-th token."""
-        depth = logits.shape[1]
-        tree = shape.truncate(sum(own <= depth for own in shape.depths[1:]))
-        ranked = self._ids(logits.topk(max(tree.ranks) + 1).indices)
-        return tree, ranked[:, torch.tensor(tree.depths[1:]) - 1, torch.tensor(tree.ranks)]
-
-    def _surest(self, logits: torch.Tensor) -> tuple[Tree, torch.Tensor]:
-        """The tree of the paths that are likeliest, by the mean over the rows of the heads' probabilities."""
-        best = logits.float().log_softmax(-1).topk(min(self.shape.branches, logits.shape[-1]))
-        tree = by_depth(rank_tree(best.values.exp().mean(0).tolist(), self.shape.nodes))
-        return tree, self._ids(best.indices)[:, torch.tensor(tree.depths[1:]) - 1, torch.tensor(tree.ranks)]
-
-    def _ids(self, columns: torch.Tensor) -> torch.Tensor:
-        return columns if self.heads.ids is None else self.heads.ids.to(columns.device)[columns]
-
-    def prior(self, strength: int) -> tuple[float, float]:
-        rates = [row[0] for row in self.heads.rates]
-        return (rates[0], math.prod(rates[1:]) ** (1 / max(len(rates) - 1, 1))) if rates else (0.5, 0.4)
+        return logits
 
     def relative_cost(self, target: PreTrainedModel) -> float:
         """c by size: a pass reads the heads once, for K tokens."""
@@ -198,26 +174,3 @@ class MedusaDraft(Draft):
             self.tap.close()
         self.tap, self.context, self.recent, self.judged = None, None, [], None
         super().finish()
-
-
-def _shape(tree, heads: MedusaHeads) -> Tree | DynamicTree:
-    """The tree that the draft fills, its nodes in order of depth."""
-    if isinstance(tree, DynamicTree):
-        return tree
-    if tree is None:
-        return Tree.chain(heads.depth)
-    if isinstance(tree, int) and not isinstance(tree, bool):
-        if not heads.rates:
-            raise ValueError(f"tree={tree!r}: these heads come without measured rates; give branches per depth such as (4, 2, 1), or a DynamicTree.")
-        if not 1 <= tree <= MAX_NODES:
-            raise ValueError(f"tree={tree!r} must be 1..{MAX_NODES} nodes.")
-        tree = rank_tree(heads.rates, tree)
-    elif not isinstance(tree, Tree):
-        if isinstance(tree, (str, bytes)) or not isinstance(tree, Sequence):
-            raise ValueError(f"tree={tree!r} must be a number of nodes, branches per depth such as (4, 2, 1), a Tree or a DynamicTree.")
-        tree = branching(tree)
-    if not 1 <= len(tree) <= MAX_NODES:
-        raise ValueError(f"tree: {len(tree)} nodes; a tree has 1 to {MAX_NODES}.")
-    if max(tree.depths) > heads.depth:
-        raise ValueError(f"tree: {max(tree.depths)} levels, and there are {heads.depth} heads; take no more levels than heads.")
-    return by_depth(tree)

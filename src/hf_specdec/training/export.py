@@ -46,6 +46,9 @@ def _config(name: str, target: PreTrainedModel, folder: Path, k: int) -> dict:
     if not drafter.is_drafter(name):
         return {"method": "draft_model", "model": _place(name), "num_speculative_tokens": k}
     draft = drafter.load(name, target)
+    if isinstance(draft, MedusaDraft) and type(draft) is not MedusaDraft:
+        raise ValueError(f"draft: vLLM has no method for {name}, a {draft.name} drafter of this package; export Medusa heads or a drafter without hidden "
+                         f"states.")
     if isinstance(draft, MedusaDraft):
         if k > draft.heads.depth:
             raise ValueError(f"k={k}: there are {draft.heads.depth} heads; take no more tokens than heads.")

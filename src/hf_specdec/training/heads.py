@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..drafts.medusa import MedusaDraft, MedusaHeads
+from ..drafts.parallel import ParallelDraft
 from . import drafter
 from .feature_trainer import FeatureRunConfig, FeatureTrainer
 
@@ -91,26 +92,31 @@ def build(target: PreTrainedModel, heads: int, blocks: int = 1, head_ids: torch.
     return MedusaHeads(heads, blocks, target.get_input_embeddings().weight.detach(), drafter.output_head(target, head_ids))
 
 
-def save(heads: MedusaHeads, embedding: torch.Tensor, folder: str | Path, target_name: str, format: str = "bf16", notes: dict | None = None) -> Path:
-    """Write the blocks, as `drafter.save` does a model. embedding: the target's [V, H], by which it is known again."""
+def save(heads: nn.Module, embedding: torch.Tensor, folder: str | Path, target_name: str, format: str = "bf16", notes: dict | None = None) -> Path:
+    """Write heads of any kind (with `about`, `rates` and `ids`), as `drafter.save` does a model. embedding: the target's [V, H], by which it is known again."""
     folder, notes = Path(folder), notes or {}
     folder.mkdir(parents=True, exist_ok=True)
     tensors = drafter._stored(heads, set(), format)
     if heads.ids is not None:
         tensors["head_ids"] = heads.ids.int()
-    about = {"kind": "medusa", "heads": heads.depth, "blocks": len(heads.blocks[0]), "rates": notes.get("rank_rates", list(heads.rates)),
-             "notes": notes}
+    about = {**heads.about, "rates": notes.get("rank_rates", list(heads.rates)), "notes": notes}
     return drafter._write(folder, tensors, embedding, target_name, format, about)
 
 
 def from_parts(about: dict, tensors: dict[str, torch.Tensor], ids: torch.Tensor | None, target: PreTrainedModel, folder: Path) -> MedusaDraft:
     """What `save` wrote, as a draft. Raises ValueError naming the folder if the parts do not fit."""
-    if about["kind"] != "medusa":
+    from . import parallel
+
+    ids = None if ids is None else ids.long()
+    if about["kind"] == "medusa":
+        heads, kind = build(target, about["heads"], about["blocks"], ids), MedusaDraft
+    elif about["kind"] == "parallel":
+        heads, kind = parallel.build(target, about["heads"], about["blocks"], tuple(about["reads"]), about["window"], ids), ParallelDraft
+    else:
         raise ValueError(f"{folder}: kind {about['kind']!r} is not known; a newer hf_specdec has written it.")
-    heads = build(target, about["heads"], about["blocks"], None if ids is None else ids.long())
     heads.rates = about.get("rates") or ()
     drafter._pack(heads, tensors, about["weights"])
     missing, unexpected = heads.load_state_dict(tensors, strict=False)
     if missing or unexpected:
         raise ValueError(f"{folder}: model.safetensors does not fit drafter.json ({sorted(set(missing) | set(unexpected))[0]}).")
-    return MedusaDraft(heads.eval(), target)
+    return kind(heads.eval(), target)

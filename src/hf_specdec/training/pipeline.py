@@ -16,9 +16,11 @@ from .card import write_card
 from .data import make_data, make_on_policy
 from .feature_trainer import FeatureRunConfig, FeatureTrainer
 from .heads import HeadsRunConfig, HeadsTrainer
+from .parallel import ParallelRunConfig, ParallelTrainer
 from .shards import Shard, shard_files
 from .trainer import RunConfig, Trainer, need_accelerate
 
+KINDS = {RunConfig: Trainer, FeatureRunConfig: FeatureTrainer, HeadsRunConfig: HeadsTrainer, ParallelRunConfig: ParallelTrainer}
 COLUMNS = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:,.0f} of {task.total:,.0f}"),
            TimeElapsedColumn(), TimeRemainingColumn())
 
@@ -34,9 +36,8 @@ def prepare(folder: str | Path, model, tokenizer, tokens: int, prompts: list[str
 
 def train(target, tokenizer, data: str | Path, out: str | Path, config: RunConfig, losses: Sequence[str] = (), target_name: str = "",
           console: Console | None = None, every: int = 50, on_policy: int = 0) -> list[dict]:
-    """Train one draft per loss (config.loss alone without `losses`) on the shards in `data`; a run that was stopped goes on. A
-    `FeatureRunConfig` makes feature drafters, a
-    `HeadsRunConfig` Medusa heads.
+    """Train one draft per loss (config.loss alone without `losses`) on the shards in `data`; a run that was stopped goes on. What
+    is trained goes by the kind of the config: `KINDS`.
 
     target: in float32. on_policy: tokens that the draft, half trained, writes itself and the target judges; every other step of
     the second half is on them (DistillSpec, arXiv 2310.08461). Returns held-out acceptance per loss, best first; with several
@@ -62,11 +63,11 @@ def train(target, tokenizer, data: str | Path, out: str | Path, config: RunConfi
 
 
 def _trainer(target, data: str | Path, out: Path, config: RunConfig, target_name: str, console: Console) -> Trainer:
-    if not isinstance(config, FeatureRunConfig):
-        return Trainer(target, data, out, config, target_name)
+    kind = KINDS[type(config)]
+    if not issubclass(kind, FeatureTrainer):
+        return kind(target, data, out, config, target_name)
     with Progress(*COLUMNS, console=console, transient=True) as bar:
         task = bar.add_task("The target's hidden states, by shard", total=1)
-        kind = HeadsTrainer if isinstance(config, HeadsRunConfig) else FeatureTrainer
         return kind(target, data, out, config, target_name, lambda done, total: bar.update(task, completed=done, total=total))
 
 

@@ -1,0 +1,126 @@
+"""What drafts share that get all K tokens out of one pass: a law for every place ahead, none of which knows the tokens at the places
+before it. Trees of each place's likeliest tokens, or a chain that is drawn place by place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from ..distributions import draw
+from ..proposal import MAX_NODES, Proposal
+from ..tree import Tree
+from ..tree_shapes import DynamicTree, branching, by_depth, rank_tree
+from .base import Context, Draft
+
+
+class OnePassDraft(Draft):
+    """A subclass says what the laws are (`_logits`) and for which rows there are any (`_ready`).
+
+    heads: with `depth`, K; `ids` int64 [V'], the tokens that the logits stand for, None for all; `rates`, rates[d][r]: how often the token
+           that place d ranks r-th was the one, () if it was not measured.
+    tree:  None for a chain. A number of nodes: the tree of the likeliest paths by `rates`. Branches per depth, as (4, 2, 1), or a
+           `Tree`: a node's token is of its sibling rank. A `DynamicTree`: the surest paths of every round by the product of the
+           places' probabilities; of it, `nodes` and `branches` count. K bounds the depth, as the number of places does.
+    drawn: whether the tokens of a chain are drawn where the target samples, q of each being the law of its place; else, and in a
+           tree, they are point masses.
+    """
+
+    trusted = True
+    drawn = False
+
+    def __init__(self, heads: nn.Module, tree: Tree | DynamicTree | Sequence[int] | int | None = None):
+        self.heads, self.shape = heads, _shape(tree, heads)
+
+    def _ready(self) -> list[bool]:
+        """Of every row, whether there is something to go on from."""
+        raise NotImplementedError
+
+    def _logits(self, context: Context, k: list[int]) -> torch.Tensor:
+        """[B, max(k), V'] on the context's device."""
+        raise NotImplementedError
+
+    def evidence(self, context: Context) -> list[int]:
+        return [0 if ready else -1 for ready in self._ready()]
+
+    def propose(self, context: Context, k: list[int]) -> Proposal:
+        k = [min(own, self.heads.depth) if ready else 0 for own, ready in zip(k, self._ready())]
+        if not max(k):
+            return Proposal.from_lists([[] for _ in k], context.device, self.name)
+        logits = self._logits(context, k)
+        if self.drawn and isinstance(self.shape, Tree) and self.shape.is_chain:
+            return self._chain(context, self._whole(logits, context.vocab_size), k)
+        tree, tokens = self._surest(logits) if isinstance(self.shape, DynamicTree) else self._filled(logits, self.shape)
+        sizes = [sum(depth <= own for depth in tree.depths[1:]) for own in k]
+        return Proposal(tree, tokens, None, sizes, self.name)
+
+    def _chain(self, context: Context, logits: torch.Tensor, k: list[int]) -> Proposal:
+        """One token after another, each from its place's law after the target's processors; these may look at the tokens before it."""
+        tokens, laws, start = [], [], torch.zeros(len(k), dtype=torch.long, device=context.device)
+
+        def prefix(b: int, _: int) -> torch.Tensor:
+            return torch.tensor([context.rows[b] + [int(step[b]) for step in tokens]], device=context.device)
+
+        for step in range(min(max(k), len(self.shape))):
+            law = context.sampler(logits[:, step : step + 1], [step < own for own in k], prefix)
+            if not context.sampler.do_sample:
+                tokens.append(law.argmax[:, 0])
+                continue
+            q = law.probs_at(start)
+            nothing = torch.nn.functional.one_hot(start, q.shape[-1]).to(q.dtype)  # the processors left none of `ids`
+            laws.append(torch.where(q.isnan().any(-1, keepdim=True), nothing, q))
+            tokens.append(draw(laws[-1], context.noise(f"draft:{step}", 1)[:, 0]))
+        sizes = [min(own, len(tokens)) for own in k]
+        return Proposal.chain(torch.stack(tokens, 1), torch.stack(laws, 1) if laws else None, sizes, self.name)
+
+    def _whole(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+        """[.., V] from [.., V']: a token that has no logit is never drawn."""
+        if self.heads.ids is None:
+            return logits[..., :vocab_size]
+        every = logits.new_full((*logits.shape[:-1], vocab_size), -torch.inf)
+        return every.index_copy_(-1, self.heads.ids.to(logits.device), logits)
+
+    def _filled(self, logits: torch.Tensor, shape: Tree) -> tuple[Tree, torch.Tensor]:
+        """The fixed shape: a node of depth d and sibling rank r is place d's r-th token."""
+        depth = logits.shape[1]
+        tree = shape.truncate(sum(own <= depth for own in shape.depths[1:]))
+        ranked = self._ids(logits.topk(max(tree.ranks) + 1).indices)
+        return tree, ranked[:, torch.tensor(tree.depths[1:]) - 1, torch.tensor(tree.ranks)]
+
+    def _surest(self, logits: torch.Tensor) -> tuple[Tree, torch.Tensor]:
+        """The tree of the paths that are likeliest, by the mean over the rows of the places' probabilities."""
+        best = logits.float().log_softmax(-1).topk(min(self.shape.branches, logits.shape[-1]))
+        tree = by_depth(rank_tree(best.values.exp().mean(0).tolist(), self.shape.nodes))
+        return tree, self._ids(best.indices)[:, torch.tensor(tree.depths[1:]) - 1, torch.tensor(tree.ranks)]
+
+    def _ids(self, columns: torch.Tensor) -> torch.Tensor:
+        return columns if self.heads.ids is None else self.heads.ids.to(columns.device)[columns]
+
+    def prior(self, strength: int) -> tuple[float, float]:
+        rates = [row[0] for row in self.heads.rates]
+        return (rates[0], math.prod(rates[1:]) ** (1 / max(len(rates) - 1, 1))) if rates else (0.5, 0.4)
+
+
+def _shape(tree, heads: nn.Module) -> Tree | DynamicTree:
+    """The tree that the draft fills, its nodes in order of depth."""
+    if isinstance(tree, DynamicTree):
+        return tree
+    if tree is None:
+        return Tree.chain(heads.depth)
+    if isinstance(tree, int) and not isinstance(tree, bool):
+        if not heads.rates:
+            raise ValueError(f"tree={tree!r}: these heads come without measured rates; give branches per depth such as (4, 2, 1), or a DynamicTree.")
+        if not 1 <= tree <= MAX_NODES:
+            raise ValueError(f"tree={tree!r} must be 1..{MAX_NODES} nodes.")
+        tree = rank_tree(heads.rates, tree)
+    elif not isinstance(tree, Tree):
+        if isinstance(tree, (str, bytes)) or not isinstance(tree, Sequence):
+            raise ValueError(f"tree={tree!r} must be a number of nodes, branches per depth such as (4, 2, 1), a Tree or a DynamicTree.")
+        tree = branching(tree)
+    if not 1 <= len(tree) <= MAX_NODES:
+        raise ValueError(f"tree: {len(tree)} nodes; a tree has 1 to {MAX_NODES}.")
+    if max(tree.depths) > heads.depth:
+        raise ValueError(f"tree: {max(tree.depths)} levels, and there are {heads.depth} heads; take no more levels than heads.")
+    return by_depth(tree)
