@@ -4,9 +4,10 @@ and in the same run the time of a call against that of plain generate.
     python benchmarks/drafts.py --prompts spec_bench.jsonl --limit 2 --out drafts.json
 
 Greedy, batch 1. Chains have K = --k tokens, trees --nodes; "auto" lets the schedule choose. The counts do not depend on how busy the
-machine is; times do. A prompt file has one JSON object per line: {"question_id": 1, "category": "writing", "turns": ["..."]} (that
+machine is; wall times do, and on a CPU with one thread (OMP_NUM_THREADS=1) the ratio to plain generate is of processor time. A prompt file has one JSON object per line: {"question_id": 1, "category": "writing", "turns": ["..."]} (that
 of Spec-Bench), of which the first turn is used. Every draft's text is compared with plain generate's: in float32 all are the same, in
-16 bit near-ties can fork. With --out, a run that was stopped goes on where it was; what a draft remembers from prompt to prompt is lost then.
+16 bit near-ties can fork. The eight categories of MT-Bench are one task, as in Spec-Bench; of each task --limit prompts are taken, evenly
+spread. With --out, a run that was stopped goes on where it was; what a draft remembers from prompt to prompt is lost then.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 
 import torch
 from rich.console import Console
@@ -27,7 +29,7 @@ from rich.table import Table
 import hf_specdec
 from hf_specdec.bench.arms import PLAIN, generate_arm
 from hf_specdec.bench.embedded import EMBEDDED, load_target
-from hf_specdec.bench.prompts import load_prompts
+from hf_specdec.bench.prompts import Prompt, by_category, load_prompts
 from hf_specdec.drafts import (Draft, LookaheadDraft, MixtureDraft, ModelDraft, NGramRecyclingDraft, PromptLookupDraft, RecyclingDraft,
                                SuffixAutomatonDraft)
 from hf_specdec.drafts.feature import FeatureDraft
@@ -50,6 +52,7 @@ DRAFTS: dict[str, tuple[str, Callable[[], Draft]]] = {
     "mixture, remembered": (TREE, lambda: MixtureDraft([SuffixAutomatonDraft(), NGramRecyclingDraft(remember=True)])),
     "mixture, K auto": (AUTO, MixtureDraft),
 }
+MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 COUNTS = ("committed", "forwards", "proposed", "accepted", "judged")
 
 
@@ -82,6 +85,12 @@ def trained(names: list[str], target) -> dict[str, tuple[str, Callable[[], Draft
     return found
 
 
+def chosen(prompts: list[Prompt], limit: int) -> list[Prompt]:
+    """`limit` prompts of each task, evenly spread (0: all)."""
+    tasks = by_category(replace(prompt, category="MT-Bench" if prompt.category in MT_BENCH else prompt.category) for prompt in prompts)
+    return [task[i * len(task) // n] for task in tasks.values() for n in [min(limit or len(task), len(task))] for i in range(n)]
+
+
 def judged(trace) -> int:
     """Drafted tokens on which a chain's verdict was given: those accepted and the first that was not."""
     return sum(min(entry.accepted + 1, entry.proposed) for entries in trace.rounds for entry in entries)
@@ -101,22 +110,22 @@ def measure(target, tokenizer, prompts, k: int, nodes: int, max_new_tokens: int,
         missing = [name for name in names if name not in record]
         if missing:
             ids = [prompt.ids(tokenizer)]
-            seconds, text = _timed(plain, ids, max_new_tokens)
-            record[PLAIN] = {"seconds": seconds}
+            plain_seconds, text = _timed(plain, ids, max_new_tokens)
+            record[PLAIN] = plain_seconds
             for name in missing:
                 drafts[name].seconds = 0.0
                 seconds, answer = _timed(arms[name], ids, max_new_tokens)
                 trace, loop = answer.trace, answer.trace.seconds
                 record[name] = dict(zip(COUNTS, (sum(trace.new_tokens), len(trace.rounds), trace.proposed, trace.accepted, judged(trace))))
-                record[name] |= {"seconds": seconds, "plain_seconds": record[PLAIN]["seconds"], "same_text": answer.tokens == text.tokens,
-                                 "draft_seconds": loop["draft"] + drafts[name].seconds}
+                record[name] |= seconds | {f"plain_{clock}": value for clock, value in plain_seconds.items()}
+                record[name] |= {"same_text": answer.tokens == text.tokens, "draft_seconds": loop["draft"] + drafts[name].seconds}
         after()
 
 
 def _timed(arm, ids, max_new_tokens: int):
-    begin = perf_counter()
+    begin, used = perf_counter(), process_time()
     answer = arm.run(ids, max_new_tokens)
-    return perf_counter() - begin, answer
+    return {"seconds": perf_counter() - begin, "processor_seconds": process_time() - used}, answer
 
 
 def efficiency(entries: Iterable[dict]) -> float:
@@ -138,7 +147,8 @@ def table(records: dict, names: list[str], title: str) -> Table:
     row("all", lambda own: f"{efficiency(own):.2f}")
     row("accepted / proposed", lambda own: f"{_sum(own, 'accepted') / max(_sum(own, 'proposed'), 1):.2f}")
     row("accepted / judged (chains)", lambda own: f"{_sum(own, 'accepted') / max(_sum(own, 'judged'), 1):.2f}")
-    row("speed against plain generate", lambda own: f"{_sum(own, 'plain_seconds') / _sum(own, 'seconds'):.2f}x")
+    clock = "seconds" if torch.cuda.is_available() or torch.get_num_threads() > 1 else "processor_seconds"
+    row("speed against plain generate", lambda own: f"{_sum(own, f'plain_{clock}') / _sum(own, clock):.2f}x")
     row("draft's share of the time", lambda own: f"{_sum(own, 'draft_seconds') / _sum(own, 'seconds'):.1%}")
     row("same text as plain generate", lambda own: f"{_sum(own, 'same_text')} of {len(own)}")
     return made
@@ -152,7 +162,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", default=EMBEDDED, help="smollm2, a hub id or a folder")
     parser.add_argument("--prompts", default="shipped", help="a .jsonl file, or the set that comes with the package")
-    parser.add_argument("--limit", type=int, default=2, help="prompts per category; 0 for all")
+    parser.add_argument("--limit", type=int, default=2, help="prompts per task; 0 for all")
     parser.add_argument("--k", type=int, default=7, help="tokens of a chain")
     parser.add_argument("--nodes", type=int, default=48, help="tokens of a tree")
     parser.add_argument("--max-new-tokens", type=int, default=64)
@@ -168,7 +178,7 @@ def main(arguments: list[str] | None = None) -> None:
         if result["settings"] != settings:
             parser.error(f"{given.out} was made with {result['settings']}; choose another file, or the same settings.")
     target, tokenizer = load_target(given.target, given.dtype)
-    prompts = load_prompts(given.prompts, given.limit or None)
+    prompts = chosen(load_prompts(given.prompts), given.limit)
 
     def after() -> None:
         print(f"{len(result['records'])} prompts", file=sys.stderr, flush=True)

@@ -234,17 +234,20 @@ def test_a_draft_with_another_vocabulary_is_refused(vocab):
 
 
 @pytest.mark.parametrize("other", [tokenizer(*"fedcba"), tokenizer(*map(str, range(200)))], ids=["same size, other ids", "other words"])
-def test_a_draft_with_another_tokenizer_is_refused(other):
+def test_a_draft_with_another_tokenizer_is_refused_where_it_cannot_be_translated(other):
     model, draft = enabled(tiny_llama()), tiny_llama(1)
-    with refused(model, draft, words=("assistant_tokenizer", "same tokenizer")):
-        call(model, assistant_model=draft, tokenizer=LETTERS, assistant_tokenizer=other)
-    with pytest.raises(ValueError, match="assistant_tokenizer"):
-        SpeculativeDecoder(draft, tokenizer=LETTERS, assistant_tokenizer=other)
+    both = {"tokenizer": LETTERS, "assistant_tokenizer": other}
+    with refused(model, draft, words=("assistant_tokenizer", "the draft model itself")):
+        call(model, assistant_model=ModelDraft(draft), **both)
+    with pytest.raises(ValueError, match="assistant_tokenizer.*chains"):
+        SpeculativeDecoder(draft, {"draft": "model_tree"}, **both)
+    with pytest.raises(ValueError, match="NoneType is no model"):
+        SpeculativeDecoder(None, **both)
 
 
 def test_the_drafts_tokenizer_alone_is_not_passed_over():
     model, draft = enabled(tiny_llama()), tiny_llama(1)
-    words = ("assistant_tokenizer", "needs tokenizer=", "another tokenizer is not supported yet")
+    words = ("assistant_tokenizer", "needs tokenizer=", "translated")
     with refused(model, draft, words=words):
         call(model, assistant_model=draft, assistant_tokenizer=LETTERS)
     with refused(model, draft, words=words):

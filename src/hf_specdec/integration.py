@@ -121,20 +121,19 @@ class SpeculativeDecoder:
 
     draft: a model, a `Draft`, or None (the config's default draft). config: `SpeculativeConfig`, dict or None.
     streamer, tokenizer, stop_strings: `generate()` does not hand these to a custom decoding method, so pass them here.
-    assistant_tokenizer: the draft's; its vocabulary is compared with that of `tokenizer`, which has to be given with it.
+    assistant_tokenizer: the draft model's; needs `tokenizer` beside it. Where the two differ, the model becomes a `TranslatedDraft`.
     trace: the `SpeculationTrace` of the last pass that returned one (with `return_dict_in_generate=True`), else None.
     """
 
     def __init__(self, draft: PreTrainedModel | Draft | None = None, config: SpeculativeConfig | dict | None = None, *,
                  streamer=None, tokenizer=None, assistant_tokenizer=None, stop_strings=None):
         self.config = SpeculativeConfig.resolve(config)
-        self.draft = _as_draft(draft, self.config)
+        self.draft = _as_draft(_translated(draft, self.config, tokenizer, assistant_tokenizer), self.config)
         self.streamer, self.tokenizer, self.stop_strings = streamer, tokenizer, stop_strings
         self.put_prompt = self.cache_is_given = False
         self.trace: SpeculationTrace | None = None
         if stop_strings is not None and tokenizer is None:
             raise ValueError("stop_strings needs tokenizer=, the target's tokenizer, beside it.")
-        _check_tokenizers(tokenizer, assistant_tokenizer)
 
     @contextmanager
     def stop_strings_taken_over(self, model: PreTrainedModel, kwargs: dict[str, Any]):
@@ -222,15 +221,21 @@ def _model(source: str, dtype: torch.dtype, device: torch.device) -> PreTrainedM
                          f"drafter with hf_specdec.training.load_drafter) and pass it as assistant_model.") from error
 
 
-def _check_tokenizers(tokenizer, assistant_tokenizer) -> None:
+def _translated(draft: Any, config: SpeculativeConfig, tokenizer, assistant_tokenizer) -> Any:
+    """A draft model that comes with another tokenizer than the target's as a `TranslatedDraft`, the universal assisted decoding of
+    transformers; anything else as it is."""
     if assistant_tokenizer is None:
-        return
+        return draft
     if tokenizer is None:
-        raise ValueError("assistant_tokenizer needs tokenizer=, the target's tokenizer, beside it: the two are compared, because a "
-                         "draft with another tokenizer is not supported yet by itself: make it a TranslatedDraft.")
+        raise ValueError("assistant_tokenizer needs tokenizer=, the target's tokenizer, beside it: the two are compared, and where they differ the "
+                         "draft's text is translated.")
     ours, theirs = tokenizer.get_vocab(), assistant_tokenizer.get_vocab()
-    different = [token for token in ours.keys() & theirs.keys() if ours[token] != theirs[token]]
-    if different or len(ours.keys() ^ theirs.keys()) > max(64, len(ours) // 100):
-        raise ValueError("assistant_tokenizer: the draft's vocabulary is not the target's; speculative decoding needs a draft "
-                         "with the same tokenizer. For another one, pass assistant_model=hf_specdec.drafts.TranslatedDraft(model, tokenizer, "
-                         "draft_tokenizer) alone.")
+    different = any(ours[token] != theirs[token] for token in ours.keys() & theirs.keys())
+    if not different and len(ours.keys() ^ theirs.keys()) <= max(64, len(ours) // 100):
+        return draft
+    if not isinstance(compat.unwrap(draft), PreTrainedModel):
+        raise ValueError(f"assistant_tokenizer: its vocabulary is not that of tokenizer, and assistant_model={type(draft).__name__} is no model that could "
+                         f"be translated. Pass the draft model itself, or leave assistant_tokenizer out if the draft proposes the target's ids.")
+    if config.draft == "model_tree" or config.draft_stop in ("confidence", "expected_gain"):
+        raise ValueError("assistant_tokenizer: a draft model with another tokenizer drafts chains of a fixed length. Leave draft and draft_stop out.")
+    return registry.load(registry.DRAFTS, "translated", "draft")(draft, tokenizer, assistant_tokenizer)

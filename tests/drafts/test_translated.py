@@ -121,3 +121,14 @@ def test_an_encoder_that_runs_once_is_no_part_of_the_draft_s_cost(draft):
     target, small = FAMILIES[0].model(), tiny_llama(3)
     decoder = {id(p): p.numel() for part in (target.get_decoder(), target.get_output_embeddings()) for p in part.parameters()}
     assert draft(small).relative_cost(target) == sum(p.numel() for p in small.parameters()) / sum(decoder.values())
+
+
+def test_generate_translates_by_itself_as_transformers_does():
+    target, words = tiny_llama(3), order(VOCAB)
+    draft = renumbered(target, words)
+    tokenizers = {"tokenizer": word_tokenizer(range(VOCAB)), "assistant_tokenizer": word_tokenizer(words)}
+    out = speculate(target, ROWS, draft, 5, **tokenizers)
+    assert generated(out, ROWS) == plain(target, ROWS)
+    assert out.speculation.acceptance_rate > 0.999 and {entry.source for entries in out.speculation.rounds for entry in entries if entry.proposed} == {"translated"}
+    smaller = speculate(target, ROWS[:1], tiny_llama(4, vocab_size=9), 3, **tokenizers | {"assistant_tokenizer": word_tokenizer(range(8, -1, -1))})
+    assert generated(smaller, ROWS[:1]) == plain(target, ROWS[:1])

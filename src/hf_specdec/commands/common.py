@@ -76,7 +76,9 @@ def _check_tokenizer(name: str, draft, tokenizer) -> None:
         own = AutoTokenizer.from_pretrained(name)
     except (ValueError, OSError):
         return
-    SpeculativeDecoder(draft, tokenizer=tokenizer, assistant_tokenizer=own)
+    if SpeculativeDecoder(draft, tokenizer=tokenizer, assistant_tokenizer=own).draft.name == "translated":
+        raise ValueError(f"--draft {name}: its tokenizer is not the target's. Take a draft with the same one, or use Python, where generate(assistant_model=, "
+                         f"tokenizer=, assistant_tokenizer=) translates.")
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:
