@@ -19,7 +19,7 @@ LEAVES = {"bench", "cli", "commands", "mx", "viz", "training"}
 # what may be imported by what comes after it; modules of one line know nothing of each other
 LINES = [
     {"tree", "registry", "theory", "noise", "compat", "kv_cache", "draft_stop"},
-    {"proposal", "sequences", "tree_shapes", "distributions", "config", "schedule", "trace", "seq2seq"},
+    {"proposal", "sequences", "tree_shapes", "distributions", "config", "schedule", "trace", "seq2seq", "compiled"},
     {"cached_model", "acceptance.base", "acceptance.primitive"},
     {"probe", "acceptance.*", "drafts.base"},
     {"drafts.growth", "drafts.inner", "drafts.progress", "drafts.mapped", "drafts.datastore"},
@@ -141,8 +141,8 @@ def test_insides_of_transformers_are_imported_in_compat_and_kv_cache_only(module
     assert used & DEEP <= INSIDES.get(module, set())
 
 
-# private names of transformers that are read elsewhere, each for want of a public one
-READ_ELSEWHERE = {"call": {"_pad_token_tensor"}}
+# private names of transformers and torch that are read elsewhere, each for want of a public one
+READ_ELSEWHERE = {"call": {"_pad_token_tensor"}, "compiled": {"_forward_hooks", "_forward_pre_hooks"}}
 
 
 @every_trunk_module

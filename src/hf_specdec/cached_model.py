@@ -14,6 +14,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from . import compat
+from .compiled import CompiledPasses
 from .kv_cache import SlotCache
 from .proposal import Proposal
 from .seq2seq import Decoder, Source
@@ -28,16 +29,20 @@ class CachedModel:
     reader: called as reader(firsts, logits) in a pass over more than the root, with the logits [B, n, V] of the block's last n
         places, the first of which is position firsts[b] of row b; n is cut so that they are at most READ numbers. None: not wanted.
     calls, seconds: forwards run, and the time they took on the host.
+    compiled: the passes over fixed shapes, where compile=True; the prompt pass, and what does not compile, runs without.
     """
 
     READ = 2**26
 
     def __init__(self, model: PreTrainedModel, limit: int, role: str = "target", traits: compat.ModelTraits | None = None,
-                 source: Source | None = None):
+                 source: Source | None = None, compile: bool = False):
         self.model, self.role = model, role
         self.run = model if source is None else Decoder(model, source)
         self.traits = traits or compat.traits_of(compat.unwrap(model), role)
-        self.cache = SlotCache(limit)
+        self.cache = SlotCache(limit, fixed=compile)
+        self.compiled = CompiledPasses(model, role) if compile else None
+        if compile and (source is not None or self.traits.own_positions):
+            self.compiled.give_up("it makes its masks or positions itself")
         self.device, self.dtype = model.device, model.dtype
         self.lengths: list[int] = []
         self.fresh: list[int] = []
@@ -112,21 +117,37 @@ class CachedModel:
         """Logits at `columns` int64 [B, m] of the block, or at all of them; sizes[b]: places of row b that are meant. first: the node
         of the tree at which the block begins."""
         begin = perf_counter()
-        self.cache.plan.lay([length + first for length in self.lengths], tokens.shape[1], self.device)
-        inputs = self._positions_and_masks(tokens.shape[1], tree, sizes, first)
+        wanted = None
         if columns is not None:
             wanted, columns = self._wanted(columns, tokens.shape)
-            if self.traits.logits_to_keep:
-                inputs["logits_to_keep"] = wanted
-        logits = self.run(input_ids=tokens, past_key_values=self.cache, use_cache=True, return_dict=True, **inputs).logits
+        logits = self._logits(tokens, tree, sizes, first, wanted)
         if columns is not None:
-            logits = logits if self.traits.logits_to_keep else logits[:, wanted.to(logits.device)]
             if self.reader is not None:
                 self.reader([length + int(wanted[0]) for length in self.lengths], logits)
             logits = logits[torch.arange(len(sizes), device=logits.device)[:, None], columns.to(logits.device)]
         self.calls += 1
         self.seconds += perf_counter() - begin
         return logits
+
+    def _logits(self, tokens: torch.Tensor, tree: Tree | None, sizes: list[int], first: int, wanted: torch.Tensor | None) -> torch.Tensor:
+        """One forward; logits at the places `wanted` int64 [n] of the block, or at all of them."""
+        width, starts, logits = tokens.shape[1], [length + first for length in self.lengths], None
+        places = self.compiled.places(width) if self.compiled is not None and any(self.lengths) else None
+        if places is not None:
+            self.cache.plan.lay(starts, places, self.device, whole=True)
+            logits = self.compiled(tokens, self.cache, **self._positions_and_masks(width, tree, sizes, first))
+            if logits is not None and not self.compiled.untried:
+                return logits if wanted is None else logits[:, wanted.to(logits.device)]
+        self.cache.plan.lay(starts, width, self.device)
+        inputs = self._positions_and_masks(width, tree, sizes, first)
+        keep = wanted is not None and self.traits.logits_to_keep
+        if keep:
+            inputs["logits_to_keep"] = wanted
+        reference = self.run(input_ids=tokens, past_key_values=self.cache, use_cache=True, return_dict=True, **inputs).logits
+        reference = reference if keep or wanted is None else reference[:, wanted.to(reference.device)]
+        if logits is not None:
+            self.compiled.judge(logits if wanted is None else logits[:, wanted.to(logits.device)], reference)
+        return reference
 
     def _wanted(self, columns: torch.Tensor, block: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:
         """The places of the block that logits are computed of, ascending, and where `columns` are among them."""
@@ -146,7 +167,7 @@ class CachedModel:
                 raise ValueError(compat.own_mask_refusal(self.model, self.role))
             return {"attention_mask": torch.ones((1, plan.visible), dtype=torch.long, device=device)}
         level = plan.start is not None and min(sizes) == width  # all rows begin at the same slot, and none is padded
-        if level and chain and (width == 1 or plan.start == 0):  # the model's own causal mask says the same, at less cost
+        if level and chain and not plan.whole and (width == 1 or plan.start == 0):  # the model's own causal mask says the same, at less cost
             positions = torch.arange(plan.start, plan.start + width, device=device)[None]
             return {"position_ids": positions.expand(len(sizes), -1), "attention_mask": None}
         depths = torch.arange(first, first + width, device=device) if chain else torch.tensor(tree.depths[first:], device=device)

@@ -77,7 +77,7 @@ class Call:
         sequences = Sequences(self.prompts, self.max_new, criteria, device, decoder.streamer)
         longest = max(map(len, self.prompts)) + self.max_new
         reach = self.config.max_auto_tokens if self.config.num_assistant_tokens == "auto" else self.config.num_assistant_tokens
-        target = CachedModel(self.model, longest + reach, "target", self.traits, self.source)
+        target = CachedModel(self.model, longest + reach, "target", self.traits, self.source, self.config.compile)
         if self.given and self.cache.get_seq_length():
             target.load(self.cache, self.columns, self.cache.get_seq_length())
         target.reader = decoder.draft.read if decoder.draft.reads_prompt else None

@@ -40,6 +40,8 @@ class SpeculativeConfig:
     draft_options: keyword arguments of that draft, as JSON has them, such as {"branches": 4}; the draft checks them.
     draft_source: the folder, file or hub id of a draft that has weights ("model", "model_tree", "ngram"), which is loaded where no
         `assistant_model` is passed: safetensors only, no code, the last one is kept.
+    compile: whether passes are compiled (`torch.compile`) over fixed shapes, the target's and a draft model's (default False). The
+        first pass of a shape then takes a while: `hf_specdec.warmup` has it done before. What does not compile runs as it is, with a warning.
     predicted_speedup: what `hf-specdec tune` predicted of decoding with this config; nothing depends on it.
 
     Raises ValueError naming the argument and the remedy.
@@ -59,6 +61,7 @@ class SpeculativeConfig:
     draft_confidence: float = 0.4
     draft_options: dict[str, Any] = field(default_factory=dict, hash=False)
     draft_source: str | None = None
+    compile: bool = False
     predicted_speedup: float | None = None
 
     def __post_init__(self):
@@ -74,8 +77,9 @@ class SpeculativeConfig:
             raise ValueError(f"draft_stop={self.draft_stop!r} is not known; choose one of {list(CHOICES)}.")
         for name in ("typical_epsilon", "typical_delta", "threshold", "draft_confidence"):
             _check_fraction(name, getattr(self, name))
-        if not isinstance(self.record_probs, bool):
-            raise ValueError(f"record_probs={self.record_probs!r} must be True or False.")
+        for name in ("record_probs", "compile"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False.")
         _check_draft(self.draft, self.draft_options, self.draft_source)
         object.__setattr__(self, "draft_options", dict(self.draft_options))
         speedup = self.predicted_speedup

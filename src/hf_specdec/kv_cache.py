@@ -11,6 +11,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 SLACK = 64
+FEWEST = 256  # slots of a cache of fixed shapes
 
 
 class SlotLayer(CacheLayerMixin):
@@ -37,10 +38,15 @@ class SlotLayer(CacheLayerMixin):
         """Write [B, H, Q, D] at the planned slots; return everything up to the longest row, [B, H, visible, D]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if self.keys.shape[2] < self.plan.capacity:
-            self.keys, self.values = self._grown(self.keys), self._grown(self.values)
+        self.settled()
         visible = self.plan.visible
         return self._write(self.keys, key_states)[:, :, :visible], self._write(self.values, value_states)[:, :, :visible]
+
+    def settled(self) -> "SlotLayer":
+        """The layer, with buffers of the planned capacity."""
+        if self.keys.shape[2] < self.plan.capacity:
+            self.keys, self.values = self._grown(self.keys), self._grown(self.values)
+        return self
 
     def _grown(self, old: torch.Tensor) -> torch.Tensor:
         new = self._allocate(old)
@@ -93,38 +99,42 @@ class SlotPlan:
 
     start:    first slot of the block where all rows have the same one, else None (then `slots` int64 [B, Q] counts).
     width:    Q, tokens per row in the block.
-    visible:  slots that attention reads: the longest row with its block.
+    visible:  slots that attention reads: the longest row with its block, or with `whole` all there are.
     cached:   slots before the block in the longest row.
     capacity: slots per row that the buffers have, or will have at the next write.
+    fixed:    the capacity is a power of two, so that the shapes of a compiled pass are few.
     """
 
-    def __init__(self, limit: int):
-        self.limit, self.capacity = limit, 0
+    def __init__(self, limit: int, fixed: bool = False):
+        self.limit, self.fixed, self.capacity = limit, fixed, 0
         self.start: int | None = 0
         self.slots: torch.Tensor | None = None
         self.width = self.visible = self.cached = 0
+        self.whole = False
 
-    def lay(self, starts: list[int], width: int, device) -> None:
+    def lay(self, starts: list[int], width: int, device, whole: bool = False) -> None:
         """Plan a block of `width` tokens that begins at slot starts[b] in row b. The capacity grows by an eighth at a time,
-        never beyond `limit` (longest row + drafted tokens)."""
-        self.width, self.cached = width, max(starts)
+        never beyond `limit` (longest row + drafted tokens). whole: attention reads all slots there are, and `slots` counts."""
+        self.width, self.cached, self.whole = width, max(starts), whole
         self.visible = self.cached + width
-        if min(starts) == self.cached:
-            self.start, self.slots = self.cached, None
-        else:
-            self.start = None
+        level = min(starts) == self.cached
+        self.start, self.slots = self.cached if level else None, None
+        if whole or not level:
             self.slots = torch.tensor(starts, device=device)[:, None] + torch.arange(width, device=device)
         if self.visible > self.capacity:
-            roomy = min(self.visible + max(SLACK, self.visible // 8), self.limit)
-            self.capacity = max(self.visible, roomy)
+            self.capacity = max(self.visible, min(self.visible + max(SLACK, self.visible // 8), self.limit))
+            if self.fixed:
+                self.capacity = max(FEWEST, 1 << (self.visible + SLACK - 1).bit_length())
+        if whole:
+            self.visible = self.capacity
 
 
 class SlotCache(Cache):
-    """A `transformers.Cache` of `SlotLayer`s. `limit`: most slots a row can ever need."""
+    """A `transformers.Cache` of `SlotLayer`s. `limit`: most slots a row can ever need; fixed: as in `SlotPlan`."""
 
-    def __init__(self, limit: int):
+    def __init__(self, limit: int, fixed: bool = False):
         super().__init__(layers=[])
-        self.plan = SlotPlan(limit)
+        self.plan = SlotPlan(limit, fixed)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
         while len(self.layers) <= layer_idx:
@@ -144,3 +154,48 @@ class SlotCache(Cache):
     def capacity(self) -> int:
         """Slots per row that are allocated."""
         return self.plan.capacity
+
+
+class FixedLayer(SlotLayer):
+    """The buffers of one layer inside a compiled pass: written at `slots` (int64 [Q] of the one row, or [B, Q]), read whole."""
+
+    is_compileable = True
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor):
+        CacheLayerMixin.__init__(self)
+        self.keys, self.values, self.slots, self.is_initialized = keys, values, slots, True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
+        for buffer, states in ((self.keys, key_states), (self.values, value_states)):
+            states = states.to(buffer.dtype)
+            if self.slots.ndim == 1:
+                buffer.index_copy_(2, self.slots, states)
+            else:
+                buffer.transpose(1, 2)[_rows(self.slots), self.slots] = states.transpose(1, 2)
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.keys.shape[2], 0
+
+
+class FixedCache(Cache):
+    """The cache that a compiled pass sees: keys and values [B, H, S, D] per layer. It does not know how long the text is; positions
+    and masks are given."""
+
+    def __init__(self, keys: list[torch.Tensor], values: list[torch.Tensor], slots: torch.Tensor):
+        super().__init__(layers=[FixedLayer(key, value, slots) for key, value in zip(keys, values)])
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
+        return self.layers[layer_idx].update(key_states, value_states)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self.layers[layer_idx].get_mask_sizes(query_length)

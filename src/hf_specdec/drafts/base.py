@@ -56,6 +56,11 @@ class Context:
     timed: bool = True
 
     @property
+    def compiles(self) -> bool:
+        """Whether the passes of models are compiled."""
+        return self.target is not None and self.target.compiled is not None
+
+    @property
     def texts(self) -> list[list[int]]:
         """The rows, each behind the text that the target's encoder has read, if any: where a lookup may look."""
         return [self.source.tokens + row for row in self.rows] if self.source and self.source.tokens else self.rows

@@ -46,7 +46,7 @@ class CascadeDraft(Draft):
     def start(self, context: Context) -> None:
         check_batch(compat.unwrap(self.model), self.traits, len(context.rows), "model")
         self.rule = (SpeculativeSampling if context.sampler.do_sample else GreedyMatching)()
-        self.cached = CachedModel(self.model, context.max_length + 2 * 64, "model", self.traits)
+        self.cached = CachedModel(self.model, context.max_length + 2 * 64, "model", self.traits, compile=context.compiles)
         self.cached.lengths = [0] * len(context.rows)
         if self.draft.reads_prompt:
             self.cached.reader = lambda firsts, logits: self.draft.read(firsts, self._fit(logits))

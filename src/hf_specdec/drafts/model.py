@@ -41,7 +41,7 @@ class ModelDraft(Draft):
         self.context = context
         self.source = self._source(context)
         self.reads = "" if self.source is None else f"the target's: {self.source.shared}" if self.source.shared else "its own"
-        self.cached = CachedModel(self.model, context.max_length, "assistant_model", self.traits, self.source)
+        self.cached = CachedModel(self.model, context.max_length, "assistant_model", self.traits, self.source, compile=context.compiles)
         self.drafted: torch.Tensor | list[list[int]] = [[] for _ in context.rows]
         self.base = [len(row) for row in context.rows]
         check_batch(compat.unwrap(self.model), self.traits, len(context.rows), "assistant_model")

@@ -43,7 +43,7 @@ class TranslatedDraft(Draft):
 
     def start(self, context: Context) -> None:
         check_batch(compat.unwrap(self.model), self.model_traits, len(context.rows), "assistant_model")
-        self.cached = CachedModel(self.model, 2 * min(context.max_length, 2**20) + 64, "assistant_model", self.model_traits)
+        self.cached = CachedModel(self.model, 2 * min(context.max_length, 2**20) + 64, "assistant_model", self.model_traits, compile=context.compiles)
         self.cached.lengths = [0] * len(context.rows)
         self.held: list[list[int]] = [[] for _ in context.rows]  # the draft's tokens that its cache holds, and maybe one more
         self.ids = self.shared[self.shared[:, 0] < context.vocab_size].to(context.device)

@@ -75,15 +75,13 @@ def _one(query, key, value, bias, scale, softcap, sink) -> torch.Tensor:
     return (scores.softmax(-1)[: len(key), None] * value.to(work)).sum(0)
 
 
-@torch.library.custom_op("hf_specdec::rows_attention", mutates_args=())
-def _operator(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float | None, causal: bool,
-    softcap: float | None, sinks: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
-    return rows_attention(query, key, value, mask, scale, causal, softcap, sinks)
+_library = torch.library.Library("hf_specdec", "FRAGMENT")
+_library.define("rows_attention(Tensor query, Tensor key, Tensor value, Tensor? mask, float? scale, bool causal, float? softcap, "
+                "Tensor? sinks) -> Tensor")
+_library.impl("rows_attention", rows_attention, "CPU")
 
 
-@_operator.register_fake
+@torch.library.register_fake("hf_specdec::rows_attention", lib=_library)
 def _(query, key, value, mask, scale, causal, softcap, sinks):
     return query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[-1]))
 
@@ -102,7 +100,7 @@ def forward(
     causal = causal and attention_mask is None
     if bias is not None:
         attention_mask, causal = _with_bias(bias.float(), attention_mask, causal), False
-    run = _operator if torch.compiler.is_compiling() else rows_attention
+    run = torch.ops.hf_specdec.rows_attention.default if torch.compiler.is_compiling() else rows_attention
     return run(query, key, value, attention_mask, scaling, causal, softcap, s_aux), None
 
 

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from .formats import BLOCK, DEFAULT_FORMAT, DEFAULT_RULE, SCALE_NAN, Format, get_format
 from .kernels import cpu, gpu
-from .ops import PLANES, STORED, TILES, multiply_dense, product
+from .ops import PLANES, STORED, TILES, multiply_dense, mx_tiles, product
 from .packed import PackedMatrix, quantize
 
 
@@ -122,6 +122,9 @@ class MXLinear(nn.Linear):
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         if torch.compiler.is_compiling():
+            few = x.numel() <= cpu.WIDE * self.in_features
+            if few and self._bytes_of_layer is not None and not torch.is_grad_enabled():
+                return mx_tiles(x, self._bytes_of_layer, self.out_features)
             return product(x, self)
         if torch.is_grad_enabled() and (x.requires_grad or (self.bias is not None and self.bias.requires_grad)):
             return product(x, self.prepare())
@@ -151,7 +154,7 @@ class MXLinear(nn.Linear):
                 self.format.name, self.format.bits, self.out_features, self.in_features,
                 self.weight, self.weight_scale, self._tail, bias,
             )  # fmt: skip
-        self._known = key, kernel
+        self._known, self._bytes_of_layer = (key, kernel), None if kernel is None else kernel.bytes
         return kernel
 
     def _has_specials(self) -> bool:
@@ -206,7 +209,7 @@ class MXLinear(nn.Linear):
         return torch.cat([head[0], codes[full:]]), torch.cat([head[1], scales[full:]])
 
     def _forget(self) -> None:
-        self._tail = self._planes = self._known = self._kept = None
+        self._tail = self._planes = self._known = self._kept = self._bytes_of_layer = None
 
     # ---- what torch does to modules ----
 
@@ -214,7 +217,7 @@ class MXLinear(nn.Linear):
         probe = self.weight.new_empty(0)
         if fn(probe).device != probe.device:
             self.to_stored()
-        self._known = self._kept = None
+        self._known = self._kept = self._bytes_of_layer = None
         return super()._apply(fn, recurse)
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
@@ -235,7 +238,7 @@ class MXLinear(nn.Linear):
 
     def __getstate__(self):
         """Copies and pickles are in the stored order: tiles and planes are this machine's."""
-        state = {**self.__dict__, "_known": None, "_kept": None}
+        state = {**self.__dict__, "_known": None, "_kept": None, "_bytes_of_layer": None}
         if self.layout != STORED:
             packed = self.packed()
             own = {"weight": self._bytes(packed.codes), "weight_scale": self._bytes(packed.scales)}

@@ -53,6 +53,17 @@ def _(x, weight, weight_scale, tail, tail_scale, bias, format, out_features, lay
     return x.new_empty((*x.shape[:-1], out_features))
 
 
+_library = torch.library.Library("hf_specdec", "FRAGMENT")
+_library.define("mx_tiles(Tensor x, Tensor layer, int out_features) -> Tensor")
+_library.impl("mx_tiles", lambda x, layer, out_features: cpu.multiply(layer.data_ptr(), x.contiguous(), out_features), "CPU")
+mx_tiles = torch.ops.hf_specdec.mx_tiles.default  # `mx_linear` without gradients, a third as dear a call; layer: bytes of a `cpu.Layer`
+
+
+@torch.library.register_fake("hf_specdec::mx_tiles", lib=_library)
+def _(x, layer, out_features):
+    return x.new_empty((*x.shape[:-1], out_features))
+
+
 @torch.library.custom_op("hf_specdec::mx_input_gradient", mutates_args=())
 def mx_input_gradient(
     gradient: torch.Tensor,

@@ -181,6 +181,17 @@ def tile(codes: torch.Tensor, scales: torch.Tensor, bits: int, back: bool = Fals
     return new_codes, new_scales
 
 
+def multiply(layer: int, x: torch.Tensor, n: int) -> torch.Tensor:
+    """`[..., n]` in x's dtype from x `[..., K]`, contiguous, and the address of a `Layer`."""
+    out = x.new_empty((*x.shape[:-1], n))
+    rows = x.numel() // max(x.shape[-1], 1)
+    if rows and library().mx_linear(
+        layer, x.data_ptr(), out.data_ptr(), rows, DTYPES[x.dtype], kernel_path(), torch.get_num_threads()
+    ):
+        raise MemoryError(f"no memory for {rows} rows of activations.")
+    return out
+
+
 class Kernel:
     """One layer's weights as the library wants them. Holds on to the tensors whose addresses it has taken."""
 
@@ -194,22 +205,16 @@ class Kernel:
         )  # fmt: skip
         self.address = ctypes.addressof(self.layer)
         self.n, self.k = n, k
-        self.multiply = library().mx_linear
+        self.bytes = torch.frombuffer(self.layer, dtype=torch.uint8).clone()  # for `ops.mx_tiles`
 
     def __call__(self, x: torch.Tensor, alike: bool = False) -> torch.Tensor:
         """`x [..., K]` times the weights, plus the bias: `[..., N]` in x's dtype (float32, bfloat16 or float16). `alike`: any
         number of rows is multiplied as a few are."""
         if not x.is_contiguous():
             x = x.contiguous()
-        out = x.new_empty((*x.shape[:-1], self.n))
-        rows = x.numel() // self.k
-        if rows > WIDE and not alike and kernel_path() in NARROW:
+        if x.numel() > WIDE * self.k and not alike and kernel_path() in NARROW:
             return self._by_panels(x)
-        if rows and self.multiply(
-            self.address, x.data_ptr(), out.data_ptr(), rows, DTYPES[x.dtype], kernel_path(), torch.get_num_threads()
-        ):
-            raise MemoryError(f"no memory for {rows} rows of activations.")
-        return out
+        return multiply(self.address, x, self.n)
 
     def _by_panels(self, x: torch.Tensor) -> torch.Tensor:
         """Many rows where the kernel is slower than torch: stretches of the weights in float32, and torch's own product."""

@@ -1,0 +1,115 @@
+"""Compiled passes: a model's forward over fixed shapes, by `torch.compile`.
+
+A block is filled up to one of WIDTHS places, and the cache has a power of two of slots, so that a few functions serve a whole text.
+What is at the places added is ignored, lies behind what is meant and is overwritten before any mask shows it. The prompt pass
+is not compiled: every prompt has a length of its own.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from itertools import count
+from types import FunctionType
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.nn.functional import pad
+from transformers import PreTrainedModel
+
+from .kv_cache import FixedCache, SlotCache
+
+WIDTHS = (1, 4, 8, 16, 32, 64)  # reading the weights is what a pass of few tokens costs: two tokens cost no less than four
+AGREES = {torch.float32: 0.01, torch.float64: 1e-6}  # relative error of the logits (root mean square) that is put up with
+_functions: WeakKeyDictionary = WeakKeyDictionary()
+_numbers = count()
+
+
+def forward(model, tokens, positions, mask, slots, keys, values):
+    """One pass: tokens and positions int64 [B, W], mask float [B, 1, W, S] or one per layer type, slots int64 [W] or [B, W], and per
+    layer keys and values [B, H, S, D], which are written; logits [B, W, V]. Compiled as a whole."""
+    cache = FixedCache(keys, values, slots)
+    return model(input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True, return_dict=True).logits
+
+
+def options(device: torch.device) -> dict:
+    """What `torch.compile` is told: CUDA graphs on a GPU; on a CPU one C++ function per pass."""
+    if device.type == "cuda":
+        return {"mode": "reduce-overhead"}
+    from torch._inductor import list_options
+
+    wanted = {"cpp_wrapper": True, "size_asserts": False, "alignment_asserts": False}
+    return {"options": {name: value for name, value in wanted.items() if name in list_options()}}
+
+
+class CompiledPasses:
+    """The compiled functions of one model in one call. They are kept with the model for the calls to come.
+
+    untried: whether the last pass was the first of its function ever, so that its logits are to be compared (`judge`).
+    Guards (what torch checks before it reuses a function) are evaluated once a call; after that nothing that they look at changes.
+    """
+
+    def __init__(self, model: PreTrainedModel, role: str):
+        self.model, self.role = model, role
+        self.functions: dict[tuple, Callable] = _functions.setdefault(model, {})
+        self.guarded: set[tuple] = set()
+        self.usable: bool | None = None
+        self.untried = False
+
+    def places(self, width: int) -> int | None:
+        """The places of the compiled block that takes `width` tokens; None where there is none."""
+        if self.usable is None:
+            self.usable = not any(part._forward_hooks or part._forward_pre_hooks for part in self.model.modules())
+            if not self.usable:
+                self.give_up("it has forward hooks (a draft that reads its states puts them there, for one)")
+        return next((places for places in WIDTHS if width <= places), None) if self.usable else None
+
+    def give_up(self, why: str) -> None:
+        self.usable = False
+        warnings.warn(f"{self.role}: {type(self.model).__name__} runs without compile=True: {why}.", stacklevel=2)
+
+    def __call__(self, tokens: torch.Tensor, cache: SlotCache, position_ids: torch.Tensor, attention_mask) -> torch.Tensor | None:
+        """Logits [B, n, V] of tokens [B, n] in the block that `cache.plan` has laid out; None where the model does not compile."""
+        width, plan = tokens.shape[1], cache.plan
+        more = plan.width - width
+        layers = [layer.settled() for layer in cache.layers]
+        keys, values = [layer.keys for layer in layers], [layer.values for layer in layers]
+        slots = plan.slots if len(tokens) > 1 else plan.slots[0]
+        masks = attention_mask if isinstance(attention_mask, dict) else {None: attention_mask}
+        masks = {name: _longer(mask, 2, more) for name, mask in masks.items()}
+        given = (self.model, pad(tokens, (0, more)), _longer(position_ids, 1, more), masks.get(None, masks), slots, keys, values)
+        key = (tokens.shape[0], plan.width, plan.capacity, tokens.device, keys[0].dtype, len(keys))
+        self.untried = key not in self.functions
+        if self.untried:
+            self.functions[key] = self._made(tokens.device)
+        try:
+            with torch.compiler.set_stance("default", skip_guard_eval_unsafe=key in self.guarded):
+                logits = self.functions[key](*given)
+        except Exception as error:  # whatever tracing or the compiler says: the pass can be run without them
+            self.functions.pop(key)
+            self.give_up(f"torch.compile says {type(error).__name__}: {str(error).strip().splitlines()[0]}")
+            return None
+        self.guarded.add(key)
+        return (logits.clone() if tokens.device.type == "cuda" else logits)[:, :width]
+
+    @staticmethod
+    def _made(device: torch.device) -> Callable:
+        """`forward`, compiled, as a function of its own: what torch keeps by its code is then one entry."""
+        code = forward.__code__.replace(co_name=f"forward_{next(_numbers)}")
+        return torch.compile(FunctionType(code, forward.__globals__, code.co_name), fullgraph=True, dynamic=False, **options(device))
+
+    def judge(self, logits: torch.Tensor, reference: torch.Tensor) -> None:
+        """Compare the first pass of a function with the same pass uncompiled; both [B, n, V]."""
+        logits, reference = logits.float(), reference.float()
+        error = float((logits - reference).norm() / reference.norm())
+        if not error <= AGREES.get(self.model.dtype, 0.2):
+            self.functions.clear()
+            self.give_up(f"compiled, its logits are off by {error:.2g} of their size")
+
+
+def _longer(part: torch.Tensor, dim: int, more: int) -> torch.Tensor:
+    """The last entry along `dim` once more, `more` times."""
+    if not more:
+        return part.contiguous()
+    last = part.narrow(dim, part.shape[dim] - 1, 1)
+    return torch.cat([part, *[last] * more], dim=dim)

@@ -1,0 +1,127 @@
+"""Compiled passes: fixed shapes, the same texts. All but one test have torch trace the models and leave out the C++ compiler.
+HF_SPECDEC_FULL=1 takes more families."""
+
+import shutil
+import warnings
+
+import pytest
+import torch
+
+import hf_specdec
+from hf_specdec import compiled
+from hf_specdec.cached_model import CachedModel
+from hf_specdec.drafts import EarlyExitDraft, ModelDraft, PromptLookupDraft
+from hf_specdec.drafts.feature import FeatureDraft
+from tests.architectures import FAMILIES
+from tests.conformance.builders import feature_drafter
+from tests.helpers import FULL, KnowingTreeDraft, generated, perturbed, plain, prompts, repetitive, speculate
+from tests.test_cached_model import TREES, check_scores, proposal, take
+
+NAMES = ["Llama", "Gemma 3 (text)", "GPT-2", "Mistral", "Llama 4 (text, chunked)", "Qwen3-MoE", "OPT"]
+SHARE = NAMES if FULL else NAMES[:3]
+COMPILED = {"seed": 0, "compile": True}
+
+
+def family(name: str):
+    return next(line for line in FAMILIES if line.name == name)
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """torch.compile without its code generator: seconds instead of minutes."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(compiled, "options", lambda device: {"backend": "aot_eager"})
+
+
+@pytest.fixture
+def strict():
+    """A model that falls back to eager passes would pass the tests below."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        yield
+
+
+def run(target, rows, draft, k=4, **options):
+    out = speculate(target, rows, draft, k, speculative=COMPILED, **options)
+    hf_specdec.disable(target)
+    return generated(out, rows)
+
+
+@pytest.mark.parametrize("name", SHARE)
+def test_greedy_texts_are_those_of_plain_generate(name, traced, strict):
+    target, rows = family(name).model("eager"), repetitive(13) + prompts(7)
+    texts = plain(target, rows, max_new_tokens=16)
+    assert run(target, rows, PromptLookupDraft(), max_new_tokens=16) == texts
+    assert compiled._functions[target]
+
+
+def test_a_draft_model_and_a_tree_are_compiled_too(traced, strict):
+    target, rows = family("Llama").model("eager"), prompts(9, 5)
+    texts = plain(target, rows)
+    draft = perturbed(target, 0.05)
+    assert run(target, rows, ModelDraft(draft)) == texts
+    assert {key[1] for key in compiled._functions[draft]} == {1, 4} and 8 in {key[1] for key in compiled._functions[target]}
+    assert run(target, rows, KnowingTreeDraft([row + text for row, text in zip(rows, texts)]), k=10) == texts
+    assert run(target, rows[:1], EarlyExitDraft(target, 1)) == texts[:1]
+
+
+@pytest.mark.parametrize("name", SHARE[1:2] if not FULL else NAMES[:4])
+@pytest.mark.parametrize("tree", TREES[:2], ids=["chain", "tree"])
+def test_what_lies_behind_the_text_is_never_seen(name, tree, traced, strict):
+    """Slots beyond the committed ones hold huge numbers before every pass."""
+    model, rows = family(name).model("eager"), prompts(9, 3, 14)
+    cached = CachedModel(model, 60, compile=True)
+    for round, leaves in enumerate(([len(tree), 0, 1], [0, len(tree), 2])):
+        drafted = proposal(tree, 3, seed=round)
+        check_scores(model, cached, rows, drafted)
+        take(cached, rows, drafted, leaves)
+        for layer in cached.cache.layers:
+            for b, length in enumerate(cached.lengths):
+                layer.keys[b, :, length:] = layer.values[b, :, length:] = 1e4
+    check_scores(model, cached, rows, proposal(tree, 3, seed=9))
+
+
+def test_the_cache_grows_from_one_power_of_two_to_the_next(traced, strict, monkeypatch):
+    monkeypatch.setattr("hf_specdec.kv_cache.FEWEST", 32)
+    monkeypatch.setattr("hf_specdec.kv_cache.SLACK", 4)
+    target, rows = family("Llama").model("eager"), prompts(20)
+    assert run(target, rows, PromptLookupDraft(), max_new_tokens=24) == plain(target, rows, max_new_tokens=24)
+    assert {key[2] for key in compiled._functions[target]} == {32, 64}
+
+
+def test_later_calls_use_the_functions_of_the_first_and_notice_another_dtype(traced, strict):
+    target, rows = family("Llama").model("eager"), prompts(9)
+    run(target, rows, PromptLookupDraft())
+    before = dict(compiled._functions[target])
+    run(target, rows, PromptLookupDraft())
+    assert compiled._functions[target] == before
+    target.double()
+    assert run(target, rows, PromptLookupDraft()) == plain(target, rows)
+    assert len(compiled._functions[target]) == 2 * len(before)
+
+
+@pytest.mark.parametrize("why", ["hooks", "masks of its own", "cannot be traced", "wrong logits"])
+def test_what_does_not_compile_runs_without_and_says_so(why, traced, monkeypatch):
+    target, rows = (family("BLOOM").model("eager") if why == "masks of its own" else family("Llama").model("eager")), prompts(9)
+    texts, draft = plain(target, rows), PromptLookupDraft()
+    if why == "hooks":
+        draft = FeatureDraft(feature_drafter(target), target)
+    if why == "cannot be traced":
+        monkeypatch.setattr(compiled.FixedCache, "update", lambda self, *args, **kwargs: torch._dynamo.graph_break())
+    if why == "wrong logits":
+        monkeypatch.setattr(compiled.FixedCache, "update", lambda self, keys, values, *args, **kwargs: (keys, values))
+    with pytest.warns(UserWarning, match="runs without compile=True"):
+        assert run(target, rows, draft) == texts
+
+
+def test_the_compiler_gives_the_same_texts():
+    if not (shutil.which("g++") or shutil.which("clang++")):
+        pytest.skip("no C++ compiler")
+    target, rows = family("Llama").model("eager"), prompts(9)
+    assert run(target, rows, PromptLookupDraft()) == plain(target, rows)
+    assert compiled._functions[target]
+
+
+def test_the_option_is_checked():
+    with pytest.raises(ValueError, match="compile=1 must be True or False"):
+        hf_specdec.SpeculativeConfig(compile=1)
