@@ -125,3 +125,20 @@ def test_the_compiler_gives_the_same_texts():
 def test_the_option_is_checked():
     with pytest.raises(ValueError, match="compile=1 must be True or False"):
         hf_specdec.SpeculativeConfig(compile=1)
+
+
+def test_warming_up_compiles_what_a_call_needs(traced, strict):
+    target, rows = family("Llama").model("eager"), repetitive(13)[:1]
+    draft, config = perturbed(target, 0.05), {"num_assistant_tokens": 3}
+    assert hf_specdec.warmup(target, draft, config, max_length=100) == 4
+    made = {model: dict(compiled._functions[model]) for model in (target, draft)}
+    assert {key[:3] for key in made[target]} == {key[:3] for key in made[draft]} == {(1, 1, 256), (1, 4, 256)}
+    assert run(target, rows, ModelDraft(draft), k=3) == plain(target, rows)
+    assert all(compiled._functions[model] == functions for model, functions in made.items())
+
+
+@pytest.mark.parametrize(("wrong", "name"), [({"max_length": 0}, "max_length"), ({"batch": True}, "batch"), ({"nodes": 64}, "nodes"),
+                                             ({"draft": PromptLookupDraft()}, "draft"), ({"config": {"K": 3}}, "'K'")])
+def test_warming_up_checks_its_arguments(wrong, name):
+    with pytest.raises(ValueError, match=name):
+        hf_specdec.warmup(family("Llama").model("eager"), **wrong)

@@ -25,7 +25,7 @@ LINES = [
     {"drafts.growth", "drafts.inner", "drafts.progress", "drafts.mapped", "drafts.datastore"},
     {"drafts.*", "acceptance"},
     {"drafts", "loop", "arguments"},
-    {"call"},
+    {"call", "warm"},
     {"beam"},
     {"integration"},
     {""},

@@ -8,9 +8,10 @@ if TYPE_CHECKING:
     from .config import SpeculativeConfig
     from .integration import SpeculativeDecoder, disable, enable
     from .trace import SpeculationTrace
+    from .warm import warmup
 
 __version__ = "0.1.0"
-__all__ = ["SpeculationTrace", "SpeculativeConfig", "SpeculativeDecoder", "SpeculativeOutput", "disable", "enable"]
+__all__ = ["SpeculationTrace", "SpeculativeConfig", "SpeculativeDecoder", "SpeculativeOutput", "disable", "enable", "warmup"]
 
 # Imported when first asked for (PEP 562): torch and transformers take seconds, which `hf-specdec --help` has no use for.
 _HOMES = {
@@ -20,6 +21,7 @@ _HOMES = {
     "SpeculativeOutput": ".call",
     "disable": ".integration",
     "enable": ".integration",
+    "warmup": ".warm",
 }
 
 
