@@ -48,6 +48,7 @@ class CachedModel:
         self.fresh: list[int] = []
         self.reader: Callable[[list[int], torch.Tensor], None] | None = None
         self.calls, self.seconds = 0, 0.0
+        self._masks: dict[int, tuple[torch.Tensor, int]] = {}  # by width: what `_causal` keeps, and the slot where its last block began
 
     def room(self, rows: list[list[int]], room: list[int]) -> list[int]:
         """`room`, the tokens that each row may still get, such that drafted tokens stay in the model's context while the row does."""
@@ -177,6 +178,10 @@ class CachedModel:
             deepest = [first + size - 1 if chain else max(tree.depths[: first + size]) for size in sizes]
             starts, last = torch.tensor([self.lengths, deepest], device=device)
             positions = starts[:, None] + torch.minimum(depths, last[:, None])
+        if level and chain and not plan.whole and all(kind == "full" for _, kind, _ in self.traits.masks):
+            mask = self._causal(width).expand(len(sizes), -1, -1, -1)
+            masks = {key: mask for key, _, _ in self.traits.masks}
+            return {"position_ids": positions.expand(len(sizes), -1), "attention_mask": masks.get(None, masks)}
         slots = torch.arange(plan.visible, device=device)
         if chain:
             slot_positions, seen = slots[None, None], slots <= positions[..., None]
@@ -186,6 +191,18 @@ class CachedModel:
         masks = {key: self._mask(kind, size, seen, positions[..., None], slot_positions, len(sizes))
                  for key, kind, size in self.traits.masks}
         return {"position_ids": positions.expand(len(sizes), -1), "attention_mask": masks.get(None, masks)}
+
+    def _causal(self, width: int) -> torch.Tensor:
+        """Mask [1, 1, Q, S] of a chain that begins at the same slot in all rows. It is kept, and only the columns of the block are
+        written: making it anew would take longer the longer the text is."""
+        plan = self.cache.plan
+        mask, last = self._masks.get(width, (None, 0))
+        if mask is None or mask.shape[-1] < plan.visible:
+            mask, last = torch.zeros((1, 1, width, plan.capacity), dtype=self.dtype, device=self.device), 0
+        mask[..., last : last + width] = 0
+        mask[..., plan.start : plan.visible] = torch.full((width, width), torch.finfo(self.dtype).min, dtype=self.dtype, device=self.device).triu(1)
+        self._masks[width] = mask, plan.start
+        return mask[..., : plan.visible]
 
     def _tree_mask(self, slots: torch.Tensor, depths: torch.Tensor, tree: Tree) -> tuple[torch.Tensor, torch.Tensor]:
         """Positions of the slots [B, 1, S] and who sees whom [B, N+1, S]: all of the past, and one's own ancestors."""
