@@ -44,6 +44,7 @@ class Nothing(Draft):
 
 
 def main(
+    target: str = "smollm2",
     format: Annotated[list[str], typer.Option(help="bf16 or an MX format; may be given several times.")] = ["bf16", "mxfp6_e2m3"],
     k: int = 7,
     prompt: Annotated[list[str], typer.Option(help="Of the shipped prompts.")] = ["code_edit/1", "chat/1"],
@@ -56,7 +57,7 @@ def main(
     """Print seconds per call and milliseconds per token after the first, medians, with their ratios to plain generate."""
     if threads is not None:
         torch.set_num_threads(threads)
-    dense, tokenizer = load_target("smollm2", "bfloat16", "cpu")
+    dense, tokenizer = load_target(target, "bfloat16", "cpu")
     dense.generation_config.eos_token_id = None  # all write the same number of tokens
     prompts = {each.id: each.ids(tokenizer) for each in load_prompts("shipped", None) if each.id in prompt}
     arms = {"plain generate, dense": generate_arm("", dense)}

@@ -38,7 +38,7 @@ NO_NAME = "no name"
 DRAFTS = {
     "lookup": lambda target: PromptLookupDraft(),
     "recycling": lambda target: RecyclingDraft(),
-    "layers": lambda target: EarlyExitDraft(target, target.config.num_hidden_layers // 6),
+    "layers": lambda target: EarlyExitDraft(target, max(target.config.num_hidden_layers // 6, 1)),
 }
 console = Console(highlight=False)
 
@@ -129,6 +129,7 @@ def profile(model, draft: Draft, prompts: list[list[int]], options: dict, clock)
 
 
 def main(
+    target: str = "smollm2",
     draft: Annotated[list[str], typer.Option(help=f"Of {sorted(DRAFTS)}; may be given several times.")] = ["lookup", "layers"],
     k: int = 5,
     format: Annotated[str | None, typer.Option(help="bf16 or an MX format; none: the model's own layers.")] = None,
@@ -143,7 +144,7 @@ def main(
 ):
     """Print milliseconds per round and shares, part by part; exit code 1 if less than 95 % of the time has a name."""
     torch.set_num_threads(threads)
-    model, tokenizer = load_target("smollm2", "bfloat16", "cpu")
+    model, tokenizer = load_target(target, "bfloat16", "cpu")
     if format == "bf16":
         mx.row_invariant(model)
     elif format:

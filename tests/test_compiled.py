@@ -30,7 +30,7 @@ def family(name: str):
 def traced(monkeypatch):
     """torch.compile without its code generator: seconds instead of minutes."""
     torch._dynamo.reset()
-    monkeypatch.setattr(compiled, "options", lambda device: {"backend": "aot_eager"})
+    monkeypatch.setattr(compiled, "options", lambda device, places: {"backend": "aot_eager"})
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from .kv_cache import FixedCache, SlotCache
 
+FEW = 16
 WIDTHS = (1, 4, 8, 16, 32, 64)  # reading the weights is what a pass of few tokens costs: two tokens cost no less than four
 AGREES = {torch.float32: 0.01, torch.float64: 1e-6}  # relative error of the logits (root mean square) that is put up with
 _functions: WeakKeyDictionary = WeakKeyDictionary()
@@ -32,13 +33,14 @@ def forward(model, tokens, positions, mask, slots, keys, values):
     return model(input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True, return_dict=True).logits
 
 
-def options(device: torch.device) -> dict:
-    """What `torch.compile` is told: CUDA graphs on a GPU; on a CPU one C++ function per pass."""
+def options(device: torch.device, places: int) -> dict:
+    """What `torch.compile` is told for a pass over `places` tokens: CUDA graphs on a GPU; on a CPU one C++ function, whose own loops (not
+    the products) have no use for threads where the tokens are few."""
     if device.type == "cuda":
         return {"mode": "reduce-overhead"}
     from torch._inductor import list_options
 
-    wanted = {"cpp_wrapper": True, "size_asserts": False, "alignment_asserts": False}
+    wanted = {"cpp_wrapper": True, "size_asserts": False, "alignment_asserts": False} | ({"cpp.threads": 1} if places <= FEW else {})
     return {"options": {name: value for name, value in wanted.items() if name in list_options()}}
 
 
@@ -81,7 +83,7 @@ class CompiledPasses:
         key = (tokens.shape[0], plan.width, plan.capacity, tokens.device, keys[0].dtype, len(keys))
         self.untried = key not in self.functions
         if self.untried:
-            self.functions[key] = self._made(tokens.device)
+            self.functions[key] = self._made(tokens.device, tokens.shape[0] * plan.width)
         try:
             with torch.compiler.set_stance("default", skip_guard_eval_unsafe=key in self.guarded):
                 logits = self.functions[key](*given)
@@ -93,10 +95,10 @@ class CompiledPasses:
         return (logits.clone() if tokens.device.type == "cuda" else logits)[:, :width]
 
     @staticmethod
-    def _made(device: torch.device) -> Callable:
+    def _made(device: torch.device, places: int) -> Callable:
         """`forward`, compiled, as a function of its own: what torch keeps by its code is then one entry."""
         code = forward.__code__.replace(co_name=f"forward_{next(_numbers)}")
-        return torch.compile(FunctionType(code, forward.__globals__, code.co_name), fullgraph=True, dynamic=False, **options(device))
+        return torch.compile(FunctionType(code, forward.__globals__, code.co_name), fullgraph=True, dynamic=False, **options(device, places))
 
     def judge(self, logits: torch.Tensor, reference: torch.Tensor) -> None:
         """Compare the first pass of a function with the same pass uncompiled; both [B, n, V]."""

@@ -99,3 +99,27 @@ def test_drafts_counts_what_every_draft_commits_per_forward_and_goes_on_where_it
 def test_datastore_builds_loads_and_searches(tmp_path, capsys):
     script("datastore").main(["--tokens", "3000", "--searches", "20", "--folder", str(tmp_path)])
     assert re.search(r"searching: median \d+\.\d+ ms", capsys.readouterr().out) and not list(tmp_path.iterdir())
+
+
+def test_the_profile_of_a_round_names_its_parts(target_folder, tmp_path, monkeypatch):
+    profile = script("round_profile")
+    with pytest.raises(typer.Exit):
+        profile.main(str(target_folder), ["lookup", "layers"], limit=1, max_new_tokens=8, stream=True, out=tmp_path / "profile.json")
+    result = json.loads((tmp_path / "profile.json").read_text())
+    for name in ("lookup", "layers"):
+        named = {part: spent for part, spent in result[name]["ms"].items() if part != profile.NO_NAME}
+        assert sum(named.values()) > 0.8 * sum(result[name]["ms"].values()), name  # a toy's rounds are short
+        assert {"target forward", "verdict", "streaming", "target positions and masks"} <= set(named)
+    assert result["layers"]["ms"]["draft forward"] > 0
+
+
+def test_the_long_context_is_measured_outside_attention(tmp_path):
+    script("long_context").main([32, 64], tokens=12, repetitions=1, out=tmp_path / "long.json")
+    result = json.loads((tmp_path / "long.json").read_text())["ms"]
+    assert all(0 < row["attention"] < row["round"] and row["outside"] > 0 for row in result.values()) and set(result) == {"32", "64"}
+
+
+def test_the_batch_curve_compares_texts(target_folder, tmp_path):
+    script("batch_curve").main(str(target_folder), [1, 2], max_new_tokens=6, repetitions=1, out=tmp_path / "curve.json")
+    result = json.loads((tmp_path / "curve.json").read_text())["batches"]
+    assert set(result) == {"1", "2"} and all(row["differ"] == 0 and row["ratios"][0] > 0 for row in result.values())
