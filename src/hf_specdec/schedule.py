@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import exp, log
+
 from .theory import expected_tokens
 
 
@@ -109,22 +111,37 @@ class RoundCost:
         return self.prior_ratio if slope is None or not base else slope[1] / base
 
 
+def progress(tokens: list[float], room: list[int], spread: float = 2.0, share: float = 0.2) -> float:
+    """How many plain rounds a round is worth that commits tokens[b] to row b, whose room is room[b] tokens: 1 if every row gets one, n if
+    every row gets n.
+
+    A batch ends with its slowest row, and a round costs little less for a row that has ended before. So tokens count by what they add to
+    the least progress of any row, a soft minimum over `spread` tokens; a `share` of the mean is for rows that end before their room does.
+    """
+    most = max(room)
+    before = [exp((left - most) / spread) for left in room]
+    after = sum(weight * exp((1 - new) / spread) for weight, new in zip(before, tokens))
+    return share * sum(tokens) / len(tokens) + (1 - share) * (1 + spread * log(sum(before) / after))
+
+
 class AutoSchedule:
     """K that maximises tokens per second: expected tokens (Leviathan et al. 2023, Eq. 1) over the cost of the round, which is
     Theorem 3.8 with a measured c. K = 0 is a choice; after plain rounds it tries again, less and less often while that fails.
+    In a batch the tokens count by how far they bring the call (`progress`), which its slowest row ends.
 
     k_max: largest K. cost_ratio: the draft's own c, or None. timed: False leaves the clock aside, so that runs repeat.
     prior: strength -> acceptance of the first and of a later token, before anything is measured.
     """
 
-    MARGIN = 1.03       # a gain below this is taken for noise
+    MARGIN = 1.03, 1.1  # a gain below this is taken for noise: in a row alone, in a batch
+    PER_ROW = 0.03      # what a token more per row costs the target before it has been timed, in plain steps
     PLAIN_EVERY = 48    # rounds between two looks at what a plain step costs
     PATIENCE = 16, 64   # plain rounds before the first probe, and at most
     START, STEP = 4, 2  # the first K; how much more a draft that costs something may be asked for than the last time
 
     def __init__(self, k_max: int, cost_ratio: float | None, timed: bool = True, prior=None):
-        self.k_max = k_max
-        self.cost = RoundCost((cost_ratio or 0.0) + 0.03, timed)
+        self.k_max, self.drafting = k_max, cost_ratio or 0.0
+        self.cost = RoundCost(self.drafting + self.PER_ROW, timed)
         self.prior = prior or (lambda strength: (0.7, 0.7))
         self.estimates: dict[int, AcceptanceEstimate] = {}
         self.idle, self.patience = 0, self.PATIENCE[0]
@@ -138,8 +155,9 @@ class AutoSchedule:
 
     def next_k(self, evidence: list[int], room: list[int]) -> list[int]:
         self.evidence = evidence
+        self.cost.prior_ratio = self.drafting + self.PER_ROW * len(evidence)
         caps = [max(min(self.k_max, self.reach, left - 1), 0) if strength >= 0 else 0 for strength, left in zip(evidence, room)]
-        k = self._best(evidence, caps)
+        k = self._best(evidence, caps, room)
         if k:
             self.idle, self.patience = 0, self.PATIENCE[0]
             if self.since_plain >= self.PLAIN_EVERY and self.estimates:
@@ -150,14 +168,16 @@ class AutoSchedule:
                 k, self.idle, self.patience = 1, 0, min(2 * self.patience, self.PATIENCE[1])
         return [min(k, cap) for cap in caps]
 
-    def _best(self, evidence: list[int], caps: list[int]) -> int:
-        plain = self.cost(0)
-        if plain is None or not any(caps):
-            return min(self.START, max(caps, default=0))
+    def _best(self, evidence: list[int], caps: list[int], room: list[int]) -> int:
+        cost, most = self.cost, max(caps)
+        if not most or cost(0) is None and self.drafting:
+            return min(self.START, most)
+        if cost(0) is None:  # nothing has been timed: a draft that costs nothing goes by its prior
+            cost, most = RoundCost(cost.prior_ratio, timed=False), min(self.START, most)
         kinds = [(self.estimate(strength), cap) for strength, cap in zip(evidence, caps)]
-        best, best_rate = 0, self.MARGIN * len(caps) / plain
-        for k in range(1, max(caps) + 1):
-            rate = sum(kind.expected_tokens(min(k, cap)) for kind, cap in kinds) / self.cost(k)
+        best, best_rate = 0, self.MARGIN[len(caps) > 1] / cost(0)
+        for k in range(1, most + 1):
+            rate = progress([kind.expected_tokens(min(k, cap)) for kind, cap in kinds], room) / cost(k)
             if rate > best_rate:
                 best, best_rate = k, rate
         return best

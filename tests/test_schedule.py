@@ -1,0 +1,84 @@
+"""K "auto" against rounds of known cost: what it asks for, and what a whole call of it takes, on a clock that is simulated."""
+
+from __future__ import annotations
+
+import pytest
+
+from hf_specdec.drafts import PromptLookupDraft
+from hf_specdec.schedule import AutoSchedule, progress
+
+NEW = 48
+# seconds of a round that drafts k tokens for n rows, and of the first one, which reads the prompts: measured on two CPUs' worth of kinds
+FLOAT32 = {1: 0.1, 5: 0.2}   # a token more per row, in plain steps: the pass is bound by arithmetic
+BFLOAT16 = {1: 0.025, 5: 0.1}  # by reading the weights
+
+
+def copying(step: int) -> tuple[int, int]:
+    """(evidence, tokens that would be accepted) of a row that repeats what it has read."""
+    return (10, 64) if step else (1, 0)
+
+
+def chatting(step: int) -> tuple[int, int]:
+    """Of a row that says new things: every other time a match of one token, which is not borne out."""
+    return (1, 0) if step % 2 else (-1, 0)
+
+
+def seconds(rows: list, slope: dict, make) -> float:
+    """A call of `rows`, in plain rounds of five rows; the schedule sees each round's proposed and accepted tokens, and its time."""
+    schedule, left, steps, total = make(), [NEW] * len(rows), [0] * len(rows), 0.0
+    while any(left):
+        active = [b for b, room in enumerate(left) if room]
+        answers = [rows[b](steps[b]) for b in active]
+        k = schedule.next_k([evidence for evidence, _ in answers], [left[b] for b in active])
+        proposed = [0 if evidence < 0 else min(own, evidence * evidence + 1) for (evidence, _), own in zip(answers, k)]
+        accepted = [min(n, right) for n, (_, right) in zip(proposed, answers)]
+        first = left == [NEW] * len(rows)
+        per_token = slope[1] + (slope[5] - slope[1]) * (len(active) - 1) / 4
+        took = (0.8 + 0.04 * len(active)) * (1 + per_token * max(proposed)) if not first else 5.0 + per_token * max(proposed)
+        schedule.observe(proposed, accepted, None if first else took)
+        total += took
+        for b, n in zip(active, accepted):
+            left[b], steps[b] = max(left[b] - n - 1, 0), steps[b] + 1
+    return total
+
+
+class Never(AutoSchedule):
+    def next_k(self, evidence, room):
+        return super().next_k([-1] * len(evidence), room)
+
+
+def speed_up(rows: list, slope: dict) -> float:
+    def make(kind):
+        return lambda: kind(10, 0.0, prior=PromptLookupDraft().prior)
+
+    return seconds(rows, slope, make(Never)) / seconds(rows, slope, make(AutoSchedule))
+
+
+@pytest.mark.parametrize("slope", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("rows, least", [([chatting], 0.97), ([chatting] * 5, 0.97), ([chatting] * 4 + [copying], 0.97),
+                                         ([chatting] * 2 + [copying] * 3, 0.97), ([copying], 2.0), ([copying] * 5, 1.5)],
+                         ids=["chat", "five chats", "one of five copies", "three of five copy", "copy", "five copies"])
+def test_a_call_takes_no_longer_than_plain_decoding_and_less_where_text_is_copied(rows, least, slope):
+    assert speed_up(rows, slope) >= least
+
+
+def test_in_a_row_alone_progress_is_the_expected_tokens():
+    assert progress([3.7], [20]) == pytest.approx(3.7)
+
+
+@pytest.mark.parametrize("tokens", [1.0, 2.5, 8.0])
+def test_rows_that_get_on_alike_progress_as_each_of_them(tokens):
+    assert progress([tokens] * 5, [9] * 5) == pytest.approx(tokens)
+
+
+def test_a_batch_is_brought_on_by_its_slowest_rows():
+    one_leaps = progress([9.0, 1.0, 1.0, 1.0, 1.0], [30] * 5)
+    assert 1 < one_leaps < (9 + 4) / 5 - 0.5
+    assert progress([1.0, 3.0], [10, 30]) > 2.5 > 1.3 > progress([3.0, 1.0], [10, 30])
+
+
+def test_what_rows_have_cost_more_than_one_before_anything_is_timed():
+    alone, many = AutoSchedule(10, 0.0), AutoSchedule(10, 0.0)
+    alone.next_k([1], [50])
+    many.next_k([1] * 5, [50] * 5)
+    assert many.cost.prior_ratio == pytest.approx(5 * alone.cost.prior_ratio)
