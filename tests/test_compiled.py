@@ -100,6 +100,30 @@ def test_later_calls_use_the_functions_of_the_first_and_notice_another_dtype(tra
     assert len(compiled._functions[target]) == 2 * len(before)
 
 
+def test_a_model_that_was_changed_between_calls_is_compiled_again(traced, strict):
+    target, rows = family("Llama").model("eager"), prompts(9)
+    before = run(target, rows, PromptLookupDraft())
+    for layer in target.model.layers:
+        layer.mlp.act_fn = torch.nn.Tanh()
+    after = plain(target, rows)
+    assert run(target, rows, PromptLookupDraft()) == run(target, rows, PromptLookupDraft()) == after != before
+
+
+def test_guards_are_evaluated_once_a_call(traced, strict, monkeypatch):
+    target, rows = family("Llama").model("eager"), prompts(9)
+    run(target, rows, PromptLookupDraft())
+    calls = {}
+    for key, function in compiled._functions[target].items():
+        def counted(*given, key=key, function=function):
+            calls[key] = calls.get(key, 0) + 1
+            return function(*given)
+
+        counted.__wrapped__ = function.__wrapped__
+        compiled._functions[target][key] = counted
+    run(target, rows, PromptLookupDraft())
+    assert calls and set(calls.values()) == {1}
+
+
 @pytest.mark.parametrize("why", ["hooks", "masks of its own", "cannot be traced", "wrong logits"])
 def test_what_does_not_compile_runs_without_and_says_so(why, traced, monkeypatch):
     target, rows = (family("BLOOM").model("eager") if why == "masks of its own" else family("Llama").model("eager")), prompts(9)

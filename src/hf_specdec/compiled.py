@@ -44,17 +44,29 @@ def options(device: torch.device, places: int) -> dict:
     return {"options": {name: value for name, value in wanted.items() if name in list_options()}}
 
 
+def unguarded(function: Callable) -> Callable:
+    """What a compiled `forward` comes to, without guards; the function itself where torch has more than one version of it or does not tell."""
+    try:
+        from torch._dynamo.eval_frame import _debug_get_cache_entry_list as versions
+
+        (only,) = versions(function.__wrapped__.__code__)
+        return FunctionType(only.code, forward.__globals__)
+    except (ImportError, AttributeError, TypeError, ValueError):
+        return function
+
+
 class CompiledPasses:
     """The compiled functions of one model in one call. They are kept with the model for the calls to come.
 
     untried: whether the last pass was the first of its function ever, so that its logits are to be compared (`judge`).
-    Guards (what torch checks before it reuses a function) are evaluated once a call; after that nothing that they look at changes.
+    checked: the functions without their guards (what torch checks before it reuses a function): evaluated once a call, because
+        nothing that they look at changes within one, and they take up to a tenth of a small model's pass.
     """
 
     def __init__(self, model: PreTrainedModel, role: str):
         self.model, self.role = model, role
         self.functions: dict[tuple, Callable] = _functions.setdefault(model, {})
-        self.guarded: set[tuple] = set()
+        self.checked: dict[tuple, Callable] = {}
         self.usable: bool | None = None
         self.untried = False
 
@@ -85,20 +97,23 @@ class CompiledPasses:
         if self.untried:
             self.functions[key] = self._made(tokens.device, tokens.shape[0] * plan.width)
         try:
-            with torch.compiler.set_stance("default", skip_guard_eval_unsafe=key in self.guarded):
+            if key not in self.checked:
                 logits = self.functions[key](*given)
+                self.checked[key] = unguarded(self.functions[key])
+            else:
+                logits = self.checked[key](*given)
         except Exception as error:  # whatever tracing or the compiler says: the pass can be run without them
             self.functions.pop(key)
             self.give_up(f"torch.compile says {type(error).__name__}: {str(error).strip().splitlines()[0]}")
             return None
-        self.guarded.add(key)
         return (logits.clone() if tokens.device.type == "cuda" else logits)[:, :width]
 
     @staticmethod
     def _made(device: torch.device, places: int) -> Callable:
         """`forward`, compiled, as a function of its own: what torch keeps by its code is then one entry."""
         code = forward.__code__.replace(co_name=f"forward_{next(_numbers)}")
-        return torch.compile(FunctionType(code, forward.__globals__, code.co_name), fullgraph=True, dynamic=False, **options(device, places))
+        function = FunctionType(code, forward.__globals__, code.co_name)
+        return torch.compile(function, fullgraph=True, dynamic=False, **options(device, places))
 
     def judge(self, logits: torch.Tensor, reference: torch.Tensor) -> None:
         """Compare the first pass of a function with the same pass uncompiled; both [B, n, V]."""
