@@ -158,7 +158,7 @@ def main(
     results, poor = {}, False
     for name in draft:
         made = DRAFTS[name](model)
-        profile(model, made, prompts[:1], options, now)
+        profile(model, made, prompts if compile else prompts[:1], options, now)  # warms up
         watch, tokens = profile(model, made, prompts, options, now)
         rounds = watch.own.pop("rounds")
         total = sum(watch.own.values())
