@@ -36,7 +36,8 @@ WITHIN = {("drafts.feature_tree", "drafts.feature"), ("drafts.feature_tree", "dr
           ("acceptance.spectr", "acceptance.sampling"), ("acceptance.typical", "acceptance.threshold"), ("drafts.mixture", "drafts.choosing"),
           ("drafts.early_exit", "drafts.model"), ("drafts.translated", "drafts.model"), ("drafts.datastore", "drafts.progress"),
           ("drafts.datastore", "drafts.mapped"), ("drafts.retrieval", "drafts.ngram"), ("drafts.medusa", "drafts.features"),
-          ("drafts.medusa", "drafts.one_pass"), ("drafts.parallel", "drafts.medusa")}
+          ("drafts.medusa", "drafts.one_pass"), ("drafts.parallel", "drafts.medusa"), ("drafts.pass_draft", "drafts.one_pass"),
+          ("drafts.online", "drafts.feature"), ("drafts.online", "drafts.features"), ("drafts.online", "drafts.model")}
 
 
 def name_of(path: Path) -> str:

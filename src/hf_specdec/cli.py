@@ -209,7 +209,10 @@ def train(
     column: Annotated[str | None, typer.Option(help="The prompt's column in --prompts.")] = None,
     features: Annotated[bool, typer.Option("--features", help="A drafter that reads the target's hidden states (EAGLE-3).")] = False,
     heads: Annotated[int, typer.Option(min=0, max=16, help="Train that many heads on the last hidden state (Medusa) instead.")] = 0,
+    joint: Annotated[int, typer.Option(min=0, max=16, help="As --heads, but a copy of the target learns, too (Medusa-2): this makes ANOTHER MODEL, in OUT/target.")] = 0,
+    lora: Annotated[int, typer.Option(min=0, max=1024, help="With --joint: the rank of adapters through which the copy learns; 0 for all its layers.")] = 0,
     parallel: Annotated[int, typer.Option(min=0, max=16, help="Train a drafter that fills that many masked places in one pass (DFlash) instead.")] = 0,
+    look_ahead: Annotated[int, typer.Option(min=0, max=16, help="Train that many look-ahead embeddings for the target itself (PaSS) instead.")] = 0,
     layers: Annotated[str | None, typer.Option(help="The target's layers that the draft starts from: 0,-1, with --features -1.")] = None,
     head: Annotated[int, typer.Option(min=0, help="Tokens that the draft's output head keeps; 0 for all.")] = 8192,
     loss: Annotated[str, typer.Option(help="One or more of: cross_entropy, forward_kl, reverse_kl, tvd, tvd++, acceptance.")] = "forward_kl",
@@ -225,7 +228,7 @@ def train(
     from .commands.train import train as run
 
     run(target, out, data, tokens, prompts, column, layers, head, loss, steps, batch_tokens, lr, on_policy, format, new_tokens, seed, features,
-        {"--heads": heads, "--parallel": parallel})
+        {"--heads": heads, "--joint": joint, "--parallel": parallel, "--look-ahead": look_ahead}, lora)
 
 
 @app.command()

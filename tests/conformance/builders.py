@@ -12,9 +12,12 @@ from hf_specdec.drafts import (
 from hf_specdec.drafts.feature import FeatureDraft
 from hf_specdec.drafts.feature_tree import FeatureTreeDraft
 from hf_specdec.drafts.medusa import MedusaDraft
+from hf_specdec.drafts.online import OnlineDraft
 from hf_specdec.drafts.parallel import ParallelDraft
+from hf_specdec.drafts.pass_draft import PassDraft
 from hf_specdec.training import build_drafter
 from hf_specdec.training.heads import build as build_heads
+from hf_specdec.training.look_ahead import build as build_look_ahead
 from hf_specdec.training.parallel import build as build_block
 from hf_specdec.tree import Tree
 from hf_specdec.tree_shapes import DynamicTree
@@ -74,6 +77,15 @@ def block_drafter(target, tokens: int = 4, ids=None):
     return made
 
 
+def look_ahead(target, n: int = 3):
+    """Look-ahead embeddings that differ."""
+    made = build_look_ahead(target, n)
+    torch.manual_seed(0)
+    made.embeddings.data += 0.5 * torch.randn_like(made.embeddings)
+    made.rates = [[1.0, 0.0], [0.4, 0.2], [0.3, 0.1], [0.2, 0.1]][: n + 1]
+    return made
+
+
 # name in the registry -> target -> draft
 BUILDERS = {
     "cascade": lambda target: CascadeDraft(perturbed(target, 0.1), PromptLookupDraft()),
@@ -88,7 +100,9 @@ BUILDERS = {
     "model_tree": lambda target: ModelTreeDraft(perturbed(target, 0.1), siblings="independent"),
     "ngram": ngram,
     "ngram_recycling": lambda target: NGramRecyclingDraft(branches=1),
+    "online": lambda target: OnlineDraft(ModelDraft(perturbed(target, 0.1)), target, every=3, lr=1e-2),
     "parallel": lambda target: ParallelDraft(block_drafter(target), target),
+    "pass": lambda target: PassDraft(look_ahead(target), target),
     "prompt_lookup": lambda target: PromptLookupDraft(),
     "recycling": lambda target: RecyclingDraft(),
     "retrieval": lambda target: RetrievalDraft.from_tokens(corpus(target.config.vocab_size), target.config.vocab_size, branches=1, min_match=1),
@@ -121,8 +135,11 @@ VARIANTS = {
     "feature_tree, without replacement": lambda target: FeatureTreeDraft(feature_drafter(target), target, Tree((0, 0, 1, 1, 2, 0, 3)), "distinct"),
     "medusa, tree by rates": lambda target: MedusaDraft(medusa_heads(target), target, 7),
     "medusa, by confidence": lambda target: MedusaDraft(medusa_heads(target), target, DynamicTree(nodes=7, width=2, branches=3)),
+    "online, a feature tree": lambda target: OnlineDraft(
+        FeatureTreeDraft(feature_drafter(target), target, (3, 2), "independent"), target, every=2, lr=1e-2),
     "parallel, a pruned head": lambda target: ParallelDraft(block_drafter(target, ids=torch.arange(0, target.config.vocab_size, 2)), target),
     "parallel, tree": lambda target: ParallelDraft(block_drafter(target), target, (3, 2)),
+    "pass, tree": lambda target: PassDraft(look_ahead(target), target, 7),
     "ngram, drawn": lambda target: ngram(target, sample=True),
     "recycling, tree": lambda target: RecyclingDraft(branches=3),
     "suffix_automaton, tree and texts": lambda target: SuffixAutomatonDraft(corpus(target.config.vocab_size), branches=3),

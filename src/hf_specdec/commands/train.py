@@ -9,12 +9,14 @@ from rich.console import Console
 
 def train(target: str, out: Path, data: Path | None, tokens: int, prompts: str | None, column: str | None, layers: str | None, head: int,
           losses: str, steps: int, batch_tokens: int, lr: float, on_policy: int, format: str, new_tokens: int, seed: int,
-          features: bool, places: dict[str, int]) -> None:
+          features: bool, places: dict[str, int], lora: int = 0) -> None:
     """places: the option that asks for tokens predicted at once -> how many, 0 for none."""
     from ..bench.embedded import load_target
     from ..mx.formats import get_format
     from ..training.feature_trainer import FeatureRunConfig
     from ..training.heads import HeadsRunConfig
+    from ..training.joint import JointRunConfig
+    from ..training.look_ahead import LookAheadRunConfig
     from ..training.losses import LOSSES
     from ..training.parallel import ParallelRunConfig
     from ..training.pipeline import prepare
@@ -28,15 +30,18 @@ def train(target: str, out: Path, data: Path | None, tokens: int, prompts: str |
         if name not in LOSSES:
             raise ValueError(f"--loss {name}: choose from {', '.join(LOSSES)}.")
     get_format(format)
-    kinds = {"--heads": HeadsRunConfig, "--parallel": ParallelRunConfig}
+    kinds = {"--heads": HeadsRunConfig, "--joint": JointRunConfig, "--parallel": ParallelRunConfig, "--look-ahead": LookAheadRunConfig}
     asked_for = [option for option, count in places.items() if count]
     if asked_for and (features or on_policy or layers or len(asked_for) > 1):
         raise ValueError(f"{asked_for[-1]}: it takes none of the target's layers and learns from the target's own text; leave out --features, --layers, "
                          f"--on-policy and {' and '.join(option for option in kinds if option != asked_for[-1])}.")
     kind, more = (kinds[asked_for[0]], {"heads": places[asked_for[0]]}) if asked_for else (FeatureRunConfig if features else RunConfig, {})
+    if lora and not places["--joint"]:
+        raise ValueError(f"--lora {lora}: adapters are for --joint, where the target learns, too.")
+    more |= {"rank": lora} if lora else {}
     if features and on_policy:
         raise ValueError("--on-policy: a feature drafter learns from the target's own text alone; leave it out with --features.")
-    config = kind(layers=_numbers(layers or ("-1" if features or asked_for else "0,-1")), head=head or None, loss=names[0], steps=steps,
+    config = kind(layers=_numbers(layers or ("-1" if features or asked_for else "0,-1")), head=None if places["--look-ahead"] else head or None, loss=names[0], steps=steps,
                   batch_tokens=batch_tokens, lr=lr, format=format, seed=seed, **more)
     asked = None
     if prompts is not None:

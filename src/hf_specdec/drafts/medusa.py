@@ -32,6 +32,7 @@ class MedusaHeads(nn.Module):
     """
 
     window = 1  # last states that are read
+    changed = ""  # the mark of the changed target that they were trained together with (Medusa-2), if any
 
     def __init__(self, heads: int, layers: int, like: torch.Tensor, output: nn.Module, own: Sequence[torch.Tensor] | None = None,
                  rates: Sequence[Sequence[float]] = ()):
@@ -48,7 +49,8 @@ class MedusaHeads(nn.Module):
     @property
     def about(self) -> dict:
         """What it takes to make another one, as JSON has it."""
-        return {"kind": "medusa", "heads": self.depth, "blocks": len(self.blocks[0])}
+        changed = {"changed": self.changed} if self.changed else {}
+        return {"kind": "medusa", "heads": self.depth, "blocks": len(self.blocks[0])} | changed
 
     @property
     def ids(self) -> torch.Tensor | None:

@@ -11,7 +11,7 @@ tags: [speculative-decoding, drafter]
 ---
 # A draft for {target}
 
-{what}; embedding and output head are the target's own and not stored. The
+{warning}{what}; embedding and output head are the target's own and not stored. The
 head keeps {head} tokens, which carry {coverage:.2%} of the target's probability on the training text. Weights: {format}, {size:.1f} MB.
 
 ```python
@@ -29,7 +29,7 @@ The draft decides how fast the target decodes, never what it says: every token i
 | training text | {tokens:,} tokens written by the target itself ({texts}) |
 | loss, steps, tokens a step, learning rate | {loss}, {steps}, {batch_tokens}, {lr} |
 | held out: the draft's likeliest token is the target's | {greedy:.3f} |
-| held out: acceptance rate when sampling | {sampling:.3f} |
+| held out: acceptance rate when sampling | {sampling:.3f} |{agreement}
 
 Held-out text is of the same making, loops and all: on prompts of people the rates are lower. `benchmarks/drafts.py --drafters` measures
 them.
@@ -43,10 +43,13 @@ def write_card(folder: Path, trainer, data: dict) -> Path:
     last, config = trainer.progress.history[-1], trainer.config
     size = (folder / "model.safetensors").stat().st_size / 1e6
     text = CARD.format(
+        warning=trainer.warning and f"{trainer.warning}\n",
         target=trainer.target_name or "the target", what=trainer.what,
         head=f"{len(trainer.ids):,}", coverage=trainer.coverage, format=config.format, size=size, folder=folder,
         tokens=data["tokens"], texts=", ".join(f"{count} {kind}" for kind, count in sorted(data["texts"].items())),
         loss=config.loss, steps=last["step"], batch_tokens=config.batch_tokens, lr=config.lr,
+        agreement="" if "target_agreement" not in last else
+        f"\n| held out: the changed target's likeliest token is the given one's | {last['target_agreement']:.3f} |",
         greedy=last["greedy_acceptance"], sampling=last["sampling_acceptance"],
     )
     path = folder / "README.md"

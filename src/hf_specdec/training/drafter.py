@@ -119,17 +119,22 @@ def is_drafter(name: str | Path) -> bool:
     """Whether `load` knows it: a shipped drafter's name, or a folder that holds one or a published checkpoint, or hub:NAME."""
     from . import published
 
-    return str(name) in shipped() or str(name).startswith(published.HUB) or (Path(name) / "drafter.json").is_file() \
+    return str(name) in (*shipped(), "mtp") or str(name).startswith(published.HUB) or (Path(name) / "drafter.json").is_file() \
         or Path(name).is_dir() and bool(published.kind(name))
 
 
 def load(folder: str | Path, target: PreTrainedModel) -> PreTrainedModel | Draft:
     """The draft of that folder, or the shipped one of that name, for `target`, whose embedding and head it shares; in its dtype and on
     its device. What comes back goes into `assistant_model`: a model, or a `FeatureDraft` or `MedusaDraft` where the drafter reads the
-    target's hidden states. A folder or hub id with a published Medusa, EAGLE or EAGLE-3 checkpoint will do, too (`training.published`).
+    target's hidden states. A folder or hub id with a published Medusa, EAGLE or EAGLE-3 checkpoint will do, too (`training.published`), and "mtp" means
+    the prediction module of the target's own checkpoint (`training.mtp`).
 
     Raises ValueError if the folder holds no whole drafter, or that of another target.
     """
+    if str(folder) == "mtp":
+        from . import mtp
+
+        return mtp.load(target)
     given, folder = folder, SHIPPED / folder if str(folder) in shipped() else Path(folder)
     if not (folder / "drafter.json").is_file():
         from . import published

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..drafts.medusa import MedusaDraft
+from ..drafts.one_pass import OnePassDraft
 from ..mx.linear import MXLinear
 from . import drafter, published
 
@@ -46,7 +47,7 @@ def _config(name: str, target: PreTrainedModel, folder: Path, k: int) -> dict:
     if not drafter.is_drafter(name):
         return {"method": "draft_model", "model": _place(name), "num_speculative_tokens": k}
     draft = drafter.load(name, target)
-    if isinstance(draft, MedusaDraft) and type(draft) is not MedusaDraft:
+    if isinstance(draft, OnePassDraft) and type(draft) is not MedusaDraft:
         raise ValueError(f"draft: vLLM has no method for {name}, a {draft.name} drafter of this package; export Medusa heads or a drafter without hidden "
                          f"states.")
     if isinstance(draft, MedusaDraft):

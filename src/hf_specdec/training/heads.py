@@ -10,9 +10,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..drafts.medusa import MedusaDraft, MedusaHeads
+from ..drafts.one_pass import OnePassDraft
 from ..drafts.parallel import ParallelDraft
+from ..drafts.pass_draft import PassDraft
 from . import drafter
 from .feature_trainer import FeatureRunConfig, FeatureTrainer
+from .trainer import Trainer
 
 RANKS = 8  # of every head, the ranks whose rates are kept
 
@@ -75,16 +78,21 @@ class HeadsTrainer(FeatureTrainer):
     @torch.no_grad()
     def measure(self, batches: int = 12) -> dict:
         """As for every draft; `rank_rates` [K][RANKS], how often the token that a head ranks r-th was the target's likeliest one."""
-        found, n = 0, 0
-        for texts in self.held.order(0)[:batches]:
-            batch = self.held.batch(texts).to(self.ids.device)
-            best = batch.ids.gather(1, batch.logprobs.argmax(-1, keepdim=True))
-            hits = [self.ids[logits.topk(min(RANKS, logits.shape[-1])).indices] == best for logits in self._logits(batch)]
-            found, n = found + torch.stack(hits).sum(1).double(), n + len(best)
-        return super().measure(batches) | {"rank_rates": [[round(rate, 5) for rate in row] for row in (found / n).tolist()]}
+        return super().measure(batches) | {"rank_rates": rank_rates(self, batches)}
 
     def _save(self, notes: dict) -> Path:
         return save(self.draft, self.embedding, self.out, self.target_name, self.config.format, notes)
+
+
+def rank_rates(trainer: Trainer, batches: int) -> list[list[float]]:
+    """[K][RANKS] on held-out text."""
+    found, n = 0, 0
+    for texts in trainer.held.order(0)[:batches]:
+        batch = trainer.held.batch(texts).to(trainer.ids.device)
+        best = batch.ids.gather(1, batch.logprobs.argmax(-1, keepdim=True))
+        hits = [trainer.ids[logits.topk(min(RANKS, logits.shape[-1])).indices] == best for logits in trainer._logits(batch)]
+        found, n = found + torch.stack(hits).sum(1).double(), n + len(best)
+    return [[round(rate, 5) for rate in row] for row in (found / n).tolist()]
 
 
 def build(target: PreTrainedModel, heads: int, blocks: int = 1, head_ids: torch.Tensor | None = None) -> MedusaHeads:
@@ -103,20 +111,32 @@ def save(heads: nn.Module, embedding: torch.Tensor, folder: str | Path, target_n
     return drafter._write(folder, tensors, embedding, target_name, format, about)
 
 
-def from_parts(about: dict, tensors: dict[str, torch.Tensor], ids: torch.Tensor | None, target: PreTrainedModel, folder: Path) -> MedusaDraft:
+def from_parts(about: dict, tensors: dict[str, torch.Tensor], ids: torch.Tensor | None, target: PreTrainedModel, folder: Path) -> OnePassDraft:
     """What `save` wrote, as a draft. Raises ValueError naming the folder if the parts do not fit."""
-    from . import parallel
+    from . import look_ahead, parallel
 
     ids = None if ids is None else ids.long()
     if about["kind"] == "medusa":
         heads, kind = build(target, about["heads"], about["blocks"], ids), MedusaDraft
     elif about["kind"] == "parallel":
         heads, kind = parallel.build(target, about["heads"], about["blocks"], tuple(about["reads"]), about["window"], ids), ParallelDraft
+    elif about["kind"] == "pass":
+        heads, kind = look_ahead.build(target, about["heads"]), PassDraft
     else:
         raise ValueError(f"{folder}: kind {about['kind']!r} is not known; a newer hf_specdec has written it.")
     heads.rates = about.get("rates") or ()
+    if about.get("changed"):
+        _check_changed(about, target, folder)
+        heads.changed = about["changed"]
     drafter._pack(heads, tensors, about["weights"])
     missing, unexpected = heads.load_state_dict(tensors, strict=False)
     if missing or unexpected:
         raise ValueError(f"{folder}: model.safetensors does not fit drafter.json ({sorted(set(missing) | set(unexpected))[0]}).")
     return kind(heads.eval(), target)
+
+
+def _check_changed(about: dict, target: PreTrainedModel, folder: Path) -> None:
+    """Heads of Medusa-2 go with the model that was changed together with them."""
+    if getattr(target.config, "hf_specdec_changed", None) != about["changed"]:
+        raise ValueError(f"{folder} holds heads that were trained together with a changed copy of {about['target']} (Medusa-2): a model of its own, whose "
+                         f"answers differ. Load that model, {folder / 'target'}, as the target; decoding is lossless relative to it.")

@@ -16,11 +16,14 @@ from .card import write_card
 from .data import make_data, make_on_policy
 from .feature_trainer import FeatureRunConfig, FeatureTrainer
 from .heads import HeadsRunConfig, HeadsTrainer
+from .joint import CHANGED, JointRunConfig, JointTrainer
+from .look_ahead import LookAheadRunConfig, LookAheadTrainer
 from .parallel import ParallelRunConfig, ParallelTrainer
 from .shards import Shard, shard_files
 from .trainer import RunConfig, Trainer, need_accelerate
 
-KINDS = {RunConfig: Trainer, FeatureRunConfig: FeatureTrainer, HeadsRunConfig: HeadsTrainer, ParallelRunConfig: ParallelTrainer}
+KINDS = {RunConfig: Trainer, FeatureRunConfig: FeatureTrainer, HeadsRunConfig: HeadsTrainer, ParallelRunConfig: ParallelTrainer,
+         LookAheadRunConfig: LookAheadTrainer, JointRunConfig: JointTrainer}
 COLUMNS = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:,.0f} of {task.total:,.0f}"),
            TimeElapsedColumn(), TimeRemainingColumn())
 
@@ -56,6 +59,9 @@ def train(target, tokenizer, data: str | Path, out: str | Path, config: RunConfi
         last = trainer.progress.history[-1]
         results.append({"loss": loss, "out": str(trainer.out), **last, "history": trainer.progress.history})
         write_card(trainer.out, trainer, data_notes(data))
+        if trainer.warning:
+            tokenizer.save_pretrained(trainer.out / CHANGED)
+            console.print(trainer.warning)
     results.sort(key=lambda result: -result["greedy_acceptance"])
     (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     console.print(table(results))

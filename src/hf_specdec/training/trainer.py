@@ -111,7 +111,7 @@ class Trainer:
         own = self._own()
         for p in self.draft.parameters():
             p.requires_grad_(any(p is mine for mine in own))
-        optimizer = torch.optim.AdamW(own, lr=config.lr, betas=(0.9, 0.95), weight_decay=0.01)
+        optimizer = torch.optim.AdamW(self._groups(own), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.01)
         self.student, self.optimizer = self.accelerator.prepare(self._student(), optimizer)
         self.own, self.progress = own, Progress()
         self.streams = [Stream(self.corpus)]
@@ -123,8 +123,14 @@ class Trainer:
     def _own(self) -> list[nn.Parameter]:
         return drafter.own_parameters(self.draft)
 
+    def _groups(self, own: list[nn.Parameter]) -> list:
+        """The optimiser's groups; one may have a `scale` of its learning rate."""
+        return own
+
     def _save(self, notes: dict) -> Path:
         return drafter.save(self.draft, self.out, self.target_name, self.config.format, notes)
+
+    warning = ""  # what the card says first
 
     @property
     def what(self) -> str:
@@ -158,7 +164,7 @@ class Trainer:
         batch = self._batch()
         self.draft.train()
         for group in self.optimizer.param_groups:
-            group["lr"] = self.config.lr * self._rate()
+            group["lr"] = self.config.lr * self._rate() * group.get("scale", 1.0)
         loss = self._loss(batch)
         self.accelerator.backward(loss)
         self.accelerator.clip_grad_norm_(self.own, 1.0)
