@@ -131,7 +131,7 @@ class BeamCall(Call):
         target = CachedModel(self.model, longest + reach, "target", self.traits)
         context = Context([], longest, self.traits.vocab_size, self.model.device, Sampler.greedy(), _no_noise, stop=self._stop())
         trace = SpeculationTrace(self.config.to_dict() | {"acceptance": "greedy"})
-        scored = ScoredBeams(target, draft, self._schedule(), context, trace)
+        scored = ScoredBeams(target, draft, self._schedule(by_row=False), context, trace)
 
         def logits(sequences: torch.Tensor) -> torch.Tensor:
             rows = [tuple(row[i] for i in own) + tuple(row[prompt:]) for row, own in zip(sequences.tolist(), columns)]

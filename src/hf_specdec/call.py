@@ -140,14 +140,16 @@ class Call:
             raise ValueError(f"acceptance={self.rule_name!r} does not go with do_sample={self.generation.do_sample}; use \"auto\".")
         return rule
 
-    def _schedule(self):
+    def _schedule(self, by_row: bool = True):
+        """by_row: whether it is asked for every row of the draft, and not for all beams as one."""
         k, stop, most = self.config.num_assistant_tokens, self.config.draft_stop, self.config.max_auto_tokens
         if stop == "heuristic":
             return HeuristicSchedule(5, most) if k == "auto" else HeuristicSchedule(k, MAX_ASSISTANT_TOKENS)
         if k != "auto" or stop != "constant":
             return FixedSchedule(most if k == "auto" else k)
         draft = self.decoder.draft
-        return AutoSchedule(self.config.max_auto_tokens, draft.relative_cost(self.model), self.config.seed is None, draft.prior)
+        timed = self.config.seed is None
+        return by_row and draft.schedule(most, timed) or AutoSchedule(most, draft.relative_cost(self.model), timed, draft.prior)
 
     def _stop(self) -> StopRule | None:
         kind, draft = self.config.draft_stop, self.decoder.draft

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from math import exp, log
 
 from .theory import expected_tokens
@@ -131,21 +132,23 @@ class AutoSchedule:
 
     k_max: largest K. cost_ratio: the draft's own c, or None. timed: False leaves the clock aside, so that runs repeat.
     prior: strength -> acceptance of the first and of a later token, before anything is measured.
+    gains: caps -> per row the chance of the 1st, 2nd, ... node of its tree to be accepted; K is then a number of nodes. None: acceptance is
+    measured here, of chains, or of a tree by the levels it was asked for.
     """
 
     MARGIN = 1.03, 1.1  # a gain below this is taken for noise: in a row alone, in a batch
     PER_ROW = 0.03      # what a token more per row costs the target before it has been timed, in plain steps
-    PLAIN_EVERY = 48    # rounds between two looks at what a plain step costs
+    PLAIN_EVERY = 48    # rounds until the second look at what a plain step costs; twice as many to every further one
     PATIENCE = 16, 64   # plain rounds before the first probe, and at most
     START, STEP = 4, 2  # the first K; how much more a draft that costs something may be asked for than the last time
 
-    def __init__(self, k_max: int, cost_ratio: float | None, timed: bool = True, prior=None):
-        self.k_max, self.drafting = k_max, cost_ratio or 0.0
+    def __init__(self, k_max: int, cost_ratio: float | None, timed: bool = True, prior=None, gains=None):
+        self.k_max, self.drafting, self.gains = k_max, cost_ratio or 0.0, gains
         self.cost = RoundCost(self.drafting + self.PER_ROW, timed)
         self.prior = prior or (lambda strength: (0.7, 0.7))
         self.estimates: dict[int, AcceptanceEstimate] = {}
         self.idle, self.patience = 0, self.PATIENCE[0]
-        self.since_plain = self.PLAIN_EVERY if timed else 0
+        self.since_plain, self.plain_every = self.PLAIN_EVERY if timed else 0, self.PLAIN_EVERY
         self.reach = self.START + self.STEP if cost_ratio else k_max
 
     def estimate(self, strength: int) -> AcceptanceEstimate:
@@ -160,13 +163,15 @@ class AutoSchedule:
         k = self._best(evidence, caps, room)
         if k:
             self.idle, self.patience = 0, self.PATIENCE[0]
-            if self.since_plain >= self.PLAIN_EVERY and self.estimates:
+            if self.since_plain >= self.plain_every and self.cost(1) is not None:
+                self.plain_every *= 1 if self.cost.plain is None else 2
                 k = 0
         elif any(caps):
             self.idle += 1
             if self.idle > self.patience:  # has anything changed?
                 k, self.idle, self.patience = 1, 0, min(2 * self.patience, self.PATIENCE[1])
-        return [min(k, cap) for cap in caps]
+        self.asked = [min(k, cap) for cap in caps]
+        return self.asked
 
     def _best(self, evidence: list[int], caps: list[int], room: list[int]) -> int:
         cost, most = self.cost, max(caps)
@@ -174,15 +179,22 @@ class AutoSchedule:
             return min(self.START, most)
         if cost(0) is None:  # nothing has been timed: a draft that costs nothing goes by its prior
             cost, most = RoundCost(cost.prior_ratio, timed=False), min(self.START, most)
-        kinds = [(self.estimate(strength), cap) for strength, cap in zip(evidence, caps)]
+        expected = self._expected(evidence, caps)
         best, best_rate = 0, self.MARGIN[len(caps) > 1] / cost(0)
         for k in range(1, most + 1):
-            rate = progress([kind.expected_tokens(min(k, cap)) for kind, cap in kinds], room) / cost(k)
+            rate = progress([own[min(k, len(own) - 1)] for own in expected], room) / cost(k)
             if rate > best_rate:
                 best, best_rate = k, rate
         return best
 
+    def _expected(self, evidence: list[int], caps: list[int]) -> list[list[float]]:
+        """Per row, tokens that a round commits if it drafts 0, 1, ... of them."""
+        if self.gains:
+            return [list(accumulate(chances, initial=1.0)) for chances in self.gains(caps)]
+        return [[self.estimate(strength).expected_tokens(k) for k in range(cap + 1)] for strength, cap in zip(evidence, caps)]
+
     def observe(self, proposed: list[int], accepted: list[int], seconds: float | None) -> None:
+        proposed = [min(n, k) for n, k in zip(proposed, self.asked)]  # a tree has more nodes than the levels it was asked for
         for strength, n, hits in zip(self.evidence, proposed, accepted):
             if n:
                 self.estimate(strength).update(n, hits)

@@ -5,7 +5,7 @@ import torch
 
 from hf_specdec.distributions import Sampler
 from hf_specdec.drafts import Context, Draft, MixtureDraft, ModelDraft, NGramRecyclingDraft, PromptLookupDraft, SuffixAutomatonDraft
-from hf_specdec.drafts import mixture
+from hf_specdec.drafts import merging
 from hf_specdec.drafts.growth import Branches, Grower, likeliest, together
 from hf_specdec.proposal import Proposal
 from tests.conformance import law
@@ -100,7 +100,7 @@ def test_drawn_branches_among_guesses_leave_the_law_what_it_is(mode, drafts):
 
 def test_guesses_that_depend_on_what_was_drawn_are_rejected(monkeypatch):
     """The control: a guess is left out where the model has drawn the same token."""
-    joined = mixture._joined
+    joined = merging._joined
 
     def looking(grown, tails):
         drawn = {token for tail in tails for parent, token in tail.nodes if parent == 0}
@@ -114,7 +114,7 @@ def test_guesses_that_depend_on_what_was_drawn_are_rejected(monkeypatch):
 
     target = small_vocabulary_llama(2, law.VOCAB)
     assert p_value() > law.THRESHOLD
-    monkeypatch.setattr(mixture, "_joined", looking)
+    monkeypatch.setattr(merging, "_joined", looking)
     assert p_value() < law.THRESHOLD
 
 

@@ -107,6 +107,10 @@ class Draft(CandidateGenerator):
         whose forerunners were accepted."""
         return 0.7, 0.7
 
+    def schedule(self, most: int, timed: bool) -> Any:
+        """What decides on K where it is "auto", at most `most`, by the clock if `timed`, with the methods of `schedule.FixedSchedule`; None: `schedule.AutoSchedule`."""
+        return None
+
     def relative_cost(self, target) -> float | None:
         """c before anything is timed; `target` is the target model."""
         return self.cost_ratio

@@ -19,19 +19,27 @@ Source = tuple[Draft, Any]  # a draft, and the place where a row stands in it
 
 @dataclass
 class Grown:
-    """One row's tree. nodes: (parent, token) of node 1, 2, ...; kinds: of every node, the kinds of guess that it was; children:
-    of every node, the root included, token -> node, in the order in which they are judged."""
+    """One row's tree. nodes: (parent, token) of node 1, 2, ...; kinds: of every node, the kinds of guess that it was; chances: of every
+    node, how likely it is to be accepted, never rising; children: of every node, the root included, token -> node, in the order in which
+    they are judged."""
 
     nodes: list[tuple[int, int]] = field(default_factory=list)
     kinds: list[list[Hashable]] = field(default_factory=list)
     children: list[dict[int, int]] = field(default_factory=lambda: [{}])
+    chances: list[float] = field(default_factory=list)
 
-    def add(self, parent: int, token: int, kinds: list[Hashable]) -> int:
+    def add(self, parent: int, token: int, kinds: list[Hashable], chance: float) -> int:
         self.nodes.append((parent, token))
         self.kinds.append(kinds)
+        self.chances.append(chance)
         self.children.append({})
         self.children[parent][token] = len(self.nodes)
         return len(self.nodes)
+
+    def first(self, n: int) -> "Grown":
+        """The tree of the first n nodes."""
+        children = [{token: node for token, node in own.items() if node <= n} for own in self.children[: n + 1]]
+        return Grown(self.nodes[:n], self.kinds[:n], children, self.chances[:n])
 
 
 class Grower:
@@ -65,7 +73,7 @@ class Grower:
             if not ahead:
                 break
             probability, _, above, token, kinds, places = heappop(ahead)
-            probability, parent = -probability, grown.add(above, token, kinds)
+            probability, parent = -probability, grown.add(above, token, kinds, -probability)
             places = [(draft, after) for draft, place in places if (after := draft.step(place, token)) is not None]
         return grown
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-
 import torch
 
 from ..proposal import Proposal, Verdict
 from ..registry import DRAFTS, load
-from .base import Context, Draft, Guess
-from .choosing import STRENGTHS, Choose
-from .growth import Branches, Grower, Grown, together
+from .base import Context, Draft
+from .choosing import Choose
+from .earning import PlannedSchedule
+from .growth import together
+from .merging import Merge
 
 MODES = ("merge", "choose")
 
@@ -66,13 +66,18 @@ class MixtureDraft(Draft):
     def evidence(self, context: Context) -> list[int]:
         self.way.learn([row[length:] for row, length in zip(context.rows, self.lengths)])
         self.lengths = [len(row) for row in context.rows]
+        self.asked = [None] * len(self.parts)
         return self.way.evidence([draft.evidence(context) for draft in self.parts])
 
     def propose(self, context: Context, k: list[int]) -> Proposal:
-        self.asked = [None] * len(self.parts)
         rows, sources = self.way.propose(context, k)
         self.shown = together(rows, context.vocab_size, context.device, sources)
         return self.shown
+
+    @property
+    def asked_now(self) -> set[int]:
+        """The drafts that have proposed something in this round."""
+        return {d for d, proposal in enumerate(self.asked) if proposal is not None}
 
     def ask(self, d: int, k: list[int]) -> Proposal:
         """Draft d's proposal, checked unless the draft is the package's own."""
@@ -124,8 +129,10 @@ class MixtureDraft(Draft):
     # --- what is asked of it between ----------------------------------------------------------------------------------
 
     def prior(self, strength: int) -> tuple[float, float]:
-        d, own = divmod(strength, STRENGTHS)
-        return self.parts[d].prior(own) if self.mode == "choose" else (0.4, 0.6)
+        return 0.4, 0.6
+
+    def schedule(self, most: int, timed: bool) -> PlannedSchedule:
+        return PlannedSchedule(self, most)
 
     def relative_cost(self, target) -> float:
         return max(draft.relative_cost(target) or 0.0 for draft in self.parts)
@@ -145,100 +152,6 @@ class MixtureDraft(Draft):
         """Stock assisted decoding shows its logits here; they follow the tokens of the last `get_candidates`."""
         if scores is not None:
             self.observe(self.shown, scores)
-
-
-# --- all drafts in one tree -----------------------------------------------------------------------------------------------
-
-
-class _Whole(Draft):
-    """The last proposal of a draft, token by token: a place is (row, node)."""
-
-    def __init__(self, draft: Draft):
-        self.draft, self.children = draft, []
-
-    def show(self, proposal: Proposal, strengths: list[int]) -> None:
-        self.strengths = strengths
-        self.children = []
-        for tokens, size in zip(proposal.tokens.tolist(), proposal.sizes):
-            children: list[dict[int, int]] = [{} for _ in range(size + 1)]
-            for node, (parent, token) in enumerate(zip(proposal.tree.parents[:size], tokens), start=1):
-                children[parent].setdefault(token, node)
-            self.children.append(children)
-
-    def guesses(self, place: tuple[int, int, int]) -> list[Guess]:
-        b, node, depth = place
-        rate = self.draft.prior(self.strengths[b])[depth > 0]
-        return [(token, (self.strengths[b], min(depth, 8), rank), rate * 0.3**rank) for rank, token in enumerate(self.children[b][node])]
-
-    def step(self, place: tuple[int, int, int], token: int) -> tuple[int, int, int] | None:
-        b, node, depth = place
-        after = self.children[b][node].get(token)
-        return None if after is None else (b, after, depth + 1)
-
-
-class Merge:
-    """All drafts in one tree."""
-
-    def __init__(self, mixture: MixtureDraft, context: Context):
-        self.mixture, self.grower = mixture, Grower()
-        self.wholes = [None if type(draft).place is not Draft.place else _Whole(draft) for draft in mixture.parts]
-        self.forget()
-
-    def forget(self) -> None:
-        self.grown: list[Grown] = []
-
-    def learn(self, committed: list[list[int]]) -> None:
-        for grown, tokens in zip(self.grown, committed):
-            self.grower.learn(grown, tokens)
-        self.forget()
-
-    def evidence(self, strengths: list[list[int]]) -> list[int]:
-        self.strengths = strengths
-        return [0 if max(own) >= 0 else -1 for own in zip(*strengths)]
-
-    def propose(self, context: Context, k: list[int]) -> tuple[list[Branches], str]:
-        drawn, branches = self._ask(context, k), 1 if context is self.mixture._stock else self.mixture.branches
-        rows = []
-        for b, size in enumerate(k):
-            tails = [Branches.of(proposal, b) for proposal in drawn]
-            sources = [source for d in range(len(self.wholes)) if (source := self._source(d, b)) is not None]
-            grown = self.grower.tree(sources, size - sum(len(tail.nodes) for tail in tails), context.vocab_size, branches)
-            self.grown.append(grown)
-            rows.append(_joined(grown, tails))
-        return rows, self.mixture.name
-
-    def _ask(self, context: Context, k: list[int]) -> list[Proposal]:
-        """Show the wholes what they are to say; the proposals that were drawn at random."""
-        drawn = []
-        for d, whole in enumerate(self.wholes):
-            if whole is not None:
-                own = [min(size // len(self.wholes), self.mixture.tokens) if strength >= 0 else 0 for size, strength in zip(k, self.strengths[d])]
-                proposal = self.mixture.ask(d, own) if any(own) else Proposal.from_lists([[] for _ in k], context.device)
-                if proposal.probs is not None and context.sampler.do_sample:
-                    drawn.append(proposal)
-                    proposal = Proposal.from_lists([[] for _ in k], context.device)
-                whole.show(proposal, self.strengths[d])
-        return drawn
-
-    def _source(self, d: int, b: int) -> tuple[Draft, Any] | None:
-        if self.strengths[d][b] < 0:
-            return None
-        draft = self.mixture.parts[d]
-        place = draft.place(b) if self.wholes[d] is None else (b, 0, 0)
-        return None if place is None else (self.wholes[d] or draft, place)
-
-    def keep(self, rows: list[int]) -> None:
-        self.grown = [self.grown[row] for row in rows] if self.grown else []
-
-
-def _joined(grown: Grown, tails: list[Branches]) -> Branches:
-    """The guesses, and after them, from the root, what was drawn: independent draws, so their laws stay what they were."""
-    nodes, laws = list(grown.nodes), [None] * len(grown.nodes)
-    for tail in tails:
-        start = len(nodes)
-        nodes += [(parent + start if parent else 0, token) for parent, token in tail.nodes]
-        laws += tail.laws
-    return Branches(nodes, laws if tails else None)
 
 
 def _on_path(proposal: Proposal, paths: list[list[int]]) -> torch.Tensor:

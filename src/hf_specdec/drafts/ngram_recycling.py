@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ..proposal import Proposal
+from ..schedule import AutoSchedule
 from .base import Context, Draft, Guess
 from .growth import Branches, Grower, Grown, likeliest, together
 
@@ -93,6 +94,7 @@ class NGramRecyclingDraft(Draft):
         self.branches, self.remember, self.limit, self.reads_prompt = branches, bool(remember), limit, bool(read_prompt)
         self.contexts, self.grower = Contexts(self.SUCCESSORS, limit), Grower()
         self.context: Context | None = None
+        self.ready: list[Grown] = []  # trees of which `propose` takes the beginning
         self.grown: list[tuple[Grown, int]] = []  # the last tree of every row, and the row's length then
 
     def start(self, context: Context) -> None:
@@ -110,15 +112,26 @@ class NGramRecyclingDraft(Draft):
         """Per row: tokens of context that are known, 1 to 3, or -1."""
         for row, (grown, length) in zip(context.rows, self.grown):
             self.grower.learn(grown, row[length:])
-        self.grown = []
+        self.grown, self.ready = [], []
         return [self.contexts.find(tuple(row[-ORDERS:]))[0] or -1 for row in context.rows]
 
     def propose(self, context: Context, k: list[int]) -> Proposal:
         branches = 1 if context is self._stock else self.branches
-        trees = [self.grower.tree([(self, self.place(b))], own, context.vocab_size, branches) for b, own in enumerate(k)]
+        trees = [tree.first(own) for tree, own in zip(self.ready or self._trees(k, branches), k)]
         self.grown = [(tree, len(row)) for tree, row in zip(trees, context.rows)]
         self.shown = together([Branches(tree.nodes) for tree in trees], context.vocab_size, context.device, self.name)
         return self.shown
+
+    def _trees(self, sizes: list[int], branches: int) -> list[Grown]:
+        return [self.grower.tree([(self, self.place(b))], size, self.context.vocab_size, branches) for b, size in enumerate(sizes)]
+
+    def schedule(self, most: int, timed: bool) -> AutoSchedule:
+        """As many nodes as pay, by their chances."""
+        return AutoSchedule(most, self.cost_ratio, timed, self.prior, self._chances)
+
+    def _chances(self, sizes: list[int]) -> list[list[float]]:
+        self.ready = self._trees(sizes, self.branches)
+        return [tree.chances for tree in self.ready]
 
     def place(self, b: int) -> tuple[int, ...]:
         return tuple(self.context.rows[b][-ORDERS:])

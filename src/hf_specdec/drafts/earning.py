@@ -1,0 +1,188 @@
+"""What the drafts of a mixture earn and cost: tokens per round from measured acceptance, seconds from measured rounds."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from ..proposal import Proposal
+from ..schedule import AutoSchedule, RoundCost
+from .base import Context
+
+if TYPE_CHECKING:
+    from .mixture import MixtureDraft
+
+
+class DraftCost:
+    """Seconds that a draft takes for k tokens, a + s k, fitted with forgetting; before anything is timed `ratio` plain steps a token."""
+
+    def __init__(self, ratio: float):
+        self.ratio, self.sums = ratio, [0.0] * 5  # n, k, k^2, t, k t
+
+    def update(self, k: int, seconds: float) -> None:
+        n, total, _, spent, _ = self.sums
+        if n > 2:
+            seconds = min(seconds, 3 * spent / total * k)  # a busy machine is not a cost
+        self.sums = [0.95 * old + new for old, new in zip(self.sums, (1.0, k, k * k, seconds, k * seconds))]
+
+    def __call__(self, k: int, step: float) -> float:
+        """step: seconds of a plain step."""
+        n, total, squares, spent, both = self.sums
+        if not k:
+            return 0.0
+        if not n:
+            return self.ratio * step * k
+        mean, strength = spent / total, 2.0
+        slope = (both - total * spent / n + strength * mean) / (squares - total * total / n + strength)
+        slope = min(max(slope, 0.0), mean)
+        return (spent - slope * total) / n + slope * k
+
+
+class Rates:
+    """Acceptance of a draft's first token, and of one whose forerunners were accepted, by strength of the evidence: running means, which
+    forget by 2 % a token judged, shrunk towards the draft's own `prior` times what the other strengths have so far made of theirs: where
+    two matches of three tokens have led nowhere, one of five is trusted less, too."""
+
+    WEIGHT, TRUST = 5.0, 2.0  # of the prior, in tokens judged
+
+    def __init__(self, prior):
+        self.prior = prior
+        self.counts: dict[int, list[list[float]]] = {}  # strength -> [right, judged] of first and later tokens
+
+    def update(self, strength: int, proposed: int, accepted: int) -> None:
+        counts = self.counts.setdefault(strength, [[0.0, 0.0], [0.0, 0.0]])
+        seen = (min(accepted, 1), 1), (max(accepted - 1, 0), max(min(accepted + 1, proposed) - 1, 0))
+        for count, new in zip(counts, seen):
+            count[:] = [value * 0.98 ** new[1] + more for value, more in zip(count, new)]
+
+    def __call__(self, strength: int) -> list[float]:
+        """(first, later)."""
+        found = []
+        for i, prior in enumerate(self.prior(strength)):
+            others = [(counts[i], self.prior(other)[i]) for other, counts in self.counts.items() if other != strength]
+            right, expected = sum(own[0] for own, _ in others), sum(own[1] * rate for own, rate in others)
+            prior = min(prior * (right + self.TRUST) / (expected + self.TRUST), (1 + prior) / 2)
+            right, judged = self.counts[strength][i] if strength in self.counts else (0.0, 0.0)
+            found.append((right + self.WEIGHT * prior) / (judged + self.WEIGHT))
+        return found
+
+
+class Earnings:
+    """Of a mixture's drafts in one call. A round takes `verify(k)`, the target's pass over k drafted tokens and all that is done in any
+    round, and `drafting[d]`, the time of the costly draft that was asked. What a draft of no cost would have proposed is looked at in
+    every round; a costly one is learned of when it is asked, and asked again after PATIENCE rounds if it might be as good as OPTIMISM.
+
+    rates: per row (one for all rows of a greedy call) and draft, its acceptance.
+    """
+
+    PLAIN_EVERY = AutoSchedule.PLAIN_EVERY
+    START, STEP = AutoSchedule.START, AutoSchedule.STEP
+    PATIENCE, OPTIMISM = 48, 0.1
+    UNKNOWN = 0.1  # cost ratio of a draft that does not say
+
+    def __init__(self, mixture: "MixtureDraft", context: Context):
+        self.mixture, self.drafts, self.timed = mixture, mixture.parts, context.timed
+        target = context.target.model if context.target is not None else None
+        ratios = [draft.cost_ratio if target is None else draft.relative_cost(target) for draft in self.drafts]
+        self.free = [ratio == 0 for ratio in ratios]
+        self.verify, self.drafting = RoundCost(0.03, self.timed), [DraftCost(self.UNKNOWN if ratio is None else ratio) for ratio in ratios]
+        self.reach = [self.START + self.STEP] * len(self.drafts)  # how much more of a costly draft than the last time
+        self.asked, self.waited = [0] * len(self.drafts), [0] * len(self.drafts)  # how often; rounds since
+        own = len(context.rows) if context.sampler.do_sample else 1
+        self.rates = [[Rates(draft.prior) for draft in self.drafts] for _ in range(own)]
+        self.rows = [b % own for b in range(len(context.rows))]
+        self.rounds, self.since_plain, self.begin = 0, self.PLAIN_EVERY if self.timed else 0, None
+        self.plain_every, self.margin = self.PLAIN_EVERY, AutoSchedule.MARGIN[len(context.rows) > 1]
+        self.forget()
+
+    def forget(self) -> None:
+        self.paths: list[list[tuple[int, int, list[int]]]] = []  # of every row, (draft, strength, likeliest path) of what was shown
+        self.spent, self.shown = 0.0, 0  # seconds of costly drafts, and most nodes of a row, in this round
+
+    # --- what is learned --------------------------------------------------------------------------------------------
+
+    def learn(self, committed: list[list[int]]) -> None:
+        """What every path that was shown would have earned; and what the round took."""
+        for b, (paths, tokens) in enumerate(zip(self.paths, committed)):
+            for d, strength, path in paths:
+                same = next((i for i, (one, other) in enumerate(zip(path, tokens)) if one != other), min(len(path), len(tokens)))
+                judged = same if same == len(tokens) else len(path)  # what would have come after is not known
+                if judged:
+                    self.rates[self.rows[b]][d].update(strength, judged, same)
+        now = perf_counter()
+        if self.begin is not None and self.rounds > 1:  # the first round reads the prompt
+            self.verify.update(self.shown, max(now - self.begin - self.spent, 1e-9))
+            self.since_plain = self.since_plain + 1 if self.shown else 0
+        self.begin = now
+        self.forget()
+
+    def ask(self, d: int, k: list[int], strengths: list[list[int]]) -> Proposal:
+        """Draft d's proposal; its time and its likeliest paths are kept in mind."""
+        begin = perf_counter()
+        proposal = self.mixture.ask(d, k)
+        self.paths = self.paths or [[] for _ in k]
+        for b, own in enumerate(k):
+            if own:
+                self.paths[b].append((d, max(strengths[d][b], 0), path_of(proposal, b)))
+        if not self.free[d]:
+            seconds = perf_counter() - begin
+            self.spent += seconds
+            if self.asked[d] and self.timed:  # the first time it reads the prompt
+                self.drafting[d].update(max(k), seconds)
+            self.asked[d] += 1
+            self.waited[d], self.reach[d] = 0, max(k) + self.STEP
+        return proposal
+
+    # --- what is expected -------------------------------------------------------------------------------------------
+
+    def tokens(self, b: int, d: int, strength: int, most: int) -> list[float]:
+        """Tokens that a round of row b is expected to commit with 0, 1, ... `most` tokens of draft d."""
+        more = self.OPTIMISM if not self.free[d] and self.waited[d] >= self.PATIENCE else 0.0
+        first, later = (min(rate + more, 0.995) for rate in self.rates[self.rows[b]][d](strength))
+        return list(accumulate((first * later**i for i in range(most)), initial=1.0))
+
+    def seconds(self, k: int, asked: dict[int, int]) -> float:
+        """Of a round of k nodes a row in which the drafts `asked` are asked for so many tokens."""
+        known = self.verify(k)
+        step = self.verify(0)
+        known = 1 + self.verify.prior_ratio * k if known is None else known
+        return known + sum(self.drafting[d](n, step or 1.0) for d, n in asked.items() if not self.free[d])
+
+    def looks_at_plain(self) -> bool:
+        """Whether it is time to see what a plain step costs."""
+        due = self.rounds > 1 and self.since_plain >= self.plain_every
+        self.plain_every *= 2 if due and self.verify.plain is not None else 1
+        return due
+
+    def next_round(self) -> None:
+        self.rounds += 1
+        self.waited = [waited + 1 for waited in self.waited]
+
+    def keep(self, rows: list[int]) -> None:
+        self.rows = [self.rows[row] for row in rows]
+        self.paths = [self.paths[row] for row in rows] if self.paths else []
+
+
+def path_of(proposal: Proposal, b: int) -> list[int]:
+    """The tokens of the first branch of row b."""
+    path, last = [], 0
+    for node, (parent, token) in enumerate(zip(proposal.tree.parents[: proposal.sizes[b]], proposal.tokens[b].tolist()), start=1):
+        if parent == last:
+            path.append(token)
+            last = node
+    return path
+
+
+class PlannedSchedule:
+    """K "auto" of a mixture, which decides at once on drafts and numbers of tokens."""
+
+    def __init__(self, mixture: "MixtureDraft", most: int):
+        self.mixture, self.most = mixture, most
+
+    def next_k(self, evidence: list[int], room: list[int]) -> list[int]:
+        """As in `schedule.FixedSchedule`."""
+        return self.mixture.way.plan([min(self.most, left - 1) if strength >= 0 else 0 for strength, left in zip(evidence, room)])
+
+    def observe(self, proposed: list[int], accepted: list[int], seconds: float | None) -> None:
+        """The mixture learns of that by itself."""

@@ -1,0 +1,165 @@
+"""All drafts of a mixture in one tree, the likeliest tokens first."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+from ..proposal import Proposal
+from .base import Context, Draft, Guess
+from .earning import Earnings
+from .growth import Branches, Grower, Grown
+
+
+class _Whole(Draft):
+    """The last proposal of a draft, token by token: a place is (row, node)."""
+
+    def __init__(self, draft: Draft):
+        self.draft, self.children = draft, []
+
+    def show(self, proposal: Proposal, strengths: list[int]) -> None:
+        self.strengths = strengths
+        self.children = []
+        for tokens, size in zip(proposal.tokens.tolist(), proposal.sizes):
+            children: list[dict[int, int]] = [{} for _ in range(size + 1)]
+            for node, (parent, token) in enumerate(zip(proposal.tree.parents[:size], tokens), start=1):
+                children[parent].setdefault(token, node)
+            self.children.append(children)
+
+    def guesses(self, place: tuple[int, int, int]) -> list[Guess]:
+        b, node, depth = place
+        rate = self.draft.prior(self.strengths[b])[depth > 0]
+        return [(token, (self.strengths[b], min(depth, 8), rank), rate * 0.3**rank) for rank, token in enumerate(self.children[b][node])]
+
+    def step(self, place: tuple[int, int, int], token: int) -> tuple[int, int, int] | None:
+        b, node, depth = place
+        after = self.children[b][node].get(token)
+        return None if after is None else (b, after, depth + 1)
+
+
+class Merge:
+    """All drafts in one tree. With K "auto" a draft that costs something is asked where that is expected to earn more than the tree of
+    those that cost nothing, and the tree has as many nodes as pay."""
+
+    def __init__(self, mixture, context: Context):
+        self.mixture, self.context, self.grower, self.earnings = mixture, context, Grower(), Earnings(mixture, context)
+        self.wholes = [None if type(draft).place is not Draft.place else _Whole(draft) for draft in mixture.parts]
+        self.costly = [d for d, whole in enumerate(self.wholes) if whole is not None and not self.earnings.free[d]]
+        self.grown: list[Grown] = []
+        self.asks: dict[int, list[int]] | None = None
+
+    def forget(self) -> None:
+        self.grown, self.asks = [], None
+        self.earnings.forget()
+
+    def learn(self, committed: list[list[int]]) -> None:
+        for grown, tokens in zip(self.grown, committed):
+            self.grower.learn(grown, tokens)
+        self.earnings.learn(committed)
+        self.grown = []
+
+    def evidence(self, strengths: list[list[int]]) -> list[int]:
+        self.earnings.next_round()
+        self.strengths, self.asks, self.drawn = strengths, None, []
+        return [0 if max(own) >= 0 else -1 for own in zip(*strengths)]
+
+    # --- K "auto": which drafts, and how many nodes -----------------------------------------------------------------
+
+    def plan(self, caps: list[int]) -> list[int]:
+        """Per row, how many nodes, at most caps[b]."""
+        self.caps, self.asks = caps, {}
+        if not any(caps) or self.earnings.looks_at_plain():
+            return [0] * len(caps)
+        self.drawn = self._ask({d: caps for d, free in enumerate(self.earnings.free) if free})
+        gains = [self._gains(grown) for grown in self._trees(caps)]
+        plain = len(caps) / self.earnings.seconds(0, {})
+        nodes, most = self._size(gains, {}, 0)
+        most = max(most, self.earnings.margin * plain)
+        for d in self.costly:
+            for k in range(1, min(self.earnings.reach[d], max(caps)) + 1):
+                own = [min(k, cap) if strength >= 0 else 0 for cap, strength in zip(caps, self.strengths[d])]
+                if any(own):
+                    tokens = sum(max(self._tokens(b, d, size), 1 + gain[min(nodes, len(gain) - 1)]) for b, (size, gain) in enumerate(zip(own, gains)))
+                    rate = tokens / self.earnings.seconds(max(k, nodes), {d: k})
+                    if rate > most:
+                        most, self.asks = rate, {d: own}
+        if not self.asks:
+            return [min(nodes, cap) for cap in caps]
+        return caps
+
+    def _tokens(self, b: int, d: int, k: int) -> float:
+        return self.earnings.tokens(b, d, self.strengths[d][b], k)[k] if k else 1.0
+
+    def _gains(self, grown: Grown) -> list[float]:
+        """Drafted tokens expected to be accepted of the first 0, 1, ... nodes."""
+        return list(accumulate(grown.chances, initial=0.0))
+
+    def _size(self, gains: list[list[float]], asked: dict[int, int], least: int) -> tuple[int, float]:
+        """(nodes, tokens per second) of the trees that earn most; (0, rate of a plain step) if none earns more."""
+        found = 0, 0.0
+        for n in range(least, max(map(len, gains))):
+            rate = sum(1 + gain[min(n, len(gain) - 1)] for gain in gains) / self.earnings.seconds(n, asked)
+            margin = self.earnings.margin if not found[0] and not asked else 1.0
+            found = (n, rate) if rate > margin * found[1] else found
+        return found
+
+    # --- the tree ---------------------------------------------------------------------------------------------------
+
+    def propose(self, context: Context, k: list[int]) -> tuple[list[Branches], str]:
+        if self.asks is None:
+            share = [min(size // len(self.wholes), self.mixture.tokens) for size in k]
+            self.drawn = self._ask({d: share for d, whole in enumerate(self.wholes) if whole is not None})
+        elif self.asks:
+            self.drawn += self._ask(self.asks)
+        self.grown = self._trees(k)
+        if self.asks:
+            size, _ = self._size([self._gains(grown) for grown in self.grown], {d: max(own) for d, own in self.asks.items()}, 1)
+            self.grown = [grown.first(size) for grown in self.grown]
+        rows = [_joined(grown, [Branches.of(proposal, b) for proposal in self.drawn]) for b, grown in enumerate(self.grown)]
+        self.earnings.shown = max((len(row.nodes) for row in rows), default=0)
+        return rows, self.mixture.name
+
+    def _ask(self, wanted: dict[int, list[int]]) -> list[Proposal]:
+        """Show those of the wholes what they are to say, and the others nothing new; the proposals that were drawn at random."""
+        drawn = []
+        for d, k in wanted.items():
+            if self.wholes[d] is None:
+                continue
+            own = [size if strength >= 0 else 0 for size, strength in zip(k, self.strengths[d])]
+            nothing = Proposal.from_lists([[] for _ in k], self.context.device)
+            proposal = self.earnings.ask(d, own, self.strengths) if any(own) else nothing
+            if proposal.probs is not None and self.context.sampler.do_sample:
+                drawn.append(proposal)
+                proposal = nothing
+            self.wholes[d].show(proposal, self.strengths[d])
+        return drawn
+
+    def _trees(self, k: list[int]) -> list[Grown]:
+        branches = 1 if self.context is self.mixture._stock else self.mixture.branches
+        trees = []
+        for b, size in enumerate(k):
+            sources = [source for d in range(len(self.wholes)) if (source := self._source(d, b)) is not None]
+            left = size - sum(proposal.sizes[b] for proposal in self.drawn)
+            trees.append(self.grower.tree(sources, left, self.context.vocab_size, branches))
+        return trees
+
+    def _source(self, d: int, b: int) -> tuple[Draft, Any] | None:
+        whole = self.wholes[d]
+        if self.strengths[d][b] < 0 or whole is not None and d not in self.mixture.asked_now:
+            return None
+        place = self.mixture.parts[d].place(b) if whole is None else (b, 0, 0)
+        return None if place is None else (whole or self.mixture.parts[d], place)
+
+    def keep(self, rows: list[int]) -> None:
+        self.grown = [self.grown[row] for row in rows] if self.grown else []
+        self.earnings.keep(rows)
+
+
+def _joined(grown: Grown, tails: list[Branches]) -> Branches:
+    """The guesses, and after them, from the root, what was drawn: independent draws, so their laws stay what they were."""
+    nodes, laws = list(grown.nodes), [None] * len(grown.nodes)
+    for tail in tails:
+        start = len(nodes)
+        nodes += [(parent + start if parent else 0, token) for parent, token in tail.nodes]
+        laws += tail.laws
+    return Branches(nodes, laws if tails else None)

@@ -1,0 +1,113 @@
+"""What a mixture chooses, and K "auto", on a simulated clock: against the better of the drafts, and against the best K of all."""
+
+import random
+from itertools import count
+
+import pytest
+import torch
+
+from hf_specdec.distributions import Sampler
+from hf_specdec.drafts import Context, Draft, MixtureDraft, PromptLookupDraft, SuffixAutomatonDraft, earning
+from hf_specdec.proposal import Proposal, Verdict
+from hf_specdec.schedule import AutoSchedule, FixedSchedule
+
+VOCAB, PROMPT, LENGTH = 1000, 120, 500
+# seconds of a pass by width: (flat, slope per token, step once there is more than one)
+LINES = {"flat": (0.04, 0.0, 0.0), "steep": (0.04, 0.004, 0.0), "step": (0.06, 0.002, 0.035)}
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Knowing(Draft):
+    """A draft model that is right at `rate` of all places of the text, and takes `c` plain steps a token."""
+
+    name, trusted = "knowing", True
+
+    def __init__(self, text: list[int], rate: float, c: float, clock: Clock, seed: int, step: float):
+        coin = random.Random(seed)
+        self.said = [token if coin.random() < rate else token + 1 for token in text] + [0] * 64
+        self.cost_ratio, self.clock, self.step_seconds = c, clock, step
+
+    def propose(self, context, k):
+        self.clock.now += self.cost_ratio * self.step_seconds * k[0]
+        at = len(context.rows[0])
+        return Proposal.from_lists([self.said[at : at + k[0]]], "cpu", self.name)
+
+
+def text(kind: str, seed: int) -> list[int]:
+    """Words of a small language ("chat"), or the same with long copies of the prompt ("copy")."""
+    coin = random.Random(seed)
+    follow = {word: [coin.randrange(VOCAB - 1) for _ in range(6)] for word in range(VOCAB)}
+    words = [1]
+    while len(words) < LENGTH:
+        if kind == "copy" and len(words) >= PROMPT and coin.random() < 0.2:
+            at = coin.randrange(PROMPT - 40)
+            words += words[at : at + 40]
+        words.append(coin.choice(follow[words[-1]]))
+    return words[:LENGTH]
+
+
+def seconds(draft, words: list[int], line: str, clock: Clock, k: int | None = None, most: int = 16) -> float:
+    """Of decoding what follows the prompt with K = k, or "auto"."""
+    flat, slope, step = LINES[line]
+    row, clock.now = list(words[:PROMPT]), 0.0
+    context = Context([row], LENGTH, VOCAB, torch.device("cpu"), Sampler.greedy(), lambda stream, n: None)
+    draft.start(context)
+    schedule = draft.schedule(most, True) or AutoSchedule(most, draft.cost_ratio, True, draft.prior)
+    schedule = schedule if k is None else FixedSchedule(k)
+    for rounds in count():
+        if len(row) >= LENGTH:
+            break
+        begin, left = clock.now, LENGTH - len(row)
+        proposal = draft.propose(context, schedule.next_k(draft.evidence(context), [left])).within([left - 1])
+        clock.now += flat + slope * proposal.sizes[0] + step * (proposal.sizes[0] > 0)
+        on_path, node, right = torch.zeros((1, len(proposal.tree) + 1), dtype=torch.bool), 0, 0
+        on_path[0, 0] = True
+        for own, (parent, token) in enumerate(zip(proposal.tree.parents, proposal.tokens[0].tolist()), start=1):
+            if own <= proposal.sizes[0] and parent == node and token == words[len(row) + right]:
+                on_path[0, own], node, right = True, own, right + 1
+        logits = torch.zeros((1, len(proposal.tree) + 1, VOCAB))
+        draft.observe(proposal, logits)
+        draft.commit(Verdict(on_path, torch.tensor([0])))
+        row += words[len(row) : len(row) + right + 1]
+        schedule.observe(proposal.sizes, [right], clock.now - begin if rounds else None)
+    draft.finish()
+    return clock.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(earning, "perf_counter", clock)
+    return clock
+
+
+@pytest.mark.parametrize("mode", ["choose", "merge"])
+@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("kind", ["chat", "copy"])
+def test_a_mixture_of_lookup_and_model_is_as_good_as_the_better_of_them(kind, line, mode, clock):
+    ratios = []
+    for seed in range(3):
+        words = text(kind, seed)
+
+        def model():
+            return Knowing(words, 0.8, 0.2, clock, seed, LINES[line][0])
+
+        alone = [seconds(PromptLookupDraft(), words, line, clock), seconds(model(), words, line, clock)]
+        ratios.append(seconds(MixtureDraft([PromptLookupDraft(), model()], mode), words, line, clock) / min(alone))
+    assert sum(ratios) / len(ratios) < 1.03 and max(ratios) < 1.06  # of some 100 rounds, one is 1 %
+    assert kind == "chat" or sum(ratios) / len(ratios) < 1.0  # where the text is of both kinds, it is faster than either
+
+
+@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("make", [lambda text, clock, step: Knowing(text, 0.8, 0.1, clock, 1, step), lambda *_: PromptLookupDraft(),
+                                  lambda *_: MixtureDraft([SuffixAutomatonDraft()])], ids=["model", "lookup", "tree"])
+def test_auto_comes_near_to_what_an_exhaustive_search_over_k_finds(make, line, clock):
+    words = text("copy", 0)
+    made = [seconds(make(words, clock, LINES[line][0]), words, line, clock, k) for k in (*range(9), 12, 16)]
+    assert seconds(make(words, clock, LINES[line][0]), words, line, clock) < 1.04 * min(made)
