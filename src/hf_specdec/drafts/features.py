@@ -79,6 +79,15 @@ def attach(draft: PreTrainedModel, reads: tuple[int, ...]) -> None:
     draft.reads = tuple(reads)
 
 
+@torch.no_grad()
+def start_blind(draft: PreTrainedModel) -> None:
+    """Let `feature_join` pass the embedding alone, at about the scale that it has in the model."""
+    width = draft.feature_join.weight.shape[0]
+    scale = draft.get_input_embeddings().weight.float().square().mean(-1).sqrt().mean()
+    draft.feature_join.weight[:, :width] = 0
+    draft.feature_join.weight[:, width:] = scale * torch.eye(width)
+
+
 def fused(draft: PreTrainedModel, states: torch.Tensor) -> torch.Tensor:
     """[.., H] from the target's states [.., len(reads) * H], those of each layer brought to a root mean square of 1: the layers of a
     model differ in scale by orders of magnitude. A draft with `scaled` = False, as published ones are, takes them as they are."""

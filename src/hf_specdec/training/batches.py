@@ -30,12 +30,13 @@ class Batch:
 
 
 class Corpus:
-    """All texts of some shards in memory; `order(epoch)` cuts them into batches of about `size` tokens."""
+    """All texts of some shards in memory, the last `longest` tokens of each; `order(epoch)` cuts them into batches of about `size`
+    tokens."""
 
     def __init__(self, files: list[Path], vocab_size: int, size: int, seed: int, longest: int = 512, states: Path | None = None):
         shards = [Shard.load(path, vocab_size) for path in files]
         self.states = {} if states is None else {id(shard): read_features(states / path.name) for shard, path in zip(shards, files)}
-        self.texts = [(shard, int(a), int(min(b, a + longest))) for shard in shards for a, b in zip(shard.starts, shard.starts[1:])]
+        self.texts = [(shard, int(max(a, b - longest)), int(b)) for shard in shards for a, b in zip(shard.starts, shard.starts[1:])]
         self.size, self.seed = size, seed
 
     @property

@@ -73,6 +73,24 @@ def build(target: PreTrainedModel, layers: list[int], head_ids: torch.Tensor | N
     return draft
 
 
+def begin(draft: PreTrainedModel, other: PreTrainedModel | FeatureDraft) -> PreTrainedModel:
+    """`draft`, a feature drafter, with the weights of another one, or of one that reads no hidden states: at first it takes no notice
+    of them either.
+
+    Raises ValueError where their layers, or what they read, differ.
+    """
+    other, blind = (other.model, False) if isinstance(other, FeatureDraft) else (other, True)
+    (_, own), (_, given) = compat.decoder_layers(draft), compat.decoder_layers(other)
+    if len(own) != len(given) or not (blind or draft.reads == other.reads):
+        raise ValueError(f"begin: a drafter with {len(own)} layers that reads {draft.reads} or no hidden states is needed; this one "
+                         f"has {len(given)} and reads {getattr(other, 'reads', ())}.")
+    shared = _shared_names(draft)
+    draft.load_state_dict({name: p for name, p in _dense(other).items() if name not in shared}, strict=False)
+    if blind:
+        features.start_blind(draft)
+    return draft
+
+
 def save(draft: PreTrainedModel, folder: str | Path, target_name: str, format: str = "bf16", notes: dict | None = None) -> Path:
     """Write what the draft does not share; Linear weights in the MX `format`, or dense 16 bit ("bf16"). Complete or absent."""
     folder = Path(folder)
@@ -236,7 +254,7 @@ def own_parameters(draft: PreTrainedModel) -> list[nn.Parameter]:
 
 
 def _dense(layer: nn.Module) -> dict[str, torch.Tensor]:
-    """A layer's state with MX weights as numbers."""
+    """A module's state with MX weights as numbers."""
     state = {name: p for name, p in layer.state_dict().items() if not name.endswith("weight_scale")}
     for name, module in layer.named_modules():
         if isinstance(module, MXLinear):

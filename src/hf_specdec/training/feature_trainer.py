@@ -10,6 +10,7 @@ from torch import nn
 from transformers import DynamicCache
 
 from ..drafts import features
+from . import drafter
 from .batches import Batch, split
 from .features import make_features
 from .losses import LOSSES
@@ -20,12 +21,15 @@ from .trainer import RunConfig, Trainer, need_accelerate
 class FeatureRunConfig(RunConfig):
     """A `RunConfig` with: reads, the target's layers whose output the draft sees (the count of layers stands for what comes after
     the final norm); unroll, steps that it learns to go on from its own output (the training-time test of EAGLE-3), each
-    weighing `decay` of the one before."""
+    weighing `decay` of the one before; single, optimiser steps at the beginning in which it learns the first of these alone,
+    which cost a third; begin, a drafter of the same layers without hidden states, from whose weights this one goes on."""
 
     layers: tuple[int, ...] = (-1,)
     reads: tuple[int, ...] = ()
     unroll: int = 3
     decay: float = 0.8
+    single: int = 0
+    begin: str = ""
 
 
 class FeatureStudent(nn.Module):
@@ -35,9 +39,9 @@ class FeatureStudent(nn.Module):
         super().__init__()
         self.draft, self.half, self.unroll = draft, half, unroll
 
-    def forward(self, tokens: torch.Tensor, states: torch.Tensor, where: torch.Tensor) -> list[torch.Tensor]:
+    def forward(self, tokens: torch.Tensor, states: torch.Tensor, where: torch.Tensor, unroll: int | None = None) -> list[torch.Tensor]:
         """tokens [B, L]; states [B, L, F] of the target at them. Step j's logits [N, V'] for the token after place where[n] (of
-        B * L): from the target's states up to j + 1 places before it, and j of the draft's own from there on."""
+        B * L): from the target's states up to j + 1 places before it, and j of the draft's own from there on. unroll: fewer steps."""
         head, base = self.draft.get_output_embeddings(), self.draft.base_model
         batch, length = tokens.shape[0], tokens.shape[1] - 1
         row, column = where // tokens.shape[1], where % tokens.shape[1]
@@ -46,7 +50,7 @@ class FeatureStudent(nn.Module):
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.half):
             hidden, cache = features.fused(self.draft, states[:, :-1]), DynamicCache()
             positions = torch.arange(length, device=tokens.device)[None].expand(batch, -1)
-            for step in range(self.unroll):
+            for step in range(unroll or self.unroll):
                 out = base(inputs_embeds=features.inputs(self.draft, hidden, tokens[:, 1:]), position_ids=positions, use_cache=True,
                            attention_mask=unrolled_mask(length, step, states), past_key_values=cache).last_hidden_state
                 logits.append(getattr(head, "linear", head)(out.flatten(0, 1)[place]).float())
@@ -80,6 +84,10 @@ class FeatureTrainer(Trainer):
     def _reads(self, config: FeatureRunConfig, count: int) -> tuple[int, ...]:
         return tuple(config.reads) or (count // 4, count // 2, count)
 
+    def _build(self, target, layers: list[int], ids: torch.Tensor | None) -> nn.Module:
+        draft = super()._build(target, layers, ids)
+        return drafter.begin(draft, drafter.load(self.config.begin, target)) if self.config.begin else draft
+
     @property
     def what(self) -> str:
         return f"{super().what}, and that read the target's hidden states after layers {', '.join(map(str, self.reads))}"
@@ -87,10 +95,11 @@ class FeatureTrainer(Trainer):
     def _student(self) -> nn.Module:
         return FeatureStudent(self.draft, self.config.precision == "bf16", self.config.unroll)
 
-    def _logits(self, batch: Batch) -> list[torch.Tensor]:
-        return self.student(batch.tokens, batch.states, batch.where)
+    def _logits(self, batch: Batch, unroll: int | None = None) -> list[torch.Tensor]:
+        return self.student(batch.tokens, batch.states, batch.where, unroll)
 
     def _loss(self, batch: Batch) -> torch.Tensor:
-        losses = [LOSSES[self.config.loss](*self._laws(batch, logits)).mean() for logits in self._logits(batch)]
+        unroll = 1 if self.progress.step < self.config.single else None
+        losses = [LOSSES[self.config.loss](*self._laws(batch, logits)).mean() for logits in self._logits(batch, unroll)]
         weights = [self.config.decay**step for step in range(len(losses))]
         return sum(weight * loss for weight, loss in zip(weights, losses)) / sum(weights)
