@@ -20,6 +20,8 @@ class Proposal:
             earlier siblings; None says that every token is a point mass (it was not drawn at all).
     sizes:  per row, how many of the N nodes (the first ones) are meant; the rest is padding.
     source: a word for the trace, one for all rows or one per row.
+    chances: float [B, N] or None. How likely the draft thinks node i to be right where its parent is; a mixture goes by it, a verdict
+            never does.
     """
 
     tree: Tree
@@ -27,6 +29,7 @@ class Proposal:
     probs: torch.Tensor | None
     sizes: list[int]
     source: str | list[str] = ""
+    chances: torch.Tensor | None = None
 
     @classmethod
     def chain(cls, tokens: torch.Tensor, probs: torch.Tensor | None = None, sizes: list[int] | None = None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate
+from math import log2
 from typing import Any
 
 from ..proposal import Proposal
@@ -12,14 +13,15 @@ from .growth import Branches, Grower, Grown
 
 
 class _Whole(Draft):
-    """The last proposal of a draft, token by token: a place is (row, node)."""
+    """The last proposal of a draft, token by token: a place is (row, node, depth). A guess is known by the chance that the draft gives
+    it, in steps of a factor of 1.4, or else by its rank among its siblings."""
 
     def __init__(self, draft: Draft):
         self.draft, self.children = draft, []
 
     def show(self, proposal: Proposal, strengths: list[int]) -> None:
-        self.strengths = strengths
-        self.children = []
+        self.strengths, self.children = strengths, []
+        self.chances = None if proposal.chances is None else proposal.chances.tolist()
         for tokens, size in zip(proposal.tokens.tolist(), proposal.sizes):
             children: list[dict[int, int]] = [{} for _ in range(size + 1)]
             for node, (parent, token) in enumerate(zip(proposal.tree.parents[:size], tokens), start=1):
@@ -28,6 +30,9 @@ class _Whole(Draft):
 
     def guesses(self, place: tuple[int, int, int]) -> list[Guess]:
         b, node, depth = place
+        if self.chances is not None:
+            own = [(token, self.chances[b][child - 1]) for token, child in self.children[b][node].items()]
+            return [(token, (min(depth, 8), round(-2 * log2(max(chance, 1e-4)))), chance) for token, chance in own]
         rate = self.draft.prior(self.strengths[b])[depth > 0]
         return [(token, (self.strengths[b], min(depth, 8), rank), rate * 0.3**rank) for rank, token in enumerate(self.children[b][node])]
 

@@ -68,13 +68,13 @@ class ModelTreeDraft(ModelDraft):
             return Proposal.from_lists([[] for _ in k], context.device, self.name)
         grow = self._dynamic if isinstance(self.shape, DynamicTree) else self._fixed
         shape = Tree.chain(max(k)) if context is self._stock else self.shape  # stock decoding takes chains
-        tree, tokens, laws = grow(context, k, shape)
+        tree, tokens, laws, chances = grow(context, k, shape)
         sizes = [sum(depth <= own for depth in tree.depths[1:]) for own in k]
-        return Proposal(tree, tokens, laws, sizes, self.name)
+        return Proposal(tree, tokens, laws, sizes, self.name, chances)
 
     # --- a fixed shape --------------------------------------------------------------------------------------------------
 
-    def _fixed(self, context: Context, k: list[int], shape: Tree) -> tuple[Tree, torch.Tensor, torch.Tensor | None]:
+    def _fixed(self, context: Context, k: list[int], shape: Tree) -> tuple[Tree, torch.Tensor, torch.Tensor | None, None]:
         tree = shape.truncate(sum(depth <= max(k) for depth in shape.depths[1:]))
         tokens = torch.zeros((len(k), len(tree)), dtype=torch.long, device=context.device)
         drawn = context.sampler.do_sample and self.siblings != "likeliest"
@@ -94,7 +94,7 @@ class ModelTreeDraft(ModelDraft):
             logits = self._grow(tokens[:, level.start - 1 : level.stop - 1], tree, level.start, context)
         self.passed = {node: node for node in range(1, level.start)}
         self.fed = tree.truncate(level.start - 1)
-        return tree, tokens, laws
+        return tree, tokens, laws, None
 
     def _draw(self, context: Context, q: torch.Tensor, children: list[int], tokens: torch.Tensor, laws: torch.Tensor) -> None:
         """Draw the children of one node from q [B, V], with or without replacement, and note the law of each."""
@@ -108,7 +108,7 @@ class ModelTreeDraft(ModelDraft):
 
     # --- a shape by confidence --------------------------------------------------------------------------------------------
 
-    def _dynamic(self, context: Context, k: list[int], shape: DynamicTree) -> tuple[Tree, torch.Tensor, None]:
+    def _dynamic(self, context: Context, k: list[int], shape: DynamicTree) -> tuple[Tree, torch.Tensor, None, torch.Tensor]:
         """Pool: parent (a node of the fed tree), tokens [B], log-confidence [B] and place in the fed tree of every node seen."""
         pool: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         fed_tokens = torch.zeros((len(k), 0), dtype=torch.long, device=context.device)
@@ -132,14 +132,16 @@ class ModelTreeDraft(ModelDraft):
             logits = self._grow(fed_tokens[:, level.start - 1 :], Tree(tuple(fed_parents)), level.start, context)
         return self._best(pool, Tree(tuple(fed_parents)), place_in_pool, shape.nodes)
 
-    def _best(self, pool: list, fed: Tree, place_in_pool: dict[int, int], nodes: int) -> tuple[Tree, torch.Tensor, None]:
+    def _best(self, pool: list, fed: Tree, place_in_pool: dict[int, int], nodes: int) -> tuple[Tree, torch.Tensor, None, torch.Tensor]:
         """The `nodes` surest of the pool. A node is never surer than its parent, and comes after it."""
         values = torch.stack([sure for _, _, sure in pool], dim=1).exp().mean(0).tolist()
         kept = sorted(sorted(range(len(pool)), key=lambda index: -values[index])[:nodes])
         number = {-1: 0, **{index: node for node, index in enumerate(kept, start=1)}}
         tree = Tree(tuple(number[place_in_pool[pool[index][0]]] for index in kept))
         self.fed, self.passed = fed, {number[index]: node for node, index in place_in_pool.items() if node and index in number}
-        return tree, torch.stack([pool[index][1] for index in kept], dim=1), None
+        sure = torch.stack([pool[index][2] for index in kept], dim=1)
+        above = torch.cat([torch.zeros_like(sure[:, :1]), sure], dim=1)[:, torch.tensor(tree.parents, device=sure.device)]
+        return tree, torch.stack([pool[index][1] for index in kept], dim=1), None, (sure - above).exp()
 
     # --- the model --------------------------------------------------------------------------------------------------------
 
