@@ -28,7 +28,7 @@ class Grown:
     children: list[dict[int, int]] = field(default_factory=lambda: [{}])
     chances: list[float] = field(default_factory=list)
 
-    def add(self, parent: int, token: int, kinds: list[Hashable], chance: float) -> int:
+    def add(self, parent: int, token: int, kinds: list[Hashable], chance: float = 0.0) -> int:
         self.nodes.append((parent, token))
         self.kinds.append(kinds)
         self.chances.append(chance)
