@@ -8,6 +8,7 @@ from hf_specdec.drafts import Context, Draft, MixtureDraft, ModelDraft, NGramRec
 from hf_specdec.drafts import merging
 from hf_specdec.drafts.growth import Branches, Grower, likeliest, together
 from hf_specdec.proposal import Proposal
+from hf_specdec.tree import Tree
 from tests.conformance import law
 from tests.helpers import (
     VOCAB, ScriptedDraft, TreeDraft, contrary, generated, perturbed, plain, prompts, repetitive, small_vocabulary_llama, speculate, tiny_llama,
@@ -35,6 +36,16 @@ class Guessing(Draft):
 def test_the_likeliest_paths_come_first():
     tree = Grower().tree([(Guessing({7: 0.5, 8: 0.3}), ())], 5, VOCAB)
     assert tree.nodes == [(0, 7), (0, 8), (1, 7), (1, 8), (2, 7)]  # .5 .3 .25 .15 .15
+
+
+def test_a_proposal_with_chances_is_merged_by_them():
+    whole = merging._Whole(ScriptedDraft(lambda row: []))
+    tokens, tree = torch.tensor([[7, 8, 9]]), Tree((0, 0, 1))
+    whole.show(Proposal(tree, tokens, None, [3], chances=torch.tensor([[0.2, 0.6, 0.9]])), [0])
+    grown = Grower().tree([(whole, (0, 0, 0))], 3, VOCAB)
+    assert grown.nodes == [(0, 8), (0, 7), (2, 9)]  # .6, .2, .2 * .9
+    whole.show(Proposal(tree, tokens, None, [3]), [0])
+    assert Grower().tree([(whole, (0, 0, 0))], 1, VOCAB).nodes == [(0, 7)]
 
 
 def test_a_token_that_two_drafts_guess_is_there_once_and_as_likely_as_the_best_says():

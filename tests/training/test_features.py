@@ -9,7 +9,7 @@ import hf_specdec
 from hf_specdec.drafts.feature import FeatureDraft
 from hf_specdec.drafts.features import hidden_states
 from hf_specdec.training import FeatureRunConfig, FeatureTrainer, build_drafter, load_drafter
-from hf_specdec.training.drafter import save
+from hf_specdec.training.drafter import begin, save
 from hf_specdec.training.feature_trainer import FeatureStudent
 from hf_specdec.training.features import make_features, read_features
 from hf_specdec.training.shards import Shard, shard_files
@@ -126,6 +126,44 @@ def test_a_run_learns_and_goes_on_after_a_stop(target, data, tmp_path):
     trainer.finish()
     assert FeatureTrainer(target, data, tmp_path, config, "tiny").progress.step == 120
     assert isinstance(load_drafter(tmp_path, target), FeatureDraft)
+
+
+def test_in_the_first_steps_it_may_learn_the_first_token_alone(target, data, tmp_path):
+    settings = dict(reads=READS, head=None, steps=4, batch_tokens=256, precision="float32", unroll=3)
+    both, one, short = (FeatureTrainer(target, data, tmp_path / str(i), FeatureRunConfig(**settings | change), "tiny")
+                        for i, change in enumerate(({}, {"single": 1}, {"unroll": 1})))
+    batch = both._batch()
+    with torch.no_grad():
+        assert float(one._loss(batch)) == float(short._loss(batch)) != float(both._loss(batch))
+    one.progress.step = 1
+    with torch.no_grad():
+        assert float(one._loss(batch)) == float(both._loss(batch))
+
+
+def test_a_run_begins_with_a_drafter_that_reads_nothing(target, tmp_path):
+    """At first the states make no difference, whatever they are."""
+    blind = build_drafter(target, [0])
+    for p in blind.model.layers.parameters():
+        p.data += 0.1 * torch.randn_like(p)
+    draft = begin(build_drafter(target, [1], None, READS), load_drafter(save(blind, tmp_path, "tiny", "mxint8"), target))
+    torch.testing.assert_close(draft.model.layers[0].mlp.up_proj.weight, blind.model.layers[0].mlp.up_proj.weight, atol=0.02, rtol=0.02)
+    tokens, where = torch.tensor([[5, 6, 7, 8, 9]]), torch.tensor([2, 3, 4])
+    with torch.no_grad():
+        logits = [FeatureStudent(draft, False, 2)(tokens, torch.randn(1, 5, 96), where) for _ in range(2)]
+    torch.testing.assert_close(logits[0], logits[1])
+
+
+def test_a_run_goes_on_from_another_feature_drafter(target, data, tmp_path):
+    other = made(target)
+    save(other, tmp_path / "first", "tiny", "bf16")
+    config = FeatureRunConfig(reads=READS, layers=(1,), head=None, steps=1, batch_tokens=256, precision="float32", begin=str(tmp_path / "first"))
+    draft = FeatureTrainer(target, data, tmp_path / "next", config, "tiny").draft
+    torch.testing.assert_close(draft.feature_join.weight, other.feature_join.weight, atol=0.01, rtol=0.01)
+    torch.testing.assert_close(draft.feature_fuse.weight, other.feature_fuse.weight, atol=0.01, rtol=0.01)
+    with pytest.raises(ValueError, match="begin"):
+        begin(build_drafter(target, [0, 1], None, READS), FeatureDraft(other, target))
+    with pytest.raises(ValueError, match="begin='nowhere'"):
+        FeatureTrainer(target, data, tmp_path / "next", FeatureRunConfig(begin="nowhere"), "tiny")
 
 
 def test_a_model_that_reads_no_states_is_refused(target):

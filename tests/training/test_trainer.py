@@ -103,6 +103,13 @@ def test_batches_hold_every_text_once_an_epoch(target, data):
     assert corpus.order(0) != corpus.order(1) and corpus.order(1) == Corpus(files, 61, 256, seed=1).order(1)
 
 
+def test_of_a_long_text_the_last_tokens_are_kept(data):
+    files, _ = split(data)
+    whole, cut = (Corpus(files, 61, 256, seed=1, longest=longest) for longest in (512, 10))
+    assert [b for _, _, b in whole.texts] == [b for _, _, b in cut.texts]
+    assert all(b - a <= 10 for _, a, b in cut.texts) and cut.tokens < whole.tokens
+
+
 def test_the_head_keeps_what_the_target_likes_most(data):
     files, _ = split(data)
     ids, coverage = frequent_tokens(files, 61, 30)

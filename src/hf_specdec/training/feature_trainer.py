@@ -74,6 +74,8 @@ class FeatureTrainer(Trainer):
 
     def __init__(self, target, data: str | Path, out: str | Path, config: FeatureRunConfig, target_name: str = "", progress=None):
         need_accelerate()
+        if config.begin and not drafter.is_drafter(config.begin):
+            raise ValueError(f"begin={config.begin!r} is no drafter; name a folder that training wrote, or one of {drafter.shipped()}.")
         count = target.config.get_text_config().num_hidden_layers
         self.reads = self._reads(config, count)
         files = [path for part in split(Path(data)) for path in part]
