@@ -48,7 +48,8 @@ def tune(target: str, drafts: list[str], prompts: str, limit: int | None, max_ne
     _print_table(measured, found, by_position, console)
     config = config_of(found[0])
     _print_choice(found[0], console)
-    real = _check(model, texts, config, loaded, max_new_tokens) if check else None
+    draft = loaded.get(found[0].label) if config.draft == found[0].draft else None
+    real = _check(model, texts, config, draft, max_new_tokens) if check else None
     if real is not None:
         console.print(f"predicted {found[0].speedup:.2f}x, measured {real:.2f}x on the same prompts")
     if out is not None:
@@ -116,13 +117,12 @@ def config_of(choice):
                              predicted_speedup=round(choice.speedup, 4))
 
 
-def _check(model, texts, config, drafts: dict, max_new_tokens: int) -> float:
+def _check(model, texts, config, draft, max_new_tokens: int) -> float:
     """Plain over ours, seconds per decoded token, text by text in turns."""
     from ..bench.measuring import decoding_seconds
     from ..bench.terminal import counting
 
     plain = ours = 0.0
-    draft = drafts.get(config.draft_source)
     with counting("Checking:", len(texts)) as step:
         decoding_seconds(model, texts[0].prompt, 4, speculative=config, assistant_model=draft)
         for text in texts:
