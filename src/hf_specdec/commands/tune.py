@@ -48,7 +48,7 @@ def tune(target: str, drafts: list[str], prompts: str, limit: int | None, max_ne
     _print_table(measured, found, by_position, console)
     config = config_of(found[0])
     _print_choice(found[0], console)
-    draft = loaded.get(found[0].label) if config.draft == found[0].draft else None
+    draft = loaded.get(config.draft_source or (found[0].label if config.draft == found[0].draft else None))
     real = _check(model, texts, config, draft, max_new_tokens) if check else None
     if real is not None:
         console.print(f"predicted {found[0].speedup:.2f}x, measured {real:.2f}x on the same prompts")
