@@ -113,6 +113,9 @@ def test_it_is_stored_with_what_it_reads(target, tmp_path, format):
     assert isinstance(again, FeatureDraft) and again.layers == READS
     found, expected = again.model.feature_fuse(torch.ones(1, 96)), draft.feature_fuse(torch.ones(1, 96))
     torch.testing.assert_close(found, expected, atol=0.2, rtol=0.1)
+    settings = dict(input_ids=torch.tensor([[5, 6, 7, 8]]), max_new_tokens=8, do_sample=False, pad_token_id=0)
+    out = hf_specdec.enable(target).generate(**settings, assistant_model=again, speculative={"num_assistant_tokens": 3}, return_dict_in_generate=True)
+    assert torch.equal(out.sequences, target.generate(**settings)) and out.speculation.proposed > 0
 
 
 def test_a_run_learns_and_goes_on_after_a_stop(target, data, tmp_path):

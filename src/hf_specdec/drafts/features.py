@@ -91,8 +91,7 @@ def start_blind(draft: PreTrainedModel) -> None:
 def fused(draft: PreTrainedModel, states: torch.Tensor) -> torch.Tensor:
     """[.., H] from the target's states [.., len(reads) * H], those of each layer brought to a root mean square of 1: the layers of a
     model differ in scale by orders of magnitude. A draft with `scaled` = False, as published ones are, takes them as they are."""
-    weight = draft.feature_fuse.weight
-    parts = states.to(weight.dtype).unflatten(-1, (len(draft.reads), -1))
+    parts = states.to(draft.dtype).unflatten(-1, (len(draft.reads), -1))
     return draft.feature_fuse(_scaled(draft, parts).flatten(-2))
 
 
