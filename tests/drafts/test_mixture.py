@@ -6,10 +6,16 @@ import torch
 from hf_specdec.distributions import Sampler
 from hf_specdec.drafts import Context, Draft, MixtureDraft, ModelDraft, NGramRecyclingDraft, PromptLookupDraft, SuffixAutomatonDraft
 from hf_specdec.drafts import merging
+from hf_specdec.drafts.feature_tree import FeatureTreeDraft
+from hf_specdec.drafts.features import fused, hidden_states
 from hf_specdec.drafts.growth import Branches, Grower, likeliest, together
 from hf_specdec.proposal import Proposal
+from hf_specdec.drafts.medusa import MedusaDraft
+from hf_specdec.training import build_drafter
 from hf_specdec.tree import Tree
+from hf_specdec.tree_shapes import DynamicTree
 from tests.conformance import law
+from tests.conformance.builders import medusa_heads
 from tests.helpers import (
     VOCAB, ScriptedDraft, TreeDraft, contrary, generated, perturbed, plain, prompts, repetitive, small_vocabulary_llama, speculate, tiny_llama,
 )
@@ -46,6 +52,32 @@ def test_a_proposal_with_chances_is_merged_by_them():
     assert grown.nodes == [(0, 8), (0, 7), (2, 9)]  # .6, .2, .2 * .9
     whole.show(Proposal(tree, tokens, None, [3]), [0])
     assert Grower().tree([(whole, (0, 0, 0))], 1, VOCAB).nodes == [(0, 7)]
+
+
+class States(FeatureTreeDraft):
+    """Notes what it has of every row at the beginning of every round."""
+
+    def evidence(self, context):
+        self.log.extend((list(row), self.states[b, : self.known[b]].clone()) for b, row in enumerate(context.rows) if self.known[b])
+        return super().evidence(context)
+
+
+@pytest.mark.parametrize("mode", ["merge", "choose"])
+@pytest.mark.parametrize("rows", [repetitive(12), [*repetitive(12), *repetitive(9)]], ids=["alone", "two"])
+def test_a_draft_inside_sees_the_states_of_the_whole_pass(mode, rows):
+    """What a feature drafter keeps of committed tokens is what the target computes of them, whichever draft proposed them."""
+    target = tiny_llama(3)
+    draft = States(build_drafter(target, [1], None, (0, 1, 2)), target, DynamicTree(nodes=6, width=2, branches=2))
+    draft.log = []
+    mixture = MixtureDraft([PromptLookupDraft(), draft, MedusaDraft(medusa_heads(target), target)], mode=mode, tokens=3)
+    out = speculate(target, rows, mixture, 12, max_new_tokens=20)
+    assert generated(out, rows) == plain(target, rows, max_new_tokens=20) and sum(map(len, out.speculation.rounds)) < 20 * len(rows)
+    assert len(draft.log) > 5
+    for tokens, states in draft.log:
+        with torch.no_grad(), hidden_states(target, (0, 1, 2)) as seen:
+            target(input_ids=torch.tensor([tokens]))
+        assert len(states) == len(tokens) - 1
+        torch.testing.assert_close(states, fused(draft.model, seen())[0, :-1], atol=1e-4, rtol=1e-4)
 
 
 def test_a_token_that_two_drafts_guess_is_there_once_and_as_likely_as_the_best_says():

@@ -75,6 +75,8 @@ class Draft(CandidateGenerator):
     trusted:      True spares the checks of every proposal (ids in range, laws that sum to 1); the package's own drafts say
                   so, because the conformance tests check them.
     stops:        whether the draft drafts token by token and heeds `Context.stop`.
+    reads_pass:   whether `commit` is about the nodes of the target's pass, whoever proposed them, as `observe` is; of a draft inside
+                  another one it is else about the nodes of its own proposal, where it made one.
     reads_prompt: whether `read` wants the target's logits over the prompt.
     parts:        the drafts inside this one.
     calls, forward_seconds: forwards of a draft model in this call and the time in them, its prompt pass included.
@@ -84,6 +86,7 @@ class Draft(CandidateGenerator):
     cost_ratio: float | None = None
     trusted = False
     stops = False
+    reads_pass = False
     reads_prompt = False
     parts: "tuple[Draft, ...]" = ()
     calls = 0

@@ -23,6 +23,7 @@ class FeatureDraft(ModelDraft):
     """
 
     name = "feature"
+    reads_pass = True
 
     def __init__(self, model: PreTrainedModel, target: PreTrainedModel, **options):
         if not getattr(model, "reads", None):

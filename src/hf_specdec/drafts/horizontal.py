@@ -66,7 +66,12 @@ class HorizontalCascadeDraft(Draft):
                 draft.read(firsts, logits)
 
     def commit(self, verdict: Verdict) -> None:
-        """The first draft learns of its own tokens; the second one sees by its rows what stands."""
+        """The first draft learns of its own tokens, or both of the whole pass; the second one sees by its rows what stands."""
+        for draft in self.parts:
+            if draft.reads_pass:
+                draft.commit(verdict)
+        if self.first.reads_pass:
+            return
         n = max(self.sizes, default=0)
         sizes = torch.tensor(self.sizes, device=verdict.on_path.device)
         own = torch.arange(n + 1, device=sizes.device) <= sizes[:, None]

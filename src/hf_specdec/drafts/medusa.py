@@ -100,6 +100,7 @@ class MedusaDraft(OnePassDraft):
     """
 
     name = "medusa"
+    reads_pass = True
 
     def __init__(self, heads: MedusaHeads, target: PreTrainedModel, tree: Tree | DynamicTree | Sequence[int] | int | None = None):
         self.check(heads)

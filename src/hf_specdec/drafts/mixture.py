@@ -98,13 +98,15 @@ class MixtureDraft(Draft):
                 draft.read(firsts, logits)
 
     def commit(self, verdict: Verdict) -> None:
-        """Every draft that has proposed something learns which of its own nodes are on the accepted path."""
+        """Every draft learns which nodes of the pass are on the accepted path, or which of its own, if it has proposed any."""
         if all(type(draft).commit is Draft.commit for draft in self.parts):
             return
         paths = [[token for token, on in zip(tokens, path[1:]) if on] for tokens, path in
                  zip(self.shown.tokens.tolist(), verdict.on_path.tolist())]
         for draft, proposal in zip(self.parts, self.asked):
-            if proposal is not None:
+            if draft.reads_pass:
+                draft.commit(verdict)
+            elif proposal is not None:
                 draft.commit(Verdict(_on_path(proposal, paths), verdict.next_probs))
 
     def keep(self, rows: list[int]) -> None:

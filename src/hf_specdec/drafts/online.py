@@ -55,6 +55,7 @@ class OnlineDraft(Draft):
 
     name = "online"
     trusted = True
+    reads_pass = True
 
     def __init__(self, draft: ModelDraft, target: PreTrainedModel, every: int = 16, lr: float = 1e-4, rows: int = 8, window: int = 512, top: int = 64):
         if not isinstance(draft, ModelDraft) or draft.model is target:
@@ -77,8 +78,9 @@ class OnlineDraft(Draft):
     # --- learning -----------------------------------------------------------------------------------------------------
 
     def commit(self, verdict: Verdict) -> None:
-        self.draft.commit(verdict)
         proposal, logits = self.judged
+        if self.draft.reads_pass or proposal is self.proposed:
+            self.draft.commit(verdict)
         self.judged, self.rounds = None, self.rounds + 1
         for b, path in enumerate(verdict.on_path.tolist()):
             node = max(i for i, taken in enumerate(path) if taken)
@@ -205,14 +207,15 @@ class OnlineDraft(Draft):
     def start(self, context: Context) -> None:
         if context.source is not None:
             raise ValueError("assistant_model: online distillation is for decoder-only targets. Pass the draft itself with an encoder-decoder.")
-        self.texts, self.judged, self.pending = list(context.rows), None, [[] for _ in context.rows]
+        self.texts, self.judged, self.proposed, self.pending = list(context.rows), None, None, [[] for _ in context.rows]
         self.draft._stock = self._stock
         self.draft.start(context)
 
     def propose(self, context: Context, k: list[int]) -> Proposal:
         if self.rounds >= self.every:
             self.learn()
-        return self.draft.propose(context, k)
+        self.proposed = self.draft.propose(context, k)
+        return self.proposed
 
     def observe(self, proposal: Proposal, logits: torch.Tensor) -> None:
         self.judged = proposal, logits
@@ -259,7 +262,7 @@ class OnlineDraft(Draft):
             for b in range(len(self.pending)):
                 self._gather(b)
         finally:
-            self.texts, self.judged, self.pending = [], None, []
+            self.texts, self.judged, self.proposed, self.pending = [], None, None, []
             self.draft.finish()
             super().finish()
 
