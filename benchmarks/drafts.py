@@ -79,7 +79,11 @@ def trained(names: list[str], target) -> dict[str, tuple[str, Callable[[], Draft
     for name in names:
         drafter = load_drafter(name, target)
         if isinstance(drafter, FeatureDraft):
-            found[f"{name}, tree"] = TREE, lambda model=drafter.model: FeatureTreeDraft(model, target, DynamicTree(nodes=24, width=6, branches=4))
+            def tree(model=drafter.model) -> Draft:
+                return FeatureTreeDraft(model, target, DynamicTree(nodes=60, width=10, branches=6))
+
+            found[f"{name}, tree"] = CHAIN, tree  # K is its depth
+            found[f"{name} in the mixture"] = TREE, lambda tree=tree: MixtureDraft([SuffixAutomatonDraft(), NGramRecyclingDraft(), tree()], tokens=6)
         alone = found[name] = CHAIN, (lambda own=drafter: own) if isinstance(drafter, Draft) else lambda own=drafter: ModelDraft(own)
         found[f"{name} or lookup"] = CHAIN, lambda make=alone[1]: MixtureDraft([PromptLookupDraft(), make()], mode="choose")
     return found
