@@ -157,7 +157,7 @@ def test_a_draft_with_another_tokenizer_is_refused(target_folder, tmp_path):
     assert run("generate", target_folder, "--prompt", "abc", "--draft", tmp_path, "--max-new-tokens", 4).exit_code == 0
     other.save_pretrained(tmp_path)
     result = run("generate", target_folder, "--prompt", "abc", "--draft", tmp_path)
-    assert result.exit_code == 2 and "same tokenizer" in result.stderr
+    assert result.exit_code == 2 and "its tokenizer is not the target's" in result.stderr
 
 
 def test_verify_explains_forks_of_a_16_bit_target(target_folder, draft_folder):

@@ -97,11 +97,16 @@ class FeatureTrainer(Trainer):
     def _student(self) -> nn.Module:
         return FeatureStudent(self.draft, self.config.precision == "bf16", self.config.unroll)
 
-    def _logits(self, batch: Batch, unroll: int | None = None) -> list[torch.Tensor]:
-        return self.student(batch.tokens, batch.states, batch.where, unroll)
+    def _logits(self, batch: Batch) -> list[torch.Tensor]:
+        return self.student(batch.tokens, batch.states, batch.where)
 
     def _loss(self, batch: Batch) -> torch.Tensor:
-        unroll = 1 if self.progress.step < self.config.single else None
-        losses = [LOSSES[self.config.loss](*self._laws(batch, logits)).mean() for logits in self._logits(batch, unroll)]
-        weights = [self.config.decay**step for step in range(len(losses))]
-        return sum(weight * loss for weight, loss in zip(weights, losses)) / sum(weights)
+        alone = self.progress.step < self.config.single
+        return weighted(self, batch, self.student(batch.tokens, batch.states, batch.where, 1) if alone else self._logits(batch))
+
+
+def weighted(trainer: Trainer, batch: Batch, steps: list[torch.Tensor]) -> torch.Tensor:
+    """The loss of logits [N, V'] of several steps, each weighing the config's `decay` of the one before."""
+    losses = [LOSSES[trainer.config.loss](*trainer._laws(batch, logits)).mean() for logits in steps]
+    weights = [trainer.config.decay**step for step in range(len(losses))]
+    return sum(weight * loss for weight, loss in zip(weights, losses)) / sum(weights)

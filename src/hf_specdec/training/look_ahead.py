@@ -16,7 +16,7 @@ from ..drafts.inner import refuse_encoder
 from ..drafts.pass_draft import LookAhead
 from . import heads
 from .batches import Batch
-from .feature_trainer import FeatureTrainer
+from .feature_trainer import weighted
 from .trainer import RunConfig, Trainer
 
 
@@ -99,8 +99,6 @@ class LookAheadTrainer(Trainer):
     """A `Trainer` of look-ahead embeddings; ValueError for a target that makes its own masks, which training cannot use."""
 
     config: LookAheadRunConfig
-    _loss = FeatureTrainer._loss  # the same sum over places, weighted by `decay`
-
     def _build(self, target, layers: list[int], ids: torch.Tensor | None) -> LookAhead:
         refuse_encoder(target, "target")
         if compat.traits_of(target, "target").own_positions:
@@ -113,6 +111,9 @@ class LookAheadTrainer(Trainer):
 
     def _student(self) -> nn.Module:
         return LookAheadStudent(self.draft, self.target, self.config.precision == "bf16")
+
+    def _loss(self, batch: Batch) -> torch.Tensor:
+        return weighted(self, batch, self._logits(batch))
 
     def _logits(self, batch: Batch) -> list[torch.Tensor]:
         return self.student(batch.tokens, batch.where)
