@@ -1,8 +1,10 @@
 """Compiled passes: fixed shapes, the same texts. All but one test have torch trace the models and leave out the C++ compiler.
 HF_SPECDEC_FULL=1 takes more families."""
 
+import gc
 import shutil
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -136,6 +138,34 @@ def test_what_does_not_compile_runs_without_and_says_so(why, traced, monkeypatch
         monkeypatch.setattr(compiled.FixedCache, "update", lambda self, keys, values, *args, **kwargs: (keys, values))
     with pytest.warns(UserWarning, match="runs without compile=True"):
         assert run(target, rows, draft) == texts
+    made = []
+    monkeypatch.setattr(compiled.CompiledPasses, "_made", lambda *args: made.append(1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert run(target, rows, draft) == texts
+    assert not made
+
+
+def test_hooks_that_are_gone_are_no_reason_in_the_next_call(traced):
+    target, rows = family("Llama").model("eager"), prompts(9)
+    with pytest.warns(UserWarning, match="forward hooks"):
+        run(target, rows, FeatureDraft(feature_drafter(target), target))
+    assert not compiled._functions[target]
+    run(target, rows, PromptLookupDraft())
+    assert compiled._functions[target]
+
+
+def test_a_refusal_dies_with_its_model(traced, monkeypatch):
+    monkeypatch.setattr(compiled.FixedCache, "update", lambda self, *args, **kwargs: torch._dynamo.graph_break())
+    target = family("Llama").model("eager")
+    with pytest.warns(UserWarning, match="torch.compile says"):
+        run(target, prompts(9), PromptLookupDraft())
+    assert "torch.compile says" in next(iter(compiled._refusals[target]))
+    alive = weakref.ref(target)
+    del target
+    torch._dynamo.reset()
+    gc.collect()
+    assert alive() is None
 
 
 def test_the_compiler_gives_the_same_texts():

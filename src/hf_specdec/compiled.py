@@ -23,6 +23,7 @@ FEW = 16
 WIDTHS = (1, 4, 8, 16, 32, 64)  # reading the weights is what a pass of few tokens costs: two tokens cost no less than four
 AGREES = {torch.float32: 0.01, torch.float64: 1e-6}  # relative error of the logits (root mean square) that is put up with
 _functions: WeakKeyDictionary = WeakKeyDictionary()
+_refusals: WeakKeyDictionary = WeakKeyDictionary()  # model -> {why it runs without: whether for good}
 _numbers = count()
 
 
@@ -56,7 +57,8 @@ def unguarded(function: Callable) -> Callable:
 
 
 class CompiledPasses:
-    """The compiled functions of one model in one call. They are kept with the model for the calls to come.
+    """The compiled functions of one model in one call. They are kept with the model for the calls to come, as is the fact that it does not
+    compile: it is then not tried again, and the reason is given once.
 
     untried: whether the last pass was the first of its function ever, so that its logits are to be compared (`judge`).
     checked: the functions without their guards (what torch checks before it reuses a function): evaluated once a call, because
@@ -67,7 +69,7 @@ class CompiledPasses:
         self.model, self.role = model, role
         self.functions: dict[tuple, Callable] = _functions.setdefault(model, {})
         self.checked: dict[tuple, Callable] = {}
-        self.usable: bool | None = None
+        self.usable: bool | None = False if any(_refusals.get(model, {}).values()) else None
         self.untried = False
 
     def places(self, width: int) -> int | None:
@@ -75,12 +77,15 @@ class CompiledPasses:
         if self.usable is None:
             self.usable = not any(part._forward_hooks or part._forward_pre_hooks for part in self.model.modules())
             if not self.usable:
-                self.give_up("it has forward hooks (a draft that reads its states puts them there, for one)")
+                self.give_up("it has forward hooks (a draft that reads its states puts them there, for one)", for_good=False)
         return next((places for places in WIDTHS if width <= places), None) if self.usable else None
 
-    def give_up(self, why: str) -> None:
-        self.usable = False
-        warnings.warn(f"{self.role}: {type(self.model).__name__} runs without compile=True: {why}.", stacklevel=2)
+    def give_up(self, why: str, for_good: bool = True) -> None:
+        """No compiled pass in this call, nor in later ones where it is `for_good`."""
+        self.usable, reasons = False, _refusals.setdefault(self.model, {})
+        if why not in reasons:
+            warnings.warn(f"{self.role}: {type(self.model).__name__} runs without compile=True: {why}.", stacklevel=2)
+        reasons[why] = for_good
 
     def __call__(self, tokens: torch.Tensor, cache: SlotCache, position_ids: torch.Tensor, attention_mask) -> torch.Tensor | None:
         """Logits [B, n, V] of tokens [B, n] in the block that `cache.plan` has laid out; None where the model does not compile."""

@@ -41,7 +41,8 @@ class SpeculativeConfig:
     draft_source: the folder, file or hub id of a draft that has weights ("model", "model_tree", "ngram"), which is loaded where no
         `assistant_model` is passed: safetensors only, no code, the last one is kept.
     compile: whether passes are compiled (`torch.compile`) over fixed shapes, the target's and a draft model's (default False). The
-        first pass of a shape then takes a while: `hf_specdec.warmup` has it done before. What does not compile runs as it is, with a warning.
+        first pass of a shape then takes a while: `hf_specdec.warmup` has it done before. A model that does not compile runs as it is, with one
+        warning while it lives.
     predicted_speedup: what `hf-specdec tune` predicted of decoding with this config; nothing depends on it.
 
     Raises ValueError naming the argument and the remedy.
