@@ -76,7 +76,7 @@ class Draft(CandidateGenerator):
                   so, because the conformance tests check them.
     stops:        whether the draft drafts token by token and heeds `Context.stop`.
     reads_pass:   whether `commit` is about the nodes of the target's pass, whoever proposed them, as `observe` is; of a draft inside
-                  another one it is else about the nodes of its own proposal, where it made one.
+                  another one it is else about the nodes of its own proposal, where it made one. True of a draft with others inside.
     reads_prompt: whether `read` wants the target's logits over the prompt.
     parts:        the drafts inside this one.
     calls, forward_seconds: forwards of a draft model in this call and the time in them, its prompt pass included.

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from ..proposal import Proposal, Verdict
 from .base import Context
-from .features import Tap, fused, inputs
+from .features import Tap, fused, inputs, tapped
 from .model import ModelDraft
 
 
@@ -38,7 +38,7 @@ class FeatureDraft(ModelDraft):
         self.known = [0] * len(context.rows)  # of every row, places whose states are there
         if context is self._stock:  # stock decoding shows no states
             return
-        self.tap = Tap(self.target, self.layers)
+        self.tap = tapped(self.target, self.layers, context)
         self.hooks = [self.model.base_model.register_forward_pre_hook(self._with_states, with_kwargs=True),
                       self.model.base_model.register_forward_hook(self._keep_output)]
         width = self.model.feature_fuse.weight.shape[0]
@@ -50,9 +50,8 @@ class FeatureDraft(ModelDraft):
 
     def observe(self, proposal: Proposal, logits: torch.Tensor) -> None:
         """Keep the states of all that was committed; those of the candidates wait for the verdict."""
-        for states, starts in self.tap.take():
+        for states, starts in self.tap.take(len(self.context.rows)):
             states = fused(self.model, states.to(self.model.device))
-            starts = starts.tolist() * (len(states) // len(starts))
             for b, (row, start) in enumerate(zip(self.context.rows, starts)):
                 self._store(b, start, states[b, : len(row) - start])
         self.judged = states, [len(row) - 1 - start for row, start in zip(self.context.rows, starts)]
@@ -82,8 +81,8 @@ class FeatureDraft(ModelDraft):
         return super().propose(context, k if min(self.known) > 0 else [0] * len(k))
 
     def _forget_what_was_rejected(self, context: Context) -> None:
-        """What was drafted stands on states of the draft's own: none of it is kept."""
-        self.cached.crop([min(length, base - 1) for length, base in zip(self.cached.lengths, self.base)])
+        """What was drafted stands on states of the draft's own: none of it is kept. Inside a cascade, a row may not have grown."""
+        self.cached.crop([max(min(base - 1, len(row) - 2), 0) for base, row in zip(self.base, context.rows)])
         self.base = [len(row) for row in context.rows]
         self.drafted = [[] for _ in context.rows]
 
@@ -106,14 +105,19 @@ class FeatureDraft(ModelDraft):
 
     def _ahead(self, width: int) -> torch.Tensor:
         """The target's states [B, width, H] at the places that come next in the draft's cache; the last one where there are none."""
-        places = torch.tensor(self.cached.lengths, device=self.states.device)[:, None] + torch.arange(width, device=self.states.device)
+        starts, last = torch.tensor([self.cached.lengths, self.known], device=self.states.device)
+        places = starts[:, None] + torch.arange(width, device=self.states.device)
         rows = torch.arange(len(places), device=places.device)[:, None]
-        return self.states[rows, places.clamp(max=self.states.shape[1] - 1)]
+        return self.states[rows, torch.minimum(places, last[:, None] - 1)]
 
     def _keep_output(self, module, args, output) -> None:
         self.output = output.last_hidden_state
 
     # --- the end ------------------------------------------------------------------------------------------------------
+
+    def rewind(self, context: Context, lengths: list[int]) -> None:
+        super().rewind(context, lengths)
+        self.known = [min(own, length) for own, length in zip(self.known, lengths)]
 
     def keep(self, rows: list[int]) -> None:
         super().keep(rows)

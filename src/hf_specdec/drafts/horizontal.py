@@ -7,7 +7,7 @@ import torch
 
 from ..proposal import Proposal, Verdict
 from .base import Context, Draft
-from .inner import Inner, chains
+from .inner import Inner, Judged, chains
 
 
 class HorizontalCascadeDraft(Draft):
@@ -16,6 +16,7 @@ class HorizontalCascadeDraft(Draft):
 
     name = "horizontal_cascade"
     trusted = True
+    reads_pass = True
 
     def __init__(self, first: Draft, then: Draft, after: int = 2):
         for name, draft in (("first", first), ("then", then)):
@@ -29,13 +30,13 @@ class HorizontalCascadeDraft(Draft):
         self.reads_prompt = first.reads_prompt or then.reads_prompt
 
     def start(self, context: Context) -> None:
-        self.context, self.sizes = context, [0] * len(context.rows)
+        self.context, self.early = context, None  # what the first draft proposed in the last round
         self.first.start(context)
         self.inner = Inner(self.then, context)
 
     def evidence(self, context: Context) -> list[int]:
         """That of the first draft; 0 where only the second may have something to say."""
-        self.strengths = self.first.evidence(context)
+        self.strengths, self.early = self.first.evidence(context), None
         return [max(strength, 0) for strength in self.strengths]
 
     def propose(self, context: Context, k: list[int]) -> Proposal:
@@ -43,11 +44,10 @@ class HorizontalCascadeDraft(Draft):
         early = self.first.propose(context, own)
         if not self.first.trusted:
             Proposal.check(early, len(k), context.vocab_size, self.first.name)
-        early = _chain(early.within(own), "first", self.first)
+        self.early = early = _chain(early.within(own), "first", self.first)
         rows = [row + tokens[:size] for row, tokens, size in zip(context.rows, early.tokens.tolist(), early.sizes)]
         self.inner.follow(rows)
         late = _chain(self.inner.propose([n - size for n, size in zip(k, early.sizes)]), "then", self.then)
-        self.sizes = early.sizes
         tokens = [one[:n] + other[:m] for one, other, n, m in
                   zip(early.tokens.tolist(), late.tokens.tolist(), early.sizes, late.sizes)]
         if early.probs is None and late.probs is None:
@@ -56,6 +56,7 @@ class HorizontalCascadeDraft(Draft):
         return chains(tokens, laws, context, self.name)
 
     def observe(self, proposal: Proposal, logits: torch.Tensor) -> None:
+        self.judged = proposal
         self.first.observe(proposal, logits)
         self.inner.follow(self.context.rows)  # the second draft sees the root where the first one does
         self.then.observe(proposal, logits)
@@ -67,26 +68,22 @@ class HorizontalCascadeDraft(Draft):
 
     def commit(self, verdict: Verdict) -> None:
         """The first draft learns of its own tokens, or both of the whole pass; the second one sees by its rows what stands."""
-        for draft in self.parts:
-            if draft.reads_pass:
-                draft.commit(verdict)
-        if self.first.reads_pass:
+        if all(type(draft).commit is Draft.commit for draft in self.parts):
             return
-        n = max(self.sizes, default=0)
-        sizes = torch.tensor(self.sizes, device=verdict.on_path.device)
-        own = torch.arange(n + 1, device=sizes.device) <= sizes[:, None]
-        self.first.commit(Verdict(verdict.on_path[:, : n + 1] & own, verdict.next_probs))
+        judged = Judged(self.judged, verdict)
+        judged.tell(self.first, self.early)
+        judged.tell(self.then, None)
 
     def keep(self, rows: list[int]) -> None:
-        self.sizes = [self.sizes[row] for row in rows]
         self.first.keep(rows)
         self.inner.keep(rows)
 
     def rewind(self, context: Context, lengths: list[int]) -> None:
+        self.early = None
         self.first.rewind(context, lengths)
 
     def finish(self) -> None:
-        self.context = self.inner = None
+        self.context = self.inner = self.early = self.judged = None
         for draft in self.parts:
             draft.finish()
         super().finish()

@@ -1,4 +1,5 @@
-"""A draft inside another one: it has rows of its own, which may run ahead of what is committed, and streams of its own."""
+"""A draft inside another one: it has rows of its own, which may run ahead of what is committed, and streams of its own; and what it learns of
+a verdict on a pass whose nodes others have proposed, too."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from .. import compat
-from ..proposal import Proposal
+from ..proposal import Proposal, Verdict
 from .base import Context, Draft
 
 
@@ -47,6 +48,32 @@ class Inner:
     def keep(self, rows: list[int]) -> None:
         self.rows[:] = [self.rows[row] for row in rows]
         self.draft.keep(rows)
+
+
+class Judged:
+    """The verdict on a pass over `shown`: which tokens of each row were taken."""
+
+    def __init__(self, shown: Proposal, verdict: Verdict):
+        self.verdict = verdict
+        self.taken = [[token for token, on in zip(tokens, path[1:]) if on] for tokens, path in zip(shown.tokens.tolist(), verdict.on_path.tolist())]
+
+    def tell(self, draft: Draft, proposal: Proposal | None) -> None:
+        """Let the draft learn of the pass, if it `reads_pass`, or of its own proposal from the root, if it has made one."""
+        if draft.reads_pass:
+            draft.commit(self.verdict)
+        elif proposal is not None:
+            draft.commit(Verdict(self._on_path(proposal), self.verdict.next_probs))
+
+    def _on_path(self, proposal: Proposal) -> torch.Tensor:
+        """Bool [B, N+1]: which nodes of `proposal` lie on the tokens taken of their row."""
+        on_path = torch.zeros((len(self.taken), len(proposal.tree) + 1), dtype=torch.bool)
+        on_path[:, 0] = True
+        for b, (tokens, path) in enumerate(zip(proposal.tokens.tolist(), self.taken)):
+            last, depth = 0, 0
+            for node, parent in enumerate(proposal.tree.parents[: proposal.sizes[b]], start=1):
+                if parent == last and depth < len(path) and tokens[node - 1] == path[depth]:
+                    on_path[b, node], last, depth = True, node, depth + 1
+        return on_path.to(proposal.tokens.device)
 
 
 def refuse_encoder(model, role: str) -> None:

@@ -16,7 +16,7 @@ from ..proposal import Proposal, Verdict
 from ..tree import Tree
 from ..tree_shapes import DynamicTree
 from .base import Context
-from .features import Tap
+from .features import Tap, tapped
 from .one_pass import OnePassDraft
 
 
@@ -120,34 +120,45 @@ class MedusaDraft(OnePassDraft):
             raise ValueError(f"assistant_model: a {self.name} draft reads the states of a decoder-only target. Pass another draft with an "
                              f"encoder-decoder.")
         self.context, self.calls, self.forward_seconds = context, 0, 0.0
-        self.recent: list[torch.Tensor | None] = [None] * len(context.rows)  # of every row, the last states before the root
-        self.tap = None if context is self._stock else Tap(self.target, self.layers)  # stock decoding shows no states
+        self.recent: list[torch.Tensor | None] = [None] * len(context.rows)  # of every row, the last states of those that are known
+        self.known = [0] * len(context.rows)  # of every row, places whose states were there
+        self.tap = None if context is self._stock else tapped(self.target, self.layers, context)  # stock decoding shows no states
 
     # --- the target's states ------------------------------------------------------------------------------------------
 
     def observe(self, proposal: Proposal, logits: torch.Tensor) -> None:
         """The states of what was committed before; those of root and candidates wait for the verdict."""
-        *before, (states, starts) = [part for part in self.tap.take() if len(part[0]) == len(self.context.rows)]
+        *before, (states, starts) = self.tap.take(len(self.context.rows))
         for part, begin in before:
-            for b, (row, start) in enumerate(zip(self.context.rows, begin.tolist() * (len(part) // len(begin)))):
-                self._remember(b, part[b, : len(row) - 1 - start])
-        starts = starts.tolist() * (len(states) // len(starts))
+            for b, (row, start) in enumerate(zip(self.context.rows, begin)):
+                self._remember(b, start, part[b, : len(row) - 1 - start])
         self.judged = states, [len(row) - 1 - start for row, start in zip(self.context.rows, starts)]
 
     def commit(self, verdict: Verdict) -> None:
         states, roots = self.judged
         for b, (path, root) in enumerate(zip(verdict.on_path.tolist(), roots)):
-            nodes = [root + node for node, taken in enumerate(path) if taken]
-            self._remember(b, torch.cat([states[b, max(root - self.heads.window, 0) : root], states[b, nodes]]))
+            nodes, first = [root + node for node, taken in enumerate(path) if taken], max(root - self.heads.window, 0)
+            start = len(self.context.rows[b]) - 1 - root + first
+            self._remember(b, start, torch.cat([states[b, first:root], states[b, nodes]]))
 
-    def _remember(self, b: int, states: torch.Tensor) -> None:
-        old = self.recent[b]
-        self.recent[b] = (states if old is None else torch.cat([old, states]))[-self.heads.window:]
+    def _remember(self, b: int, start: int, states: torch.Tensor) -> None:
+        """The states of row b from place `start` on."""
+        self._forget(b, start)
+        old, gap = self.recent[b], start > self.known[b]
+        self.recent[b] = (states if old is None or gap else torch.cat([old, states]))[-self.heads.window:]
+        self.known[b] = start + len(states)
+
+    def _forget(self, b: int, start: int) -> None:
+        """What is known of row b from place `start` on."""
+        if self.known[b] > start:
+            left = self.recent[b][: max(len(self.recent[b]) - (self.known[b] - start), 0)]
+            self.recent[b], self.known[b] = left if len(left) else None, start
 
     # --- drafting -----------------------------------------------------------------------------------------------------
 
     def _ready(self) -> list[bool]:
-        return [states is not None for states in self.recent]
+        """A row whose last tokens the target has not read has to wait: the heads count from its last state."""
+        return [states is not None and known == len(row) - 1 for states, known, row in zip(self.recent, self.known, self.context.rows)]
 
     def _logits(self, context: Context, k: list[int]) -> torch.Tensor:
         known = [0 if states is None else len(states) for states in self.recent]
@@ -169,8 +180,12 @@ class MedusaDraft(OnePassDraft):
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
+    def rewind(self, context: Context, lengths: list[int]) -> None:
+        for b, length in enumerate(lengths):
+            self._forget(b, length)
+
     def keep(self, rows: list[int]) -> None:
-        self.recent = [self.recent[row] for row in rows]
+        self.recent, self.known = [self.recent[row] for row in rows], [self.known[row] for row in rows]
 
     def finish(self) -> None:
         if self.tap is not None:

@@ -11,6 +11,7 @@ from .base import Context, Draft
 from .choosing import Choose
 from .earning import PlannedSchedule
 from .growth import together
+from .inner import Judged
 from .merging import Merge
 
 MODES = ("merge", "choose")
@@ -35,6 +36,7 @@ class MixtureDraft(Draft):
 
     name = "mixture"
     trusted = True
+    reads_pass = True
 
     def __init__(self, drafts: Sequence[Draft | str] = ("suffix_automaton", "ngram_recycling"), mode: str = "merge", tokens: int = 5,
                  branches: int = 8):
@@ -89,6 +91,7 @@ class MixtureDraft(Draft):
         return proposal
 
     def observe(self, proposal: Proposal, logits: torch.Tensor) -> None:
+        self.judged = proposal
         for draft in self.parts:
             draft.observe(proposal, logits)
 
@@ -101,13 +104,9 @@ class MixtureDraft(Draft):
         """Every draft learns which nodes of the pass are on the accepted path, or which of its own, if it has proposed any."""
         if all(type(draft).commit is Draft.commit for draft in self.parts):
             return
-        paths = [[token for token, on in zip(tokens, path[1:]) if on] for tokens, path in
-                 zip(self.shown.tokens.tolist(), verdict.on_path.tolist())]
+        judged = Judged(self.judged, verdict)
         for draft, proposal in zip(self.parts, self.asked):
-            if draft.reads_pass:
-                draft.commit(verdict)
-            elif proposal is not None:
-                draft.commit(Verdict(_on_path(proposal, paths), verdict.next_probs))
+            judged.tell(draft, proposal)
 
     def keep(self, rows: list[int]) -> None:
         self.lengths = [self.lengths[row] for row in rows]
@@ -117,12 +116,12 @@ class MixtureDraft(Draft):
 
     def rewind(self, context: Context, lengths: list[int]) -> None:
         self.way.forget()
-        self.lengths = list(lengths)
+        self.lengths, self.asked = list(lengths), [None] * len(self.parts)
         for draft in self.parts:
             draft.rewind(context, lengths)
 
     def finish(self) -> None:
-        self.context = self.way = self.shown = None
+        self.context = self.way = self.shown = self.judged = None
         self.asked = []
         for draft in self.parts:
             draft.finish()
@@ -154,15 +153,3 @@ class MixtureDraft(Draft):
         """Stock assisted decoding shows its logits here; they follow the tokens of the last `get_candidates`."""
         if scores is not None:
             self.observe(self.shown, scores)
-
-
-def _on_path(proposal: Proposal, paths: list[list[int]]) -> torch.Tensor:
-    """Bool [B, N+1]: which nodes of `proposal` lie on the accepted tokens of their row."""
-    on_path = torch.zeros((len(paths), len(proposal.tree) + 1), dtype=torch.bool)
-    on_path[:, 0] = True
-    for b, (tokens, path) in enumerate(zip(proposal.tokens.tolist(), paths)):
-        last, depth = 0, 0
-        for node, parent in enumerate(proposal.tree.parents[: proposal.sizes[b]], start=1):
-            if parent == last and depth < len(path) and tokens[node - 1] == path[depth]:
-                on_path[b, node], last, depth = True, node, depth + 1
-    return on_path.to(proposal.tokens.device)
