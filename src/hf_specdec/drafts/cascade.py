@@ -19,6 +19,7 @@ from ..probe import check_batch
 from ..proposal import Proposal
 from .base import Context, Draft
 from .inner import Inner, chains, refuse_encoder
+from .vocabulary import fitted, readable
 
 
 class CascadeDraft(Draft):
@@ -99,15 +100,10 @@ class CascadeDraft(Draft):
 
     def _fit(self, logits: torch.Tensor) -> torch.Tensor:
         """The middle model's logits in the target's vocabulary: ids that it does not have are impossible."""
-        context = self.inner.context
-        missing, logits = context.vocab_size - logits.shape[-1], logits.to(context.device)
-        if missing > 0:
-            return torch.nn.functional.pad(logits.float(), (0, missing), value=-torch.inf)
-        return logits[..., : context.vocab_size]
+        return fitted(logits.to(self.inner.context.device), self.inner.context.vocab_size)
 
     def _known(self, rows: list[list[int]]) -> list[list[int]]:
-        last = self.traits.vocab_size - 1
-        return rows if last + 1 >= self.inner.context.vocab_size else [[min(token, last) for token in row] for row in rows]
+        return readable(rows, self.traits.vocab_size, self.inner.context.vocab_size)
 
     def _known_only(self, proposal: Proposal) -> Proposal:
         return Proposal(proposal.tree, proposal.tokens.clamp(max=self.traits.vocab_size - 1), None, proposal.sizes)

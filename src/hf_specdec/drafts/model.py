@@ -12,6 +12,7 @@ from ..probe import check_batch
 from ..proposal import Proposal, Verdict
 from ..seq2seq import Source
 from .base import Context, Draft
+from .vocabulary import fitted, readable
 
 
 class ModelDraft(Draft):
@@ -116,15 +117,11 @@ class ModelDraft(Draft):
         return self._common_vocabulary(logits.to(context.device), context)
 
     def _known(self, context: Context) -> list[list[int]]:
-        """The rows, with ids beyond the draft's own vocabulary replaced: a worse guess, not a wrong output."""
-        last = self.traits.vocab_size - 1
-        return context.rows if last + 1 >= context.vocab_size else [[min(token, last) for token in row] for row in context.rows]
+        return readable(context.rows, self.traits.vocab_size, context.vocab_size)
 
     def _common_vocabulary(self, logits: torch.Tensor, context: Context) -> torch.Tensor:
-        missing = context.vocab_size - logits.shape[-1]
-        if missing > 0 and (context.sampler.exact_scores or context.sampler.needs_prefix):
-            return torch.nn.functional.pad(logits.float(), (0, missing), value=-torch.inf)
-        return logits[..., : context.vocab_size]
+        whole = context.sampler.exact_scores or context.sampler.needs_prefix  # else fewer logits are no harm
+        return fitted(logits, context.vocab_size) if whole else logits[..., : context.vocab_size]
 
     def _prefix(self, context: Context, tokens: list[torch.Tensor], row: int) -> torch.Tensor:
         drafted = [int(step[row]) for step in tokens]

@@ -14,6 +14,7 @@ from ..proposal import MAX_NODES, Proposal
 from ..tree import Tree
 from ..tree_shapes import DynamicTree, branching, by_depth, rank_tree
 from .base import Context, Draft
+from .vocabulary import fitted
 
 
 class OnePassDraft(Draft):
@@ -51,7 +52,7 @@ class OnePassDraft(Draft):
             return Proposal.from_lists([[] for _ in k], context.device, self.name)
         logits = self._logits(context, k)
         if self.drawn and isinstance(self.shape, Tree) and self.shape.is_chain:
-            return self._chain(context, self._whole(logits, context.vocab_size), k)
+            return self._chain(context, fitted(logits, context.vocab_size, self.heads.ids), k)
         tree, tokens = self._surest(logits) if isinstance(self.shape, DynamicTree) else self._filled(logits, self.shape)
         sizes = [sum(depth <= own for depth in tree.depths[1:]) for own in k]
         return Proposal(tree, tokens, None, sizes, self.name)
@@ -74,13 +75,6 @@ class OnePassDraft(Draft):
             tokens.append(draw(laws[-1], context.noise(f"draft:{step}", 1)[:, 0]))
         sizes = [min(own, len(tokens)) for own in k]
         return Proposal.chain(torch.stack(tokens, 1), torch.stack(laws, 1) if laws else None, sizes, self.name)
-
-    def _whole(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
-        """[.., V] from [.., V']: a token that has no logit is never drawn."""
-        if self.heads.ids is None:
-            return logits[..., :vocab_size]
-        every = logits.new_full((*logits.shape[:-1], vocab_size), -torch.inf)
-        return every.index_copy_(-1, self.heads.ids.to(logits.device), logits)
 
     def _filled(self, logits: torch.Tensor, shape: Tree) -> tuple[Tree, torch.Tensor]:
         """The fixed shape: a node of depth d and sibling rank r is place d's r-th token."""

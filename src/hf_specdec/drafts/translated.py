@@ -13,6 +13,7 @@ from ..probe import check_batch
 from ..proposal import Proposal
 from .base import Context, Draft
 from .inner import chains, common, refuse_encoder
+from .vocabulary import fitted
 
 
 class TranslatedDraft(Draft):
@@ -84,8 +85,7 @@ class TranslatedDraft(Draft):
 
     def _law(self, context: Context, logits: torch.Tensor, drawn: list[torch.Tensor], k: list[int], step: int) -> torch.Tensor:
         """float [B, V of the target]: the draft's law, processors applied, over the shared tokens."""
-        scores = torch.full((len(k), 1, context.vocab_size), -torch.inf, device=context.device)
-        scores[..., self.ids[:, 0]] = logits[..., self.ids[:, 1]].float()
+        scores = fitted(logits[..., self.ids[:, 1]].float(), context.vocab_size, self.ids[:, 0])
 
         def prefix(b: int, _: int) -> torch.Tensor:
             return torch.tensor([context.rows[b] + [int(tokens[b]) for tokens in drawn]], device=context.device)
