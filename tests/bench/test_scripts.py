@@ -11,6 +11,14 @@ from pathlib import Path
 import pytest
 import typer
 
+from hf_specdec import loop
+from hf_specdec.bench.embedded import load_target
+from hf_specdec.drafts import earning
+from hf_specdec.training import build_drafter
+from hf_specdec.training.drafter import save
+
+from ..helpers import generated, perturbed, plain, prompts, speculate, tiny_llama
+
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -123,3 +131,32 @@ def test_the_batch_curve_compares_texts(target_folder, tmp_path):
     script("batch_curve").main(str(target_folder), [1, 2], max_new_tokens=6, repetitions=1, out=tmp_path / "curve.json")
     result = json.loads((tmp_path / "curve.json").read_text())["batches"]
     assert set(result) == {"1", "2"} and all(row["differ"] == 0 and row["ratios"][0] > 0 for row in result.values())
+
+
+def test_mixture_compares_both_ways_of_mixing_with_each_draft_alone(target_folder, tmp_path, monkeypatch, capsys):
+    for module in (loop, earning):
+        monkeypatch.setattr(module, "perf_counter", module.perf_counter)  # the script puts its clock there
+    target, mixture = load_target(target_folder)[0], script("mixture")
+    drafter = save(build_drafter(target, [1]), tmp_path / "drafter", "the test's target")
+    mixture.main(["--target", target_folder, "--drafter", str(drafter), "--weights", "float32", "--prompts", "chat", "--limit", "2", "--rate", "0.7",
+                  "--max-new-tokens", "10", "--repetitions", "2", "--out", str(tmp_path / "mixture.json")])
+    written = json.loads((tmp_path / "mixture.json").read_text())
+    assert written["settings"]["rate"] == "0.7" and len(written["records"]) == 2
+    for record in written["records"].values():
+        assert set(record["tokens_per_ms"]) == {mixture.PLAIN, *mixture.ARMS} and min(record["tokens_per_ms"].values()) > 0
+        assert record["category"] == "chat" and all(record["same_text"].values())
+    shown = capsys.readouterr().out
+    assert "SIMULATED at 0.7" in shown and "chat, mean" in shown and "5 of 5" in shown
+
+
+@pytest.mark.parametrize(("rate", "accepted"), [(1.0, 1.0), (0.0, 0.0)])
+def test_mixture_simulates_the_acceptance_that_it_is_asked_for(rate, accepted):
+    target, row, mixture = tiny_llama(3), prompts(9)[0], script("mixture")
+    answer = plain(target, [row], max_new_tokens=21)[0]
+    words = mixture.said(row, answer, rate, 3, target.config.vocab_size)
+    out = speculate(target, [row], mixture.SimulatedDraft(perturbed(target), words), 4, max_new_tokens=21)
+    assert generated(out, [row]) == [answer] and out.speculation.acceptance_rate == accepted and out.speculation.draft_calls > 4
+    some = mixture.said(row, list(range(1000)), 0.7, 0, 61)
+    assert 0.65 < sum(some[len(row) + i] == i for i in range(1000)) / 1000 < 0.75
+    record = {"tokens_per_ms": {"lookup": 2.0, "model": 4.0, "choose": 5.0, "merge": 1.0}}
+    assert (mixture.against_best(record, "choose"), mixture.against_best(record, "merge")) == (1.25, 0.25)

@@ -9,9 +9,10 @@ from typer.testing import CliRunner
 from hf_specdec import SpeculativeConfig, enable
 from hf_specdec.bench.arms import padded
 from hf_specdec.bench.embedded import load_target
-from hf_specdec.bench.tuning import Choice
+from hf_specdec.bench import measuring, terminal
+from hf_specdec.bench.tuning import Choice, Costs, Measured, Recorded, Replayed, choices
 from hf_specdec.cli import app
-from hf_specdec.commands.tune import config_of
+from hf_specdec.commands.tune import _confirmed, config_of
 from hf_specdec.tree import Tree
 
 from ..bench import conftest as saved
@@ -31,14 +32,23 @@ def continued(model, config, **options):
 
 @pytest.fixture(scope="module")
 def tuned(target_folder, draft_folder, tmp_path_factory):
-    out = tmp_path_factory.mktemp("tuned")
-    result = run("tune", target_folder, "--draft", draft_folder, "--prompts", "chat", "--limit", 2, "--max-new-tokens", 20, "--out", out, "--check")
+    out, counters = tmp_path_factory.mktemp("tuned"), []
+
+    class Kept(terminal.Counter):
+        def __init__(self, *args):
+            super().__init__(*args)
+            counters.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(terminal, "Counter", Kept)
+        result = run("tune", target_folder, "--draft", draft_folder, "--prompts", "chat", "--limit", 2, "--max-new-tokens", 20, "--out", out, "--check")
     assert result.exit_code == 0, result.output
-    return out, result
+    return out, result, counters
 
 
 def test_tune_prints_every_draft_and_writes_the_best(tuned, draft_folder):
-    out, result = tuned
+    out, result, counters = tuned
+    assert len(counters) >= 3 and all(counter.done == counter.total for counter in counters)
     for words in ("prompt_lookup", "suffix_automaton", "recycling", "ngram_recycling", "mixture", draft_folder[-20:], "K=8", "a pass over n tokens", "measured"):
         assert words in result.stdout
     report = json.loads((out / "tune.json").read_text())
@@ -56,6 +66,47 @@ def test_bench_shows_the_prediction_beside_what_it_measures(tuned, target_folder
     result = run("bench", target_folder, "--config", tuned[0], "--prompts", "chat", "--limit", 1, "--repetitions", 1, "--max-new-tokens", 12)
     assert result.exit_code == 0, result.output
     assert "ours tuned" in result.stdout and "tune predicted" in result.stdout and "measured: chat" in result.stdout
+
+
+def recorded(k: int, right: int, rounds: int = 10) -> Recorded:
+    """Rounds that propose k tokens, the first `right` of which are accepted."""
+    return Recorded(((k, tuple(range(1, right + 1))),) * rounds)
+
+
+COSTS = Costs((1, 65), (1.0, 1.64), 1.0)  # a token more costs 0.01
+
+
+def confirmed(monkeypatch, measured: list[Measured], real: dict[str, Recorded]) -> tuple[list[Choice], list]:
+    """What holds, and which (draft, options, k) was run, where a run of a draft brings `real`."""
+    asked = []
+
+    def record(model, draft, texts, k, step):
+        asked.append((draft.name, k))
+        step()
+        return measuring.Run(real[draft.name], 0.0, 0.0)
+
+    monkeypatch.setattr(measuring, "record", record)
+    return _confirmed(None, [None], measured, COSTS, choices(measured, COSTS)), asked
+
+
+def test_a_learning_draft_is_believed_at_the_width_that_it_was_run_at(monkeypatch):
+    lookup = Measured("lookup", "prompt_lookup", Replayed((((3, (1, 2, 3)),) * 12,)))  # 4 tokens a round of K = 3
+    learners = [Measured("recycling", "recycling", recorded(16, 12), most=16), Measured("mixture", "mixture", recorded(24, 20), most=24),
+                Measured("mixture", "mixture", recorded(64, 20), least=25)]
+    found, asked = confirmed(monkeypatch, [lookup, *learners], {"mixture": recorded(20, 1), "recycling": recorded(12, 8)})
+    assert asked == [("mixture", 20), ("recycling", 12)]  # each once, at its best K, the next best when the best has not held
+    assert found[0].label == "recycling" and found[0].k == 12 and found[0].tokens_per_second == pytest.approx(9 / COSTS.verify(13))
+    assert [choice.k for choice in found if choice.label == "mixture"] == [20] and found == sorted(found, key=lambda own: -own.tokens_per_second)
+    found, asked = confirmed(monkeypatch, [lookup, *learners], {"mixture": recorded(20, 0), "recycling": recorded(12, 0)})
+    assert found[0].label == "lookup" and len(asked) == 2
+
+
+def test_what_was_counted_or_is_no_gain_is_not_run_again(monkeypatch):
+    lookup = Measured("lookup", "prompt_lookup", Replayed((((8, tuple(range(1, 9))),) * 18,)))
+    assert confirmed(monkeypatch, [lookup, Measured("recycling", "recycling", recorded(4, 2), most=4)], {})[1] == []
+    assert confirmed(monkeypatch, [Measured("recycling", "recycling", recorded(4, 0), most=4)], {})[1] == []
+    loaded = Measured("some/heads", "medusa", recorded(4, 3), most=4)  # of a draft that was passed, the run at hand is the only one
+    assert confirmed(monkeypatch, [loaded], {})[1] == []
 
 
 CHOICES = [

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from hf_specdec.cached_model import CachedModel
-from hf_specdec.drafts import ModelDraft, ModelTreeDraft
+from hf_specdec.distributions import Sampler
+from hf_specdec.drafts import Context, ModelDraft, ModelTreeDraft
 from hf_specdec.tree import Tree
 from hf_specdec.tree_shapes import DynamicTree, best_tree
 from tests.conformance import law
@@ -83,6 +84,62 @@ def test_the_surest_nodes_of_all_levels_are_proposed():
         confidence.append(float(first[path[0]] if len(path) == 1 else second[path[0], path[1]]))
     best = torch.cat([first, second.flatten()]).topk(6).values
     assert torch.allclose(torch.tensor(sorted(confidence, reverse=True)), best, atol=1e-5)
+
+
+def test_the_chances_of_a_dynamic_tree_are_the_models_where_the_parent_is():
+    """What a mixture sizes its tree by: q of every node given its parent, row by row, also where the shape is the mean over the rows."""
+    target, rows = tiny_llama(3), ROWS[:2]
+    draft = perturbed(target, 0.2)
+    watching = Watching(draft, DynamicTree(nodes=7, width=3, branches=3))
+    speculate(target, rows, watching, 3, max_new_tokens=8)
+    checked = 0
+    for committed, found in [(rows, found) for rows, found in watching.proposals if len(found.tree)]:
+        assert found.chances.shape == found.tokens.shape
+        for b, row in enumerate(committed):
+            for node, parent in enumerate(found.tree.parents[: found.sizes[b]], start=1):
+                path = [int(found.tokens[b, step - 1]) for step in found.tree.path(parent)]
+                law = fresh_scores(draft, row + path).softmax(-1)
+                assert float(found.chances[b, node - 1]) == pytest.approx(float(law[found.tokens[b, node - 1]]), abs=1e-4)
+                checked += parent > 0
+    assert checked > 5
+
+
+@pytest.mark.parametrize(("rows", "tree", "tokens", "chances"), [
+    # q(5) = .6, q(6) = .3 first; after 5: q(7) = .5, q(8) = .4; after 6: q(7) = .9: the four surest paths are 5, 57, 6 (.3, as sure) and 67
+    ([[1]], (0, 0, 1, 2), [[5, 6, 7, 7]], [[0.6, 0.3, 0.5, 0.9]]),
+    # and of a second row, which says 7 and 8 of .5 and .4 first, then 9 (.8) after 7 and 9 (.2) after 8: ranks by the mean over the rows
+    ([[1], [2]], (0, 0, 1, 2), [[5, 6, 7, 7], [7, 8, 9, 9]], [[0.6, 0.3, 0.5, 0.9], [0.5, 0.4, 0.8, 0.2]]),
+])
+def test_chances_by_hand(rows, tree, tokens, chances):
+    says = {(1,): {5: 0.6, 6: 0.3, 3: 0.1}, (1, 5): {7: 0.5, 8: 0.4, 3: 0.1}, (1, 6): {7: 0.9, 8: 0.06, 3: 0.04},
+            (2,): {7: 0.5, 8: 0.4, 3: 0.1}, (2, 7): {9: 0.8, 1: 0.1, 3: 0.1}, (2, 8): {9: 0.2, 1: 0.1, 3: 0.09, **{token: 0.061 for token in range(20, 30)}}}
+
+    class Saying(ModelTreeDraft):
+        """Its model says what is written above."""
+
+        def _logits_after(self, paths):
+            law = torch.full((len(paths), len(paths[0]), 61), 1e-9)
+            for b, own in enumerate(paths):
+                for i, path in enumerate(own):
+                    for token, chance in says[path].items():
+                        law[b, i, token] = chance
+            return law.log()
+
+        def _scores(self, context, tokens, k, step):
+            return self._logits_after([[tuple(row)] for row in context.rows])
+
+        def _grow(self, new, tree, first, context):
+            self.drawn = new if first == 1 else torch.cat([self.drawn, new], dim=1)
+            places = range(first, first + new.shape[1])
+            return self._logits_after([[(*row, *(int(self.drawn[b, step - 1]) for step in tree.path(node))) for node in places]
+                                       for b, row in enumerate(context.rows)])
+
+    draft = Saying(tiny_llama(3), DynamicTree(nodes=4, width=2, branches=2))
+    context = Context(rows, 64, 61, torch.device("cpu"), Sampler.greedy(), None)
+    draft.start(context)
+    found = draft.propose(context, [2] * len(rows))
+    assert found.tree.parents == tree and found.tokens.tolist() == tokens
+    torch.testing.assert_close(found.chances, torch.tensor(chances), atol=1e-4, rtol=1e-4)
 
 
 def test_the_model_passes_once_per_level_and_reuses_the_accepted_path():

@@ -58,7 +58,7 @@ def read_answers(model, prompts: Iterable[list[int]], max_new_tokens: int, step:
     texts = []
     for prompt in prompts:
         answer, seconds = decoding_seconds(model, prompt, max_new_tokens)
-        step("plain generate")
+        step()
         if len(answer) > 1:
             texts.append(Text(prompt, answer, seconds))
     if not texts:

@@ -70,10 +70,11 @@ def _measure(model, prompts: list[list[int]], drafts: dict, max_new_tokens: int)
     vocab = model.get_output_embeddings().weight.shape[0]
     for ids in prompts:
         _check_length(model, ids, max_new_tokens)
-    total = len(prompts) * (2 + 1 + 3 + len(measure.LEARNERS) + len(drafts)) + measure.REPETITIONS * len(measure.WIDTHS)
-    with counting("Tuning:", total) as step:
+    with counting("Reading the target's answers:", len(prompts)) as step:
         measure.timed(model, prompts[0], 4)  # the first call is a slow one
         texts = measure.read_answers(model, prompts, max_new_tokens, step)
+    total = len(texts) * (2 + 3 + len(measure.LEARNERS) + len(drafts)) + measure.REPETITIONS * len(measure.WIDTHS)
+    with counting("Tuning:", total) as step:
         rest = measure.record(model, PromptLookupDraft(), texts, 8, step).rest
         costs = measure.measure_costs(model, texts, rest, step)
         measured = measure.measure_lookups(texts, vocab, step) + measure.measure_learners(model, texts, rest, step)
@@ -90,14 +91,14 @@ def _confirmed(model, texts, measured, costs, found: list) -> list:
     from ..registry import DRAFTS, load
 
     sure = set()
-    with counting("Confirming:", len(texts) * len(measure.LEARNERS)) as step:
-        while found[0].speedup > 1 and found[0].label not in sure:
-            best = found[0]
-            sure.add(best.label)
-            if any(one.label == best.label and isinstance(one.table, Recorded) and one.draft in BUILT_IN for one in measured):
+    while found[0].speedup > 1 and found[0].label not in sure:
+        best = found[0]
+        sure.add(best.label)
+        if any(one.label == best.label and isinstance(one.table, Recorded) and one.draft in BUILT_IN for one in measured):
+            with counting("Confirming:", len(texts)) as step:
                 run = measure.record(model, load(DRAFTS, best.draft, "draft")(**best.options), texts, best.k, step)
-                real = measure.Measured(best.label, best.draft, run.table, run.per_token, max(run.rest - costs.rest, 0.0), best.options, None, best.k, best.k)
-                found = sorted([*choices([real], costs), *(own for own in found if own.label != best.label)], key=lambda own: -own.tokens_per_second)
+            real = measure.Measured(best.label, best.draft, run.table, run.per_token, max(run.rest - costs.rest, 0.0), best.options, None, best.k, best.k)
+            found = sorted([*choices([real], costs), *(own for own in found if own.label != best.label)], key=lambda own: -own.tokens_per_second)
     return found
 
 
