@@ -6,6 +6,7 @@ from typer.testing import CliRunner
 from hf_specdec.cli import app
 
 from .bench import conftest as saved
+from .helpers import word_tokenizer
 
 target_folder, draft_folder = saved.target_folder, saved.draft_folder
 
@@ -150,14 +151,34 @@ def test_unknown_commands_and_options_are_refused_by_the_parser(arguments):
     assert run(*arguments).exit_code == 2
 
 
-def test_a_draft_with_another_tokenizer_is_refused(target_folder, tmp_path):
+def test_a_draft_with_another_tokenizer_is_translated(target_folder, tmp_path):
+    plain = json.loads(run("generate", target_folder, "--prompt", "abc", "--max-new-tokens", 8, "--json").stdout)
     other = saved.byte_tokenizer()
     other.add_tokens([f"<extra_{i}>" for i in range(100)])
-    saved.tiny_model(1).save_pretrained(tmp_path)
-    assert run("generate", target_folder, "--prompt", "abc", "--draft", tmp_path, "--max-new-tokens", 4).exit_code == 0
+    saved.tiny_model(0).save_pretrained(tmp_path)  # the target's own weights: its guesses are right once they are translated
+    asked = ("generate", target_folder, "--prompt", "abc", "--draft", tmp_path, "--max-new-tokens", 8, "--json", "--k", 3)
+    result = run(*asked)
+    assert result.exit_code == 0 and "translated" not in result.stderr
     other.save_pretrained(tmp_path)
+    result = run(*asked)
+    assert result.exit_code == 0 and "its tokenizer is not the target's" in result.stderr
+    found = json.loads(result.stdout)
+    assert found["tokens"] == plain["tokens"]
+    assert {entry["source"] for entries in found["speculation"]["rounds"] for entry in entries if entry["proposed"]} == {"translated"}
+    result = run("bench", target_folder, "--draft", tmp_path, "--prompts", "chat", "--limit", 1, "--repetitions", 1, "--max-new-tokens", 4)
+    assert result.exit_code == 0 and "ours translated" in result.stdout and "stock draft model" not in result.stdout
+
+
+def test_a_draft_whose_tokenizer_shares_nothing_is_refused(target_folder, tmp_path):
+    saved.tiny_model(1).save_pretrained(tmp_path)
+    word_tokenizer(range(200)).save_pretrained(tmp_path)
     result = run("generate", target_folder, "--prompt", "abc", "--draft", tmp_path)
-    assert result.exit_code == 2 and "its tokenizer is not the target's" in result.stderr
+    assert result.exit_code == 2 and "shares no token with tokenizer" in result.stderr
+
+
+def test_bench_takes_drafts_that_stock_generation_does_not_know(target_folder):
+    result = run("bench", target_folder, "--draft", "uniform", "--prompts", "chat", "--limit", 1, "--repetitions", 1, "--max-new-tokens", 4)
+    assert result.exit_code == 0 and "ours uniform" in result.stdout and "stock draft model" not in result.stdout
 
 
 def test_verify_explains_forks_of_a_16_bit_target(target_folder, draft_folder):

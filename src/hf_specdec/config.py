@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from .draft_stop import CHOICES
-from .registry import ACCEPTANCE, DRAFTS
+from .registry import ACCEPTANCE, DRAFTS, shipped
 
 CONFIG_NAME = "speculative_config.json"
 MAX_ASSISTANT_TOKENS = 64
-WITH_WEIGHTS = ("model", "model_tree", "ngram")
+WITH_WEIGHTS = ("model", "model_tree", "ngram", "feature", "feature_tree", "medusa", "parallel", "pass")
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,8 @@ class SpeculativeConfig:
 
     num_assistant_tokens: K, the tokens drafted per round, 1..64, or "auto" (default): chosen every round from the measured
         acceptance and cost, 0 where speculation does not pay.
-    draft: the registered draft used when no `assistant_model` is passed (default "prompt_lookup").
+    draft: the draft used when no `assistant_model` is passed: a registered one (default "prompt_lookup"), or a drafter, by the name of one that
+        comes with the package ("smollm2_drafter") or by the folder that `hf-specdec train` has written.
     acceptance: "auto" (default: "greedy" without `do_sample`, "speculative_sampling" with it) or a registered rule.
     lenience: l of Leviathan et al. 2023, A.5, in (0, 1]; 1.0 (default) is exact. Below 1 no token is committed with a
         probability above p(x) / l when sampling, and p(x) >= l * max p counts as the argmax when greedy.
@@ -38,8 +39,10 @@ class SpeculativeConfig:
         (default 0.09, 0.3, 0.3).
     record_probs: whether the trace keeps p and q of every committed and every rejected token (default False).
     draft_options: keyword arguments of that draft, as JSON has them, such as {"branches": 4}; the draft checks them.
-    draft_source: the folder, file or hub id of a draft that has weights ("model", "model_tree", "ngram"), which is loaded where no
-        `assistant_model` is passed: safetensors only, no code, the last one is kept.
+    draft_source: the folder, file or hub id of a draft that has weights ("model", "model_tree", "ngram"), or a drafter as in `draft` ("feature",
+        "feature_tree", "medusa", "parallel", "pass", or "model", "model_tree"), which is loaded where no `assistant_model` is passed:
+        safetensors only, no code. The last model is kept; a drafter is read in every call, so load it once (`training.load_drafter`) and pass it
+        where a tenth of a second counts.
     compile: whether passes are compiled (`torch.compile`) over fixed shapes, the target's and a draft model's (default False). The
         first pass of a shape then takes a while: `hf_specdec.warmup` has it done before. A model that does not compile runs as it is, with one
         warning while it lives.
@@ -69,8 +72,9 @@ class SpeculativeConfig:
         if self.num_assistant_tokens != "auto":
             _check_count("num_assistant_tokens", self.num_assistant_tokens, ' or "auto"')
         _check_count("max_auto_tokens", self.max_auto_tokens)
-        if not isinstance(self.draft, str) or self.draft not in DRAFTS:
-            raise ValueError(f"draft={self.draft!r} is not known; choose one of {sorted(DRAFTS)}, or pass the draft as assistant_model.")
+        if not isinstance(self.draft, str) or self.draft not in DRAFTS and not _is_drafter(self.draft):
+            raise ValueError(f"draft={self.draft!r} is not known; choose one of {sorted(DRAFTS)}, a drafter ({shipped()}, or the folder of one), or pass "
+                             f"the draft as assistant_model.")
         if not isinstance(self.acceptance, str) or self.acceptance not in ("auto", *ACCEPTANCE):
             raise ValueError(f"acceptance={self.acceptance!r} is not known; choose one of {['auto', *sorted(ACCEPTANCE)]}.")
         _check_fraction("lenience", self.lenience, "; 1.0 keeps the output exact")
@@ -151,6 +155,10 @@ def _check_fraction(name: str, value: Any, also: str = "") -> None:
         raise ValueError(f"{name}={value!r} must be a number in (0, 1]{also}.")
 
 
+def _is_drafter(name: str) -> bool:
+    return bool(name) and (name in shipped() or (Path(name) / "drafter.json").is_file())
+
+
 def _check_draft(draft: str, options: Any, source: Any) -> None:
     try:
         plain = isinstance(options, dict) and all(isinstance(name, str) for name in options) and json.dumps(options, allow_nan=False)
@@ -162,5 +170,7 @@ def _check_draft(draft: str, options: Any, source: Any) -> None:
         return
     if not isinstance(source, str) or not source:
         raise ValueError(f"draft_source={source!r} must be a folder, a file or a hub id, or None.")
+    if draft not in DRAFTS:
+        raise ValueError(f"draft_source={source!r}: draft={draft!r} is a drafter, which says already what is loaded. Leave draft_source out.")
     if draft not in WITH_WEIGHTS:
         raise ValueError(f"draft_source={source!r}: draft={draft!r} has no weights to load; those that do are {list(WITH_WEIGHTS)}.")

@@ -22,6 +22,7 @@ from .beam import BeamCall
 from .call import Call
 from .config import SpeculativeConfig
 from .drafts.base import Draft
+from .loading import as_draft, loaded, source_of
 from .trace import SpeculationTrace
 
 _OPTIONS = ("num_assistant_tokens", "lenience", "acceptance")
@@ -96,7 +97,8 @@ def _generate(model, stock, *args, speculative=None, assistant_model=None, **kwa
     if kwargs.pop("custom_generate", None) is not None:
         raise ValueError("custom_generate cannot be combined with speculative=; pass custom_generate=SpeculativeDecoder(...) alone.")
     check_arguments(kwargs)
-    decoder = SpeculativeDecoder(_loaded(config, model) if assistant_model is None else assistant_model, config, **bound)
+    decoder = SpeculativeDecoder(assistant_model, config, **bound)
+    decoder.load(model)
     decoder.put_prompt, decoder.cache_is_given = True, kwargs.get("past_key_values") is not None
     with decoder.stop_strings_taken_over(compat.unwrap(model), kwargs) as kwargs:
         output = stock(custom_generate=decoder, **kwargs)
@@ -128,12 +130,27 @@ class SpeculativeDecoder:
     def __init__(self, draft: PreTrainedModel | Draft | None = None, config: SpeculativeConfig | dict | None = None, *,
                  streamer=None, tokenizer=None, assistant_tokenizer=None, stop_strings=None):
         self.config = SpeculativeConfig.resolve(config)
-        self.draft = _as_draft(_translated(draft, self.config, tokenizer, assistant_tokenizer), self.config)
-        self.streamer, self.tokenizer, self.stop_strings = streamer, tokenizer, stop_strings
+        self.streamer, self.tokenizer, self.stop_strings, self.assistant_tokenizer = streamer, tokenizer, stop_strings, assistant_tokenizer
+        self.draft: Draft | None = None  # until there is a target to load it for
+        if draft is not None or source_of(self.config) is None:
+            self._take(draft)
         self.put_prompt = self.cache_is_given = False
         self.trace: SpeculationTrace | None = None
         if stop_strings is not None and tokenizer is None:
             raise ValueError("stop_strings needs tokenizer=, the target's tokenizer, beside it.")
+
+    def _take(self, draft: PreTrainedModel | Draft | None) -> None:
+        self.draft = as_draft(_translated(draft, self.config, self.tokenizer, self.assistant_tokenizer), self.config)
+
+    def load(self, model: PreTrainedModel) -> None:
+        """Load what the config names, for the target `model`, if no draft was passed."""
+        if self.draft is not None:
+            return
+        found = loaded(self.config, model)
+        if isinstance(found, Draft):
+            self.draft = found
+        else:
+            self._take(found)
 
     @contextmanager
     def stop_strings_taken_over(self, model: PreTrainedModel, kwargs: dict[str, Any]):
@@ -159,6 +176,7 @@ class SpeculativeDecoder:
     def __call__(self, model, input_ids, logits_processor, stopping_criteria, generation_config, inputs_tensor=None, **model_kwargs):
         """What transformers calls after it has prepared inputs, processors and criteria. Returns int64 [B, P + new], or a
         `SpeculativeOutput` with `return_dict_in_generate=True`."""
+        self.load(model)
         beams = (generation_config.num_beams or 1) > 1
         call = (BeamCall if beams else Call)(self, model, input_ids, logits_processor, generation_config, inputs_tensor, model_kwargs)
         criteria = type(stopping_criteria)(c for c in stopping_criteria if beams or not isinstance(c, MaxLengthCriteria))
@@ -176,49 +194,6 @@ def _without_stop_strings(config: GenerationConfig) -> GenerationConfig:
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------
-
-
-_OF_A_MODEL = ("model", "model_tree")
-
-
-def _as_draft(draft: Any, config: SpeculativeConfig) -> Draft:
-    """The draft that was passed, or a model in the draft that the config names, or the config's own draft."""
-    used = draft is None or not isinstance(draft, Draft) and config.draft in _OF_A_MODEL
-    if config.draft_options and not used:
-        raise ValueError(f"draft_options={config.draft_options!r} are those of draft={config.draft!r}, which assistant_model replaces. Drop one of them.")
-    if isinstance(draft, Draft):
-        return draft
-    if draft is not None and not isinstance(compat.unwrap(draft), PreTrainedModel):
-        raise TypeError(f"assistant_model: expected a transformers model or a hf_specdec Draft, got {type(draft).__name__}.")
-    made = registry.load(registry.DRAFTS, config.draft if used else "model", "draft")
-    known = inspect.signature(made).parameters
-    unknown = [name for name in config.draft_options if name not in known]
-    if unknown:
-        raise ValueError(f"draft_options: {made.__name__} has no {unknown[0]!r}; it has {sorted(known)}.")
-    try:
-        return made(*([] if draft is None else [draft]), **config.draft_options)
-    except TypeError as error:
-        raise ValueError(f"draft={config.draft!r} has to be made first: pass assistant_model={made.__name__}(...).") from error
-
-
-def _loaded(config: SpeculativeConfig, model: PreTrainedModel) -> PreTrainedModel | Draft | None:
-    """What the config's `draft_source` holds; a model in the target's dtype and on its device."""
-    if config.draft_source is None:
-        return None
-    if config.draft == "ngram":
-        return registry.load(registry.DRAFTS, "ngram", "draft").load(config.draft_source)
-    return _model(config.draft_source, model.dtype, model.device)
-
-
-@lru_cache(maxsize=1)
-def _model(source: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM
-
-    try:
-        return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, use_safetensors=True).to(device).eval()
-    except (OSError, ValueError) as error:
-        raise ValueError(f"draft_source={source!r} is no transformers checkpoint with safetensors ({str(error).splitlines()[0]}). Load the draft yourself (a "
-                         f"drafter with hf_specdec.training.load_drafter) and pass it as assistant_model.") from error
 
 
 def _translated(draft: Any, config: SpeculativeConfig, tokenizer, assistant_tokenizer) -> Any:

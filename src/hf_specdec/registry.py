@@ -7,6 +7,7 @@ table can be asked for by name.
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 
 DRAFTS = {
     "cascade": "drafts.cascade:CascadeDraft",
@@ -42,9 +43,22 @@ ACCEPTANCE = {
     "typical": "acceptance.typical:TypicalAcceptance",
 }
 
+# functions of a package that the core does not import, for weights that a config names
+LOADERS = {
+    "drafter": "training.drafter:load",
+    "is_drafter": "training.drafter:is_drafter",
+}
+
+SHIPPED = Path(__file__).parent / "training" / "shipped"  # drafters that come with the package
+
+
+def shipped() -> list[str]:
+    """Names of the drafters that come with the package."""
+    return sorted(path.parent.name for path in SHIPPED.glob("*/drafter.json"))
+
 
 def load(table: dict[str, str], name: str, argument: str):
-    """The class registered under `name`; ValueError naming `argument` and the known names otherwise."""
+    """The class or function registered under `name`; ValueError naming `argument` and the known names otherwise."""
     if name not in table:
         raise ValueError(f"{argument}={name!r} is not known; choose one of {sorted(table)}.")
     module, _, attribute = table[name].partition(":")

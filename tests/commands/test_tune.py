@@ -156,7 +156,7 @@ def test_where_nothing_pays_the_config_leaves_k_to_the_loop():
     ({"draft_options": [1]}, "draft_options="),
     ({"draft_options": {"min_match": {1, 2}}}, "draft_options="),
     ({"draft_source": "somewhere"}, "draft='prompt_lookup' has no weights"),
-    ({"draft": "model", "draft_source": "no/such/draft"}, "draft_source='no/such/draft' is no transformers checkpoint"),
+    ({"draft": "model", "draft_source": "no/such/draft"}, "draft_source='no/such/draft' is no drafter and no transformers checkpoint"),
     ({"draft": "model", "draft_source": 3}, "draft_source=3"),
     ({"predicted_speedup": -1.0}, "predicted_speedup=-1.0"),
 ])

@@ -37,3 +37,5 @@ def test_it_drafts_for_the_embedded_model_and_changes_nothing(name):
                                              return_dict_in_generate=True)
     assert torch.equal(out.sequences, target.generate(**inputs, **settings))
     assert out.speculation.block_efficiency > 1.2
+    named = target.generate(**inputs, **settings, speculative={"num_assistant_tokens": 3, "draft": name}, return_dict_in_generate=True)
+    assert torch.equal(named.sequences, out.sequences) and named.speculation.accepted == out.speculation.accepted

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..drafts import Draft
 from ..trace import SpeculationTrace
 
 PLAIN = "plain generate"
@@ -72,7 +73,8 @@ def generate_arm(name: str, model, draft=None, k: int | None = None, max_batch: 
 
 
 def standard_arms(model, draft=None, k: int | str = "auto", stock_k: int = 5, lookup_k: int = 10) -> list[Arm]:
-    """Plain generate; stock assisted generation by lookup and by draft model; ours by lookup and by draft model.
+    """Plain generate; stock assisted generation by lookup and by draft model; ours by lookup and by draft model. A `Draft`, which stock
+    generation does not know, is ours alone.
 
     k: ours. With a number, the stock arm with a draft model drafts the same number; with "auto" it drafts `stock_k`.
     """
@@ -83,10 +85,18 @@ def standard_arms(model, draft=None, k: int | str = "auto", stock_k: int = 5, lo
         generate_arm("stock lookup", model, k=fixed or lookup_k, max_batch=1, prompt_lookup_num_tokens=fixed or lookup_k),
         generate_arm("ours lookup", model, k=fixed, **ours),
     ]
-    if draft is not None:
+    if isinstance(draft, Draft):
+        arms.append(generate_arm(f"ours {draft.name}", model, model_of(draft), fixed, assistant_model=draft, **ours))
+    elif draft is not None:
         arms.insert(2, _stock_draft_arm(model, draft, fixed or stock_k))
         arms.append(generate_arm("ours draft model", model, draft, fixed, assistant_model=draft, **ours))
     return arms
+
+
+def model_of(draft) -> torch.nn.Module | None:
+    """The model whose forwards are those of the draft, if it has one."""
+    own = draft if isinstance(draft, torch.nn.Module) else getattr(draft, "model", None)
+    return own if isinstance(own, torch.nn.Module) else None
 
 
 def _stock_draft_arm(model, draft, k: int) -> Arm:

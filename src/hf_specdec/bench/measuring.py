@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from ..cached_model import CachedModel
+from ..config import WITH_WEIGHTS
 from ..distributions import Sampler
 from ..drafts import Context, Draft
 from ..proposal import Proposal
@@ -240,7 +241,7 @@ def measure_draft(model, name: str, draft, texts: list[Text], vocab_size: int, s
         return Measured(name, "ngram", table, 0.0, seconds, {}, name)
     if isinstance(draft, Draft):
         run = record(model, draft, texts, 16, step)
-        return Measured(name, draft.name, run.table, run.per_token, 0.0, {}, None, 1, 16)
+        return Measured(name, draft.name, run.table, run.per_token, 0.0, {}, name if draft.name in WITH_WEIGHTS else None, 1, 16)
     run = record(model, ModelDraft(draft), texts[:2], 6, lambda *_: None)
     return Measured(name, "model", ranks_of(draft, texts, step), run.per_token, 0.0, {}, name)
 

@@ -30,7 +30,7 @@ def bench(
     import torch
 
     from .. import SpeculativeConfig, enable
-    from ..bench.arms import generate_arm, standard_arms
+    from ..bench.arms import standard_arms
     from ..bench.embedded import load_target
     from ..bench.meter import CLOCKS
     from ..bench.prompts import load_prompts
@@ -49,8 +49,7 @@ def bench(
     model, tokenizer = load_target(target, dtype)
     arms = standard_arms(enable(model), load_draft(draft, dtype, model, tokenizer), parse_k(k))
     if tuned is not None:
-        assistant = load_draft(tuned.draft_source, dtype, model, tokenizer)
-        arms.append(generate_arm(TUNED, model, assistant, None, speculative=tuned, assistant_model=assistant))
+        arms.append(_tuned_arm(model, tuned))
     with counting("Measuring", plan(chosen, arms, batch, repetitions)) as step:
         report = run_benchmark(
             model,
@@ -72,6 +71,18 @@ def bench(
         save_json(report, out / "bench.json")
         save_plot(report, out / "bench.png")
         console.print(f"Written: {out / 'bench.json'}, {out / 'bench.png'}", markup=False)
+
+
+def _tuned_arm(model, tuned):
+    """What `tune` has written, its draft loaded beforehand."""
+    from dataclasses import replace
+
+    from .. import SpeculativeDecoder
+    from ..bench.arms import generate_arm, model_of
+
+    decoder = SpeculativeDecoder(config=tuned)
+    decoder.load(model)
+    return generate_arm(TUNED, model, model_of(decoder.draft), None, speculative=replace(tuned, draft_options={}), assistant_model=decoder.draft)
 
 
 def _print_prediction(report: dict, tuned, console: Console) -> None:

@@ -47,7 +47,8 @@ def apply_mx(model, format: str | None):
 
 
 def load_draft(name: str | None, dtype: str, model, tokenizer):
-    """What goes into `assistant_model`: None for prompt lookup (the default), else a draft or a model by name or path."""
+    """What goes into `assistant_model`: None for prompt lookup (the default), else a draft or a model by name or path; a model with another
+    tokenizer as a draft that translates."""
     if name is None or name == "prompt_lookup":
         return None
     from ..bench.embedded import load_model
@@ -61,13 +62,11 @@ def load_draft(name: str | None, dtype: str, model, tokenizer):
 
     if is_drafter(name):
         return load(name, model)
-    draft = load_model(name, dtype, model.device)
-    _check_tokenizer(name, draft, tokenizer)
-    return draft
+    return _translated(name, load_model(name, dtype, model.device), tokenizer)
 
 
-def _check_tokenizer(name: str, draft, tokenizer) -> None:
-    """ValueError if the draft comes with a tokenizer and it is not the target's; many drafts come without one."""
+def _translated(name: str, draft, tokenizer):
+    """The draft model, or a `TranslatedDraft` if it comes with a tokenizer that is not the target's; many drafts come without one."""
     from transformers import AutoTokenizer
 
     from .. import SpeculativeDecoder
@@ -75,10 +74,12 @@ def _check_tokenizer(name: str, draft, tokenizer) -> None:
     try:
         own = AutoTokenizer.from_pretrained(name)
     except (ValueError, OSError):
-        return
-    if SpeculativeDecoder(draft, tokenizer=tokenizer, assistant_tokenizer=own).draft.name == "translated":
-        raise ValueError(f"--draft {name}: its tokenizer is not the target's. Take a draft with the same one, or use Python, where generate(assistant_model=, "
-                         f"tokenizer=, assistant_tokenizer=) translates.")
+        return draft
+    made = SpeculativeDecoder(draft, tokenizer=tokenizer, assistant_tokenizer=own).draft
+    if made.name != "translated":
+        return draft
+    typer.echo(f"{PROGRAM}: --draft {name}: its tokenizer is not the target's, so that what it writes is translated.", err=True)
+    return made
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:

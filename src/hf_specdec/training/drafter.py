@@ -25,9 +25,9 @@ from ..mx.formats import BLOCK, get_format
 from ..mx.linear import MXLinear
 from ..mx.packed import quantize
 from ..mx.swap import replace
+from ..registry import SHIPPED, shipped
 
 FORMAT = "hf_specdec drafter 1"
-SHIPPED = Path(__file__).parent / "shipped"  # drafters that come with the package
 PROBES = 8  # embedding entries by which a target is known again
 
 
@@ -126,11 +126,6 @@ def _write(folder: Path, tensors: dict[str, torch.Tensor], embedding: torch.Tens
     save_file(tensors, folder / "model.partial", metadata={"format": FORMAT})
     os.replace(folder / "model.partial", folder / "model.safetensors")
     return folder
-
-
-def shipped() -> list[str]:
-    """Names of the drafters that come with the package."""
-    return sorted(path.parent.name for path in SHIPPED.glob("*/drafter.json"))
 
 
 def is_drafter(name: str | Path) -> bool:

@@ -1,0 +1,85 @@
+"""The draft of a call: the one that was passed, or what a config names by `draft` and `draft_source`, read from disk where it has weights."""
+
+from __future__ import annotations
+
+import inspect
+from functools import lru_cache
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from . import compat
+from .config import SpeculativeConfig
+from .drafts.base import Draft
+from .registry import DRAFTS, LOADERS, load
+
+OF_A_MODEL = ("model", "model_tree")
+ALSO = {"feature": ("feature_tree",)}  # what else a drafter's weights may be put into
+
+
+def as_draft(draft: Any, config: SpeculativeConfig) -> Draft:
+    """The draft that was passed, or a model in the draft that the config names, or the config's own draft."""
+    used = draft is None or not isinstance(draft, Draft) and config.draft in OF_A_MODEL
+    if config.draft_options and not used:
+        raise ValueError(f"draft_options={config.draft_options!r} are those of draft={config.draft!r}, which assistant_model replaces. Drop one of them.")
+    if isinstance(draft, Draft):
+        return draft
+    if draft is not None and not isinstance(compat.unwrap(draft), PreTrainedModel):
+        raise TypeError(f"assistant_model: expected a transformers model or a hf_specdec Draft, got {type(draft).__name__}.")
+    return _made(config.draft if used else "model", config, *([] if draft is None else [draft]))
+
+
+def _made(name: str, config: SpeculativeConfig, *parts: Any) -> Draft:
+    made = load(DRAFTS, name, "draft")
+    known = inspect.signature(made).parameters
+    unknown = [name for name in config.draft_options if name not in known]
+    if unknown:
+        raise ValueError(f"draft_options: {made.__name__} has no {unknown[0]!r}; it has {sorted(known)}.")
+    try:
+        return made(*parts, **config.draft_options)
+    except TypeError as error:
+        raise ValueError(f"draft={config.draft!r} has to be made first: pass assistant_model={made.__name__}(...).") from error
+
+
+def source_of(config: SpeculativeConfig) -> str | None:
+    """Where the config's draft has its weights: a file, a folder, a hub id, or a drafter's name; None where it has none."""
+    return config.draft_source or (None if config.draft in DRAFTS else config.draft)
+
+
+def loaded(config: SpeculativeConfig, target: PreTrainedModel) -> PreTrainedModel | Draft:
+    """What `source_of(config)` holds: a model, in the target's dtype and on its device, or a whole draft, with the config's `draft_options`.
+
+    A checkpoint is kept until another one is asked for; a drafter, which has the target's own embedding inside, is read again in every call.
+    Raises ValueError naming the argument if the source cannot be read, if the target is not the one of the drafter, or if `draft` is another kind.
+    """
+    source, argument = source_of(config), "draft_source" if config.draft_source else "draft"
+    if config.draft == "ngram":
+        return load(DRAFTS, "ngram", "draft").load(source)
+    if not load(LOADERS, "is_drafter", argument)(source):
+        if config.draft not in OF_A_MODEL:
+            raise ValueError(f"{argument}={source!r} holds no drafter, which draft={config.draft!r} is made of. Name one, or pass the draft as assistant_model.")
+        return _model(source, target.dtype, target.device)
+    try:
+        found = load(LOADERS, "drafter", argument)(source, compat.unwrap(target))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{argument}={source!r}: {error}") from error
+    held = found.name if isinstance(found, Draft) else "model"
+    wanted = config.draft if config.draft in DRAFTS else held
+    fits = (held, *ALSO.get(held, ())) if isinstance(found, Draft) else OF_A_MODEL
+    if wanted not in fits:
+        raise ValueError(f"draft={config.draft!r}: {source!r} is a drafter for draft={held!r}. Say that, or draft={source!r} without draft_source.")
+    if not isinstance(found, Draft):
+        return found
+    return _made(wanted, config, getattr(found, "heads", None) or found.model, found.target) if config.draft_options or wanted != held else found
+
+
+@lru_cache(maxsize=1)
+def _model(source: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, use_safetensors=True).to(device).eval()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"draft_source={source!r} is no drafter and no transformers checkpoint with safetensors ({str(error).splitlines()[0]}). Load the "
+                         f"draft yourself and pass it as assistant_model.") from error

@@ -1,0 +1,88 @@
+"""Drafters that a config names: by folder or by the name of one that comes with the package, as `draft` or as `draft_source`."""
+
+from __future__ import annotations
+
+import pytest
+
+import hf_specdec
+from hf_specdec import SpeculativeConfig, registry
+from hf_specdec.training import build_drafter, drafter
+from hf_specdec.training.heads import save as save_heads
+from tests.conformance.builders import feature_drafter, medusa_heads
+from tests.helpers import assert_unchanged, generated, new_tokens, padded, plain, prompts, snapshot, speculate, tiny_llama
+
+ROWS = prompts(9, 5)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """kind of draft -> the folder of a drafter for tiny_llama(3)."""
+    target = tiny_llama(3)
+    made = {name: tmp_path_factory.mktemp(name) for name in ("model", "feature", "medusa")}
+    drafter.save(build_drafter(target, [1]), made["model"], "the test's target")
+    drafter.save(feature_drafter(target), made["feature"], "the test's target")
+    save_heads(medusa_heads(target), target.get_input_embeddings().weight, made["medusa"], "the test's target")
+    return {name: str(folder) for name, folder in made.items()}
+
+
+def sources(out) -> set[str]:
+    return {entry.source for entries in out.speculation.rounds for entry in entries if entry.proposed}
+
+
+@pytest.mark.parametrize("as_draft", [True, False], ids=["draft", "draft_source"])
+@pytest.mark.parametrize("kind", ["model", "feature", "medusa"])
+def test_a_folder_is_loaded_for_the_target(kind, as_draft, folders, tmp_path):
+    named = {"draft": folders[kind]} if as_draft else {"draft": kind, "draft_source": folders[kind]}
+    SpeculativeConfig(num_assistant_tokens=3, **named).save_pretrained(tmp_path)
+    config, target = SpeculativeConfig.from_pretrained(tmp_path), tiny_llama(3)
+    before = snapshot(target)
+    out = speculate(target, ROWS, None, 3, speculative=config)
+    assert generated(out, ROWS) == plain(target, ROWS) and sources(out) == {kind} and out.speculation.config["draft"] == named["draft"]
+    decoder = hf_specdec.SpeculativeDecoder(config=config)
+    assert decoder.draft is None
+    inputs = padded(ROWS)
+    hf_specdec.disable(target)
+    again = target.generate(**inputs, custom_generate=decoder, max_new_tokens=20, do_sample=False, pad_token_id=0, return_dict_in_generate=True)
+    assert new_tokens(again, inputs) == plain(target, ROWS) and decoder.draft.name == kind
+    assert_unchanged(target, before)
+
+
+@pytest.mark.parametrize(("kind", "draft", "options", "name", "most"), [
+    ("model", "model_tree", {"tree": [2, 2]}, "model_tree", 6), ("feature", "feature_tree", {"tree": {"parents": [0, 0, 1]}}, "feature_tree", 3),
+    ("medusa", "medusa", {"tree": [2, 2]}, "medusa", 6),
+])
+def test_options_go_into_the_draft_that_is_made_of_it(kind, draft, options, name, most, folders):
+    target = tiny_llama(3)
+    out = speculate(target, ROWS[:1], None, 2, speculative={"draft": draft, "draft_source": folders[kind], "draft_options": options})
+    assert generated(out, ROWS[:1]) == plain(target, ROWS[:1]) and sources(out) == {name}
+    assert max(entry.proposed for entries in out.speculation.rounds for entry in entries) == most
+
+
+def test_a_target_that_does_not_fit_is_refused_by_name(folders):
+    for config in ({"draft": "smollm2_drafter"}, {"draft": "smollm2_feature_drafter"}, {"draft": "model", "draft_source": "smollm2_drafter"},
+                   {"draft": "feature", "draft_source": "smollm2_feature_drafter"}):
+        with pytest.raises(ValueError, match="draft(_source)?='smollm2.*is a drafter for .*this target has another one"):
+            speculate(tiny_llama(3), ROWS, None, 3, speculative=config)
+    with pytest.raises(ValueError, match="is a drafter for the test's target"):
+        speculate(tiny_llama(4), ROWS, None, 3, speculative={"draft": folders["feature"]})
+
+
+@pytest.mark.parametrize(("config", "words"), [
+    ({"draft": "smollm2"}, "draft='smollm2' is not known; .*smollm2_drafter.*smollm2_feature_drafter"),
+    ({"draft": "smollm2_drafter", "draft_source": "x"}, "Leave draft_source out"),
+    ({"draft": "feature", "draft_source": "{model}"}, "is a drafter for draft='model'"),
+    ({"draft": "model", "draft_source": "{feature}"}, "is a drafter for draft='feature'"),
+    ({"draft": "medusa", "draft_source": "{feature}"}, "is a drafter for draft='feature'"),
+    ({"draft": "medusa", "draft_source": "no/such"}, "draft_source='no/such' holds no drafter"),
+    ({"draft": "feature", "draft_source": "{feature}", "draft_options": {"tree": [2]}}, "FeatureDraft has no 'tree'"),
+    ({"draft": "recycling", "draft_source": "{model}"}, "has no weights to load"),
+])
+def test_what_does_not_go_together_is_refused(config, words, folders):
+    with pytest.raises(ValueError, match=words):
+        speculate(tiny_llama(3), ROWS, None, 3, speculative={name: value.format(**folders) if isinstance(value, str) else value
+                                                             for name, value in config.items()})
+
+
+def test_the_names_are_known_without_the_training_package():
+    assert {"smollm2_drafter", "smollm2_feature_drafter"} <= set(registry.shipped())
+    assert SpeculativeConfig(draft="smollm2_feature_drafter").draft == "smollm2_feature_drafter"
