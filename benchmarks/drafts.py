@@ -6,8 +6,9 @@ and in the same run the time of a call against that of plain generate.
 Greedy, batch 1. Chains have K = --k tokens, trees --nodes; "auto" lets the schedule choose. The counts do not depend on how busy the
 machine is; wall times do, and on a CPU with one thread (OMP_NUM_THREADS=1) the ratio to plain generate is of processor time. A prompt file has one JSON object per line: {"question_id": 1, "category": "writing", "turns": ["..."]} (that
 of Spec-Bench), of which the first turn is used. Every draft's text is compared with plain generate's: in float32 all are the same, in
-16 bit near-ties can fork. The eight categories of MT-Bench are one task, as in Spec-Bench; of each task --limit prompts are taken, evenly
-spread. With --out, a run that was stopped goes on where it was; what a draft remembers from prompt to prompt is lost then.
+16 bit near-ties can fork, unless --row-invariant gives a token the same bits at every width of its pass. The eight categories of MT-Bench are one task, as in Spec-Bench; of each task --limit prompts are taken, evenly
+spread, in turns. With --out, a run that was stopped goes on where it was, and other drafts can be added; what a draft remembers from prompt to
+prompt is lost then. Prompts on which a draft has not been run are left out of its column.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import wraps
+from itertools import zip_longest
 from pathlib import Path
 from time import perf_counter, process_time
 
@@ -27,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 import hf_specdec
+from hf_specdec import mx
 from hf_specdec.bench.arms import PLAIN, generate_arm
 from hf_specdec.bench.embedded import EMBEDDED, load_target
 from hf_specdec.bench.prompts import Prompt, by_category, load_prompts
@@ -38,6 +41,7 @@ from hf_specdec.training import load_drafter
 from hf_specdec.tree_shapes import DynamicTree
 
 CHAIN, TREE, AUTO = "chain", "tree", "auto"
+WAYS = ("chain", "or lookup", "tree", "mixture")
 # made once for all prompts; only those that remember keep anything from one to the next
 DRAFTS: dict[str, tuple[str, Callable[[], Draft]]] = {
     "prompt_lookup": (CHAIN, PromptLookupDraft),
@@ -73,26 +77,30 @@ class Watched:
         return watched
 
 
-def trained(names: list[str], target) -> dict[str, tuple[str, Callable[[], Draft]]]:
+def trained(names: list[str], ways: list[str], target) -> dict[str, tuple[str, Callable[[], Draft]]]:
     """Shipped drafters, or folders of them: alone, as a tree where they read the target's hidden states, and with prompt lookup, by turns."""
     found = {}
     for name in names:
         drafter = load_drafter(name, target)
+        alone = CHAIN, (lambda own=drafter: own) if isinstance(drafter, Draft) else lambda own=drafter: ModelDraft(own)
+        made = {"chain": (name, alone)}
         if isinstance(drafter, FeatureDraft):
             def tree(model=drafter.model) -> Draft:
                 return FeatureTreeDraft(model, target, DynamicTree(nodes=60, width=10, branches=6))
 
-            found[f"{name}, tree"] = CHAIN, tree  # K is its depth
-            found[f"{name} in the mixture"] = TREE, lambda tree=tree: MixtureDraft([SuffixAutomatonDraft(), NGramRecyclingDraft(), tree()], tokens=6)
-        alone = found[name] = CHAIN, (lambda own=drafter: own) if isinstance(drafter, Draft) else lambda own=drafter: ModelDraft(own)
-        found[f"{name} or lookup"] = CHAIN, lambda make=alone[1]: MixtureDraft([PromptLookupDraft(), make()], mode="choose")
+            made["tree"] = f"{name}, tree", (CHAIN, tree)  # K is its depth
+            made["mixture"] = f"{name} in the mixture", (TREE, lambda tree=tree: MixtureDraft(
+                [SuffixAutomatonDraft(), NGramRecyclingDraft(), tree()], tokens=6))
+        made["or lookup"] = f"{name} or lookup", (CHAIN, lambda make=alone[1]: MixtureDraft([PromptLookupDraft(), make()], mode="choose"))
+        found |= dict(made[way] for way in ways if way in made)
     return found
 
 
 def chosen(prompts: list[Prompt], limit: int) -> list[Prompt]:
-    """`limit` prompts of each task, evenly spread (0: all)."""
+    """`limit` prompts of each task, evenly spread (0: all); the tasks take turns."""
     tasks = by_category(replace(prompt, category="MT-Bench" if prompt.category in MT_BENCH else prompt.category) for prompt in prompts)
-    return [task[i * len(task) // n] for task in tasks.values() for n in [min(limit or len(task), len(task))] for i in range(n)]
+    spread = [[task[i * len(task) // n] for i in range(n)] for task in tasks.values() for n in [min(limit or len(task), len(task))]]
+    return [prompt for turn in zip_longest(*spread) for prompt in turn if prompt is not None]
 
 
 def judged(trace) -> int:
@@ -132,30 +140,34 @@ def _timed(arm, ids, max_new_tokens: int):
     return {"seconds": perf_counter() - begin, "processor_seconds": process_time() - used}, answer
 
 
-def efficiency(entries: Iterable[dict]) -> float:
+def efficiency(entries: Iterable[dict]) -> str:
     """Block efficiency: tokens committed per forward."""
     entries = list(entries)
-    return sum(own["committed"] for own in entries) / sum(own["forwards"] for own in entries)
+    return _ratio(_sum(entries, "committed"), _sum(entries, "forwards"))
 
 
 def table(records: dict, names: list[str], title: str) -> Table:
-    of = {name: [(record["category"], record[name]) for record in records.values()] for name in names}
+    of = {name: [(record["category"], record[name]) for record in records.values() if name in record] for name in names}
     made = Table("tokens per forward", *names, title=title)
     for category in dict.fromkeys(record["category"] for record in records.values()):
-        made.add_row(category, *(f"{efficiency(own for other, own in of[name] if other == category):.2f}" for name in names))
+        made.add_row(category, *(efficiency(own for other, own in of[name] if other == category) for name in names))
     entries = {name: [own for _, own in of[name]] for name in names}
 
     def row(label: str, value: Callable[[list[dict]], str]) -> None:
         made.add_row(label, *(value(entries[name]) for name in names))
 
-    row("all", lambda own: f"{efficiency(own):.2f}")
-    row("accepted / proposed", lambda own: f"{_sum(own, 'accepted') / max(_sum(own, 'proposed'), 1):.2f}")
-    row("accepted / judged (chains)", lambda own: f"{_sum(own, 'accepted') / max(_sum(own, 'judged'), 1):.2f}")
+    row("all", efficiency)
+    row("accepted / proposed", lambda own: _ratio(_sum(own, "accepted"), _sum(own, "proposed")))
+    row("accepted / judged (chains)", lambda own: _ratio(_sum(own, "accepted"), _sum(own, "judged")))
     clock = "seconds" if torch.cuda.is_available() or torch.get_num_threads() > 1 else "processor_seconds"
-    row("speed against plain generate", lambda own: f"{_sum(own, f'plain_{clock}') / _sum(own, clock):.2f}x")
-    row("draft's share of the time", lambda own: f"{_sum(own, 'draft_seconds') / _sum(own, 'seconds'):.1%}")
+    row("speed against plain generate", lambda own: _ratio(_sum(own, f"plain_{clock}"), _sum(own, clock)) + "x")
+    row("draft's share of the time", lambda own: f"{_sum(own, 'draft_seconds') / max(_sum(own, 'seconds'), 1e-9):.1%}")
     row("same text as plain generate", lambda own: f"{_sum(own, 'same_text')} of {len(own)}")
     return made
+
+
+def _ratio(whole, part) -> str:
+    return f"{whole / part:.2f}" if part else "-"
 
 
 def _sum(entries: list[dict], field: str):
@@ -173,15 +185,19 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--drafts", nargs="*", default=list(DRAFTS), choices=list(DRAFTS))
     parser.add_argument("--drafters", nargs="*", default=[], help="trained drafters, too: a shipped one's name, or a folder")
+    parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=WAYS, help="how the trained drafters are used")
+    parser.add_argument("--row-invariant", action="store_true", help="bfloat16 tiles and row-invariant attention, on a CPU (mx.row_invariant)")
     parser.add_argument("--out", type=Path, help="keep the records as JSON, after every prompt, and go on from them")
     given = parser.parse_args(arguments)
-    settings = {name: getattr(given, name) for name in ("target", "k", "nodes", "max_new_tokens", "dtype")}
+    settings = {name: getattr(given, name) for name in ("target", "k", "nodes", "max_new_tokens", "dtype", "row_invariant")}
     result = {"settings": settings, "records": {}}
     if given.out and given.out.exists():
         result = json.loads(given.out.read_text())
         if result["settings"] != settings:
             parser.error(f"{given.out} was made with {result['settings']}; choose another file, or the same settings.")
-    target, tokenizer = load_target(given.target, given.dtype)
+    target, tokenizer = load_target(given.target, given.dtype, "cpu" if given.row_invariant else None)
+    if given.row_invariant:
+        mx.row_invariant(target)
     prompts = chosen(load_prompts(given.prompts), given.limit)
 
     def after() -> None:
@@ -191,11 +207,12 @@ def main(arguments: list[str] | None = None) -> None:
             partial.write_text(json.dumps(result, indent=1) + "\n")
             os.replace(partial, given.out)
 
-    made = {name: DRAFTS[name] for name in given.drafts} | trained(given.drafters, target)
+    made = {name: DRAFTS[name] for name in given.drafts} | trained(given.drafters, given.ways, target)
     with torch.inference_mode():
         measure(hf_specdec.enable(target), tokenizer, prompts, given.k, given.nodes, given.max_new_tokens, made, result["records"], after)
     shown = {prompt.id: result["records"][prompt.id] for prompt in prompts}
-    Console().print(table(shown, list(made), f"{len(shown)} prompts, chains of {given.k}, trees of {given.nodes}, {given.dtype}"))
+    numbers = given.dtype + (", row-invariant" if given.row_invariant else "")
+    Console().print(table(shown, list(made), f"{len(shown)} prompts, chains of {given.k}, trees of {given.nodes}, {numbers}"))
 
 
 if __name__ == "__main__":

@@ -158,11 +158,15 @@ def _laws(rows: list[Branches], tokens: torch.Tensor, columns: list[list[int]], 
 
 
 def likeliest(logits: torch.Tensor, n: int, width: int = 96) -> torch.Tensor:
-    """topk(n).indices of logits [B, m, V], several times faster on a CPU: the n best are in the n groups with the best maxima."""
+    """The indices of the n greatest of logits [B, m, V], the greatest first and of equals, frequent in 16 bit, the lowest index, as
+    argmax has it. On a CPU several times faster than topk: the n best are in the n groups with the best maxima."""
     vocab = logits.shape[-1]
     if logits.device.type != "cpu" or vocab % width or vocab // width < n:
-        return logits.topk(n).indices
-    groups = logits.float().unflatten(-1, (vocab // width, width))
-    best = groups.amax(-1).topk(n).indices
-    inside = groups.gather(2, best[..., None].expand(-1, -1, -1, width)).flatten(2).topk(n).indices
-    return best.gather(2, inside // width) * width + inside % width
+        found = logits.topk(n).indices
+    else:
+        groups = logits.float().unflatten(-1, (vocab // width, width))
+        best = groups.amax(-1).topk(n).indices
+        inside = groups.gather(2, best[..., None].expand(-1, -1, -1, width)).flatten(2).topk(n).indices
+        found = best.gather(2, inside // width) * width + inside % width
+    found = found.sort(-1).values
+    return found.gather(-1, logits.gather(-1, found).sort(dim=-1, descending=True, stable=True).indices)
