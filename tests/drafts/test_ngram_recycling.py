@@ -5,6 +5,7 @@ import torch
 
 from hf_specdec.cached_model import CachedModel
 from hf_specdec.drafts import NGramRecyclingDraft
+from hf_specdec.drafts.growth import likeliest
 from hf_specdec.drafts.ngram_recycling import Contexts
 from tests.helpers import generated, plain, prompts, repetitive, speculate, tiny_llama
 
@@ -29,6 +30,15 @@ def test_the_oldest_context_makes_room():
     for token in range(6):
         contexts.put([(token,)], torch.tensor([[token]]).int().numpy())
     assert len(contexts) == 4 and contexts.find((1,))[0] == 0 and contexts.find((5,)) == (1, [5])
+
+
+@pytest.mark.parametrize("vocab", [49152, 101], ids=["in groups", "whole"])
+def test_of_equal_logits_the_first_is_the_likeliest_as_argmax_has_it(vocab):
+    logits = torch.randn(2, 3, vocab, generator=torch.Generator().manual_seed(0)).bfloat16()
+    logits[..., [90, 7, 55]] = 9.0
+    found = likeliest(logits, 8)
+    assert found[..., :3].tolist() == [[[7, 55, 90]] * 3] * 2 and torch.equal(found[..., 0], logits.argmax(-1))
+    assert torch.equal(logits.gather(-1, found), logits.topk(8).values)
 
 
 def test_many_contexts_grow_the_table():

@@ -158,8 +158,8 @@ def _laws(rows: list[Branches], tokens: torch.Tensor, columns: list[list[int]], 
 
 
 def likeliest(logits: torch.Tensor, n: int, width: int = 96) -> torch.Tensor:
-    """The indices of the n greatest of logits [B, m, V], the greatest first and of equals, frequent in 16 bit, the lowest index, as
-    argmax has it. On a CPU several times faster than topk: the n best are in the n groups with the best maxima."""
+    """The indices of the n greatest of logits [B, m, V], the greatest first, and among equals, which are frequent in 16 bit, the lowest
+    index, as argmax has it. On a CPU several times faster than topk: the n best are in the n groups with the best maxima."""
     vocab = logits.shape[-1]
     if logits.device.type != "cpu" or vocab % width or vocab // width < n:
         found = logits.topk(n).indices
