@@ -15,9 +15,21 @@
 #endif
 
 #if defined(__x86_64__)
-void mx_attend_avx2(const mx_attention *, int64_t, int64_t, int64_t, int32_t *, float *, float *);
+void mx_attend_avx2(const mx_attention *, int64_t, int64_t, int64_t, int64_t, float *);
 #endif
-typedef void (*mx_attend)(const mx_attention *, int64_t, int64_t, int64_t, int32_t *, float *, float *);
+typedef void (*mx_attend)(const mx_attention *, int64_t, int64_t, int64_t, int64_t, float *);
+
+#define MOST 32          /* queries of a tile, heads counted */
+#define SCORES (1 << 17) /* and at most so many scores, unless one query has more */
+
+/* Queries of a tile: as many as share keys and values with profit, few enough that every thread gets some. */
+static int64_t tile_of(const mx_attention *a, int threads, int64_t room) {
+    const int64_t heads = a->heads / a->kv_heads, pairs = a->batch * a->kv_heads;
+    int64_t most = SCORES / room < MOST ? SCORES / room : MOST, count = most / heads;
+    const int64_t share = threads > 1 ? (a->queries * pairs + 4 * threads - 1) / (4 * threads) : a->queries;
+    if (count > share) count = share;
+    return count < 1 ? 1 : count;
+}
 
 /* out [batch, queries, heads, dv]. Returns 0, or 1 for no memory. */
 int mx_attention_rows(const mx_attention *a, int path, int threads) {
@@ -25,21 +37,20 @@ int mx_attention_rows(const mx_attention *a, int path, int threads) {
 #if defined(__x86_64__)
     if (path >= MX_AVX2) run = mx_attend_avx2;
 #endif
-    const int64_t items = a->batch * a->kv_heads * a->queries, room = (a->slots + 15) & ~7, scratch = room + a->dk + 8;
     if (a->batch * a->heads * a->queries * a->slots < 1 << 12) threads = 1;
+    const int64_t room = (a->slots + 15) & ~15, dk = (a->dk + 15) & ~15, dv = (a->dv + 15) & ~15, count = tile_of(a, threads, room);
+    const int64_t tiles = (a->queries + count - 1) / count, items = a->batch * a->kv_heads * tiles;
+    const int64_t scratch = a->heads / a->kv_heads * count * (dk + dv + room) + 16 * (dk > dv ? dk : dv);
     if (threads > items) threads = (int)items;
     if (threads < 1) threads = 1;
-    float *memory = malloc((size_t)threads * (size_t)(2 * room + scratch) * sizeof(float));
+    float *memory = malloc((size_t)threads * (size_t)scratch * sizeof(float));
     if (!memory) return 1;
-    const int64_t piece = items / (16 * threads) + 1;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t first = 0; first < items; first += piece) {
-            float *own = memory + THREAD * (2 * room + scratch);
-            for (int64_t i = first; i < items && i < first + piece; i++)
-                run(a, i / a->queries / a->kv_heads, i / a->queries % a->kv_heads, i % a->queries, (int32_t *)own, own + room,
-                    own + 2 * room);
+        for (int64_t i = 0; i < items; i++) {
+            const int64_t first = i % tiles * count, left = a->queries - first;
+            run(a, i / tiles / a->kv_heads, i / tiles % a->kv_heads, first, left < count ? left : count, memory + THREAD * scratch);
         }
     }
     free(memory);

@@ -1,10 +1,12 @@
-/* Attention of one query of one head, on its own. Included once per set of instructions, with
+/* Attention over a tile of queries. Included once per set of instructions, with
  *   TARGET      the target attribute of every function, or nothing
  *   RUN         the name of the function that is not static
  *   F16(words)  eight float16 numbers to float32
  *
- * Sums are plain multiplications and additions (no fused ones) of eight lanes in an order that the head size alone fixes, so
- * that every set of instructions gives the same bits. What a query may not see takes no part, not even as a zero.
+ * Keys and values are read once for all queries of the tile, sixteen slots at a time, but every query has sums of its own:
+ * a score is sixteen partial sums in the order that the head size fixes, the rest goes slot after slot. Multiplications and
+ * additions are not fused, so that every set of instructions gives the same bits. What a query may not see takes no part in
+ * its sums: its weight is zero, and a weight of zero is passed over.
  */
 #include "mx.h"
 
@@ -81,110 +83,178 @@ MX_INLINE TARGET float masked(const mx_attention *a, int64_t at) {
     }
 }
 
-/* The slots that query `q` of head `h` in row `b` sees, in ascending order, and what the mask adds to each. */
-MX_INLINE TARGET int64_t visible(const mx_attention *a, int64_t b, int64_t h, int64_t q, int32_t *slot, float *bias) {
-    int64_t n = 0, end = a->causal && q + 1 < a->slots ? q + 1 : a->slots;
-    if (!a->mask) {
-        for (; n < end; n++) slot[n] = (int32_t)n, bias[n] = 0.0f;
-        return n;
+/* to[0..16 * k) = one key or value of dtype, in float32, zeros behind its last number. */
+MX_INLINE TARGET void widen(const char *base, int64_t at, int64_t size, float *to, const int dtype) {
+    int64_t d = 0;
+    for (; d + 8 <= size; d += 8) {
+        v8 part = load8(base, at + d, 8, dtype);
+        __builtin_memcpy(to + d, &part, 32);
     }
-    const int64_t first = b * a->mask_stride[0] + h * a->mask_stride[1] + q * a->mask_stride[2];
-    for (int64_t s = 0; s < end; s++) {
-        float value = masked(a, first + s * a->mask_stride[3]);
-        slot[n] = (int32_t)s, bias[n] = value;
-        n += value > a->nothing;
+    for (; d < ((size + 15) & ~15); d += 8) {
+        v8 part = d < size ? load8(base, at + d, size - d, dtype) : SPLAT(0.0f);
+        __builtin_memcpy(to + d, &part, 32);
     }
-    return n;
 }
 
-/* scores[j] = scale * q . k_slot[j], capped, plus the mask; up to a multiple of eight, the others minus infinity. Returns the
- * largest. */
-MX_INLINE TARGET float score(const mx_attention *a, const float *query, const char *keys, const int32_t *slot, const float *bias,
-                             int64_t n, float *scores, const int dtype) {
-    const int64_t stride = a->k_stride[2], d8 = a->dk & ~7;
-    for (int64_t j = 0; j < n; j++) {
-        v8 sum[2] = {SPLAT(0.0f), SPLAT(0.0f)};
-        int64_t at = slot[j] * stride, d = 0;
-        for (; d + 16 <= d8; d += 16) {
-            sum[0] += *(const v8 *)(query + d) * load8(keys, at + d, 8, dtype);
-            sum[1] += *(const v8 *)(query + d + 8) * load8(keys, at + d + 8, 8, dtype);
+/* What the mask adds to every slot for query `q` of head `h` in row `b`, minus infinity where it may not look; up to `room`. */
+MX_INLINE TARGET void biases(const mx_attention *a, int64_t b, int64_t h, int64_t q, float *bias, int64_t room) {
+    const int64_t end = a->causal && q + 1 < a->slots ? q + 1 : a->slots, step = a->mask_stride[3];
+    const int64_t at = b * a->mask_stride[0] + h * a->mask_stride[1] + q * a->mask_stride[2];
+    const float nothing = a->nothing, hidden = -__builtin_inff();
+    if (!a->mask)
+        for (int64_t s = 0; s < end; s++) bias[s] = 0.0f;
+    else if (a->mask_dtype == MX_DT_F32 && step == 1)
+        for (int64_t s = 0; s < end; s++) {
+            float value = ((const float *)a->mask)[at + s];
+            bias[s] = value > nothing ? value : hidden;
         }
-        if (d < d8) sum[0] += *(const v8 *)(query + d) * load8(keys, at + d, 8, dtype), d += 8;
-        if (d < a->dk) sum[1] += *(const v8 *)(query + d) * load8(keys, at + d, a->dk - d, dtype);
-        scores[j] = sum8(sum[0] + sum[1]) * a->scale;
-    }
-    for (int64_t j = n; j < ((n + 7) & ~7); j++) scores[j] = 0.0f;
-    if (a->softcap > 0.0f)
-        for (int64_t j = 0; j < n; j += 8) *(v8 *)(scores + j) = soft8(*(const v8 *)(scores + j), a->softcap);
-    float top = -__builtin_inff();
-    for (int64_t j = 0; j < n; j++) {
-        scores[j] += bias[j];
-        top = scores[j] > top ? scores[j] : top;
-    }
-    for (int64_t j = n; j < ((n + 7) & ~7); j++) scores[j] = -__builtin_inff();
-    return top;
+    else if (a->mask_dtype == MX_DT_BF16 && step == 1)
+        for (int64_t s = 0; s < end; s++) {
+            float value = mx_from_bits((uint32_t)((const uint16_t *)a->mask)[at + s] << 16);
+            bias[s] = value > nothing ? value : hidden;
+        }
+    else
+        for (int64_t s = 0; s < end; s++) {
+            float value = masked(a, at + s * step);
+            bias[s] = value > nothing ? value : hidden;
+        }
+    for (int64_t s = end; s < room; s++) bias[s] = hidden;
 }
 
-/* out[0..8 * blocks) = sum over j of weights[j] * v_slot[j], then times `factor`; the last `count` numbers of a head if fewer. */
-MX_INLINE TARGET void mix(const mx_attention *a, const char *values, int64_t first, const int32_t *slot, const float *weights,
-                          int64_t n, float factor, int64_t at, const int blocks, int64_t count, const int dtype) {
+#define MIX2(x, y, ...) __builtin_shuffle(x, y, (v8i){__VA_ARGS__})
+#if defined(__clang__)
+#undef MIX2
+#define MIX2(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
+#endif
+
+/* (sum8(x[0]), ..., sum8(x[7])), each by the additions of sum8. */
+MX_INLINE TARGET v8 sum8x8(const v8 *x) {
+    v8 y[4], z[2];
+    for (int i = 0; i < 4; i++)
+        y[i] = MIX2(x[2 * i], x[2 * i + 1], 0, 1, 2, 3, 8, 9, 10, 11) + MIX2(x[2 * i], x[2 * i + 1], 4, 5, 6, 7, 12, 13, 14, 15);
+    for (int i = 0; i < 2; i++)
+        z[i] = MIX2(y[2 * i], y[2 * i + 1], 0, 1, 8, 9, 4, 5, 12, 13) + MIX2(y[2 * i], y[2 * i + 1], 2, 3, 10, 11, 6, 7, 14, 15);
+    v8 sums = MIX2(z[0], z[1], 0, 2, 8, 10, 4, 6, 12, 14) + MIX2(z[0], z[1], 1, 3, 9, 11, 5, 7, 13, 15);
+    return SHUFFLE(sums, 0, 4, 1, 5, 2, 6, 3, 7); /* they come as 0 2 4 6 1 3 5 7 */
+}
+
+/* Products of one query with eight keys that lie `step` floats apart; all of them have a multiple of sixteen numbers. */
+MX_INLINE TARGET v8 dots(const float *query, const float *keys, int64_t step, int64_t size) {
     v8 sum[8];
-    for (int i = 0; i < blocks; i++) sum[i] = SPLAT(0.0f);
-    for (int64_t j = 0; j < n; j++) {
-        v8 weight = SPLAT(weights[j]);
-        int64_t from = slot[j] * a->v_stride[2] + first;
-#pragma GCC unroll 8
-        for (int i = 0; i < blocks; i++) sum[i] += weight * load8(values, from + 8 * i, count - 8 * i, dtype);
-    }
-    for (int i = 0; i < blocks; i++)
-        for (int l = 0; l < 8 && 8 * i + l < count; l++) {
-            float y = sum[i][l] * factor;
-            int64_t to = at + first + 8 * i + l;
-            if (dtype == MX_DT_F32) ((float *)a->out)[to] = y;
-            else ((uint16_t *)a->out)[to] = dtype == MX_DT_BF16 ? mx_to_bf16(y) : mx_to_f16(y);
+    for (int half = 0; half < 8; half += 4) {
+        const float *key = keys + half * step;
+        v8 even[4] = {SPLAT(0.0f), SPLAT(0.0f), SPLAT(0.0f), SPLAT(0.0f)}, odd[4] = {even[0], even[0], even[0], even[0]};
+        for (int64_t d = 0; d < size; d += 16) {
+            const v8 first = *(const v8 *)(query + d), second = *(const v8 *)(query + d + 8);
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) {
+                even[j] += first * *(const v8 *)(key + j * step + d);
+                odd[j] += second * *(const v8 *)(key + j * step + d + 8);
+            }
         }
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) sum[half + j] = even[j] + odd[j];
+    }
+    return sum8x8(sum);
 }
 
-MX_INLINE TARGET void attend(const mx_attention *a, int64_t b, int64_t h, int64_t q, const int32_t *slot, const float *bias,
-                             int64_t n, float *scratch, const int dtype) {
-    const int64_t size = dtype == MX_DT_F32 ? 4 : 2, group = h / (a->heads / a->kv_heads);
-    const char *query = (const char *)a->q + (b * a->q_stride[0] + h * a->q_stride[1] + q * a->q_stride[2]) * size;
-    const char *keys = (const char *)a->k + (b * a->k_stride[0] + group * a->k_stride[1]) * size;
-    const char *values = (const char *)a->v + (b * a->v_stride[0] + group * a->v_stride[1]) * size;
-    float *wide = scratch, *scores = scratch + ((a->dk + 7) & ~7);
-    for (int64_t d = 0; d < a->dk; d += 8) {
-        v8 part = load8(query, d, a->dk - d, dtype);
-        __builtin_memcpy(wide + d, &part, 32);
+/* sum[0..8 * blocks) += weights[j] * values[j * step ...) for `slots` slots. */
+MX_INLINE TARGET void mix(const float *values, int64_t step, const float *weights, int64_t slots, float *sum, const int blocks) {
+    v8 own[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < blocks; i++) own[i] = *(const v8 *)(sum + 8 * i);
+    for (int64_t j = 0; j < slots; j++) {
+        if (weights[j] == 0.0f) continue;
+        const v8 weight = SPLAT(weights[j]);
+#pragma GCC unroll 8
+        for (int i = 0; i < blocks; i++) own[i] += weight * *(const v8 *)(values + j * step + 8 * i);
     }
-    float top = score(a, wide, keys, slot, bias, n, scores, dtype);
-    if (a->sinks && a->sinks[h] > top) top = a->sinks[h];
-    v8 sum = SPLAT(0.0f);
-    for (int64_t j = 0; j < n; j += 8) {
-        v8 weight = exp8(*(const v8 *)(scores + j) - SPLAT(top));
-        __builtin_memcpy(scores + j, &weight, 32);
-        sum += weight;
-    }
-    float total = sum8(sum);
-    if (a->sinks) total += exp8(SPLAT(a->sinks[h] - top))[0];
-    const float factor = n ? 1.0f / total : 0.0f;
-    const int64_t at = ((b * a->queries + q) * a->heads + h) * a->dv;
-    int64_t first = 0;
-    for (; first + 64 <= a->dv; first += 64) mix(a, values, first, slot, scores, n, factor, at, 8, 64, dtype);
-    for (; first + 32 <= a->dv; first += 32) mix(a, values, first, slot, scores, n, factor, at, 4, 32, dtype);
-    for (; first < a->dv; first += 8) mix(a, values, first, slot, scores, n, factor, at, 1, a->dv - first, dtype);
+#pragma GCC unroll 8
+    for (int i = 0; i < blocks; i++) *(v8 *)(sum + 8 * i) = own[i];
 }
 
-#define ALL_HEADS(DTYPE)                                                                                             \
-    for (int64_t h = group * heads; h < (group + 1) * heads; h++) {                                                  \
-        if (h == group * heads || (a->mask && a->mask_stride[1])) n = visible(a, b, h, q, slot, bias);               \
-        attend(a, b, h, q, slot, bias, n, scratch, DTYPE);                                                           \
+/* Sixteen rows of keys or values from slot `s` on, in float32: where they lie, if they can be read there, else in `block`. */
+MX_INLINE TARGET const float *sixteen(const char *base, int64_t stride, int64_t s, int64_t slots, int64_t size, float *block, int64_t *step,
+                                      const int dtype) {
+    if (dtype == MX_DT_F32 && size % 16 == 0 && s + 16 <= slots) {
+        *step = stride;
+        return (const float *)base + s * stride;
     }
+    *step = (size + 15) & ~15;
+    for (int64_t j = 0; j < 16; j++)
+        if (s + j < slots) widen(base, (s + j) * stride, size, block + j * *step, dtype);
+    return block;
+}
 
-/* All heads that share the keys of head `group`, for query q of row b. */
-TARGET void RUN(const mx_attention *a, int64_t b, int64_t group, int64_t q, int32_t *slot, float *bias, float *scratch) {
-    const int64_t heads = a->heads / a->kv_heads;
-    int64_t n = 0;
-    if (a->dtype == MX_DT_F32) { ALL_HEADS(MX_DT_F32) }
-    else if (a->dtype == MX_DT_BF16) { ALL_HEADS(MX_DT_BF16) }
-    else { ALL_HEADS(MX_DT_F16) }
+/* The queries first .. first + count - 1 of all heads that share the keys of `group`, in row b; query by query, then head by head. */
+MX_INLINE TARGET void tile(const mx_attention *a, int64_t b, int64_t group, int64_t first, int64_t count, float *scratch, const int dtype) {
+    const int64_t heads = a->heads / a->kv_heads, n = heads * count, room = (a->slots + 15) & ~15, bytes = dtype == MX_DT_F32 ? 4 : 2;
+    const int64_t dk = (a->dk + 15) & ~15, dv = (a->dv + 15) & ~15;
+    float *query = scratch, *scores = query + n * dk, *block = scores + n * room, *sum = block + 16 * (dk > dv ? dk : dv);
+    const char *keys = (const char *)a->k + (b * a->k_stride[0] + group * a->k_stride[1]) * bytes;
+    const char *values = (const char *)a->v + (b * a->v_stride[0] + group * a->v_stride[1]) * bytes;
+    int64_t low = a->slots, high = 0, step;
+    for (int64_t i = 0; i < n; i++) {
+        const int64_t q = first + i / heads, h = group * heads + i % heads;
+        float *bias = scores + i * room;
+        widen((const char *)a->q, b * a->q_stride[0] + h * a->q_stride[1] + q * a->q_stride[2], a->dk, query + i * dk, dtype);
+        if (i % heads && !(a->mask && a->mask_stride[1])) {
+            __builtin_memcpy(bias, bias - room, (size_t)room * sizeof(float));
+            continue;
+        }
+        biases(a, b, h, q, bias, room);
+        int64_t from = 0, to = a->slots;
+        while (from < to && bias[from] == -__builtin_inff()) from++;
+        while (from < to && bias[to - 1] == -__builtin_inff()) to--;
+        if (from < to) low = from < low ? from : low, high = to > high ? to : high;
+    }
+    for (int64_t s = low & ~15; s < high; s += 16) {
+        const float *key = sixteen(keys, a->k_stride[2], s, a->slots, a->dk, block, &step, dtype);
+        for (int64_t i = 0; i < n; i++)
+            for (int64_t half = 0; half < 16; half += 8) {
+                v8 score = dots(query + i * dk, key + half * step, step, dk) * SPLAT(a->scale);
+                if (a->softcap > 0.0f) score = soft8(score, a->softcap);
+                v8 *at = (v8 *)(scores + i * room + s + half), bias = *at;
+                v8i shown = bias > SPLAT(-__builtin_inff());
+                *at = (v8)(((v8i)(score + bias) & shown) | ((v8i)bias & ~shown));
+            }
+    }
+    for (int64_t i = 0; i < n; i++) {
+        float top = -__builtin_inff(), *own = scores + i * room;
+        double total = 0.0;
+        for (int64_t s = low; s < high; s++) top = own[s] > top ? own[s] : top;
+        const float *sink = a->sinks ? a->sinks + group * heads + i % heads : 0;
+        if (sink && *sink > top) top = *sink;
+        for (int64_t s = low & ~15; s < high; s += 8) {
+            v8 *at = (v8 *)(own + s);
+            *at = top > -__builtin_inff() ? exp8(*at - SPLAT(top)) : SPLAT(0.0f);
+        }
+        for (int64_t s = low; s < high; s++) total += own[s];
+        if (sink) total += exp8(SPLAT(*sink - top))[0];
+        query[i] = total > 0.0 ? (float)(1.0 / total) : 0.0f; /* the queries themselves are no longer needed */
+        __builtin_memset(sum + i * dv, 0, (size_t)dv * sizeof(float));
+    }
+    for (int64_t s = low & ~15; s < high; s += 16) {
+        const float *value = sixteen(values, a->v_stride[2], s, a->slots, a->dv, block, &step, dtype);
+        const int64_t slots = s + 16 < high ? 16 : high - s;
+        for (int64_t i = 0; i < n; i++) {
+            int64_t d = 0;
+            for (; d + 64 <= dv; d += 64) mix(value + d, step, scores + i * room + s, slots, sum + i * dv + d, 8);
+            for (; d < dv; d += 16) mix(value + d, step, scores + i * room + s, slots, sum + i * dv + d, 2);
+        }
+    }
+    for (int64_t i = 0; i < n; i++) {
+        const int64_t at = ((b * a->queries + first + i / heads) * a->heads + group * heads + i % heads) * a->dv;
+        for (int64_t d = 0; d < a->dv; d++) {
+            float y = sum[i * dv + d] * query[i];
+            if (dtype == MX_DT_F32) ((float *)a->out)[at + d] = y;
+            else ((uint16_t *)a->out)[at + d] = dtype == MX_DT_BF16 ? mx_to_bf16(y) : mx_to_f16(y);
+        }
+    }
+}
+
+TARGET void RUN(const mx_attention *a, int64_t b, int64_t group, int64_t first, int64_t count, float *scratch) {
+    if (a->dtype == MX_DT_F32) tile(a, b, group, first, count, scratch, MX_DT_F32);
+    else if (a->dtype == MX_DT_BF16) tile(a, b, group, first, count, scratch, MX_DT_BF16);
+    else tile(a, b, group, first, count, scratch, MX_DT_F16);
 }
