@@ -1,9 +1,12 @@
 """The slot cache: whatever was drafted, rejected or taken from a tree, the next logits are those of a fresh pass."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
 from hf_specdec.cached_model import CachedModel
+from hf_specdec.head import head_at
 from hf_specdec.proposal import Proposal
 from hf_specdec.tree import Tree
 from tests.architectures import FAMILIES
@@ -131,3 +134,21 @@ def test_one_round_is_one_forward_and_a_tree_on_a_new_prompt_two():
         other = CachedModel(model, 60)
         other.score(rows, proposal(Tree((0, 0)), 2))
     assert other.calls == 2
+
+
+def test_the_head_works_at_the_places_asked_for_alone():
+    """In a ragged batch every row's last place is another one: the head gets one place per row, and another thread's forward all of its own."""
+    model, widths = made("full"), []
+    model.lm_head.register_forward_hook(lambda head, inputs, output: widths.append(inputs[0].shape[1]))
+    rows = [[5, 6, 7, 8, 9], [5, 6], [7, 8, 9]]
+    cached = CachedModel(model, 20)
+    with torch.no_grad():
+        logits = cached.score(rows)
+        assert logits.shape[:2] == (3, 1) and widths == [1]
+        for row, own in zip(rows, logits):
+            torch.testing.assert_close(own[0], model(torch.tensor([row])).logits[0, -1], rtol=1e-4, atol=1e-5)
+        with head_at(model, torch.tensor([[0]])):
+            with ThreadPoolExecutor(1) as pool:
+                other = pool.submit(lambda: model(torch.tensor([[5, 6, 7]])).logits).result()
+            assert other.shape[1] == 3 and model(torch.tensor([[5, 6, 7]])).logits.shape[1] == 1
+        assert model(torch.tensor([[5, 6, 7]])).logits.shape[1] == 3

@@ -15,6 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from . import compat
 from .compiled import CompiledPasses
+from .head import head_at
 from .kv_cache import SlotCache
 from .proposal import Proposal
 from .seq2seq import Decoder, Source
@@ -121,8 +122,11 @@ class CachedModel:
         wanted = None
         if columns is not None:
             wanted, columns = self._wanted(columns, tokens.shape)
-        logits = self._logits(tokens, tree, sizes, first, wanted)
-        if columns is not None:
+        apart = columns is not None and self.reader is None and self.compiled is None and self.traits.logits_to_keep \
+            and len(wanted) > columns.shape[1]
+        with head_at(self.model, columns if apart else None):
+            logits = self._logits(tokens, tree, sizes, first, wanted)
+        if columns is not None and logits.shape[1] == len(wanted):
             if self.reader is not None:
                 self.reader([length + int(wanted[0]) for length in self.lengths], logits)
             logits = logits[torch.arange(len(sizes), device=logits.device)[:, None], columns.to(logits.device)]
@@ -264,10 +268,10 @@ class CachedModel:
         self.cache.plan.lay(starts, width, self.device)
         self.cache.update(*padded, index)
 
-    def row(self, b: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Copies of what is cached of row b: keys and values [H, n, D] per layer."""
-        n = self.lengths[b]
-        return [(layer.keys[b, :, :n].clone(), layer.values[b, :, :n].clone()) for layer in self.cache.layers]
+    def row(self, b: int, last: bool = False) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What is cached of row b: keys and values [H, n, D] per layer; copies, unless it is the `last` that is asked of this cache."""
+        parts = [(layer.keys[b, :, : self.lengths[b]], layer.values[b, :, : self.lengths[b]]) for layer in self.cache.layers]
+        return parts if last else [(keys.clone(), values.clone()) for keys, values in parts]
 
 
 def assemble_cache(config, rows: list[list], columns: list[list[int]], width: int, into: DynamicCache | None) -> DynamicCache:
@@ -280,7 +284,8 @@ def assemble_cache(config, rows: list[list], columns: list[list[int]], width: in
             out = pieces[0].new_zeros((len(pieces), pieces[0].shape[0], width, pieces[0].shape[2]))
             for b, piece in enumerate(pieces):
                 places = [column for column in columns[b][: piece.shape[1]] if column < width]
-                out[b, :, places] = piece[:, : len(places)]
+                together = places and places[-1] - places[0] + 1 == len(places)
+                out[b, :, slice(places[0], places[-1] + 1) if together else places] = piece[:, : len(places)]
             buffers.append(out)
         layers.append(tuple(buffers))
     return compat.write_cache(config, layers, into)

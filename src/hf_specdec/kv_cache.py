@@ -58,8 +58,8 @@ class SlotLayer(CacheLayerMixin):
         if plan.start is not None:
             buffer[:, :, plan.start : plan.start + plan.width] = states
         else:
-            slots = plan.slots.to(buffer.device)
-            buffer.transpose(1, 2)[_rows(slots), slots] = states.transpose(1, 2).to(buffer.dtype)  # ten times faster than scatter_
+            rows, slots = plan.rows.to(buffer.device), plan.slots.to(buffer.device)
+            buffer.transpose(1, 2)[rows, slots] = states.transpose(1, 2).to(buffer.dtype)  # ten times faster than scatter_
         return buffer
 
     def gather(self, source: torch.Tensor, target: torch.Tensor) -> None:
@@ -97,7 +97,7 @@ def _rows(slots: torch.Tensor) -> torch.Tensor:
 class SlotPlan:
     """Where the next block of tokens goes; shared by the layers of one cache.
 
-    start:    first slot of the block where all rows have the same one, else None (then `slots` int64 [B, Q] counts).
+    start:    first slot of the block where all rows have the same one, else None (then `slots` int64 [B, Q] of `rows` [B, 1] count).
     width:    Q, tokens per row in the block.
     visible:  slots that attention reads: the longest row with its block, or with `whole` all there are.
     cached:   slots before the block in the longest row.
@@ -109,6 +109,7 @@ class SlotPlan:
         self.limit, self.fixed, self.capacity = limit, fixed, 0
         self.start: int | None = 0
         self.slots: torch.Tensor | None = None
+        self.rows: torch.Tensor | None = None
         self.width = self.visible = self.cached = 0
         self.whole = False
 
@@ -121,6 +122,7 @@ class SlotPlan:
         self.start, self.slots = self.cached if level else None, None
         if whole or not level:
             self.slots = torch.tensor(starts, device=device)[:, None] + torch.arange(width, device=device)
+            self.rows = _rows(self.slots)
         if self.visible > self.capacity:
             self.capacity = max(self.visible, min(self.visible + max(SLACK, self.visible // 8), self.limit))
             if self.fixed:

@@ -122,7 +122,7 @@ class SpeculativeLoop:
                 self.target.calls -= 1  # housekeeping, not a verification
             for b, row in enumerate(self.sequences.active):
                 if done[b]:
-                    self.cached_rows[row.index] = self.target.row(b)
+                    self.cached_rows[row.index] = self.target.row(b, last=all(done))
         rows = [b for b, ended in enumerate(done) if not ended]
         parts = [self.sequences, self.target, self.sampler, self.noise, self.draft]
         for part in parts if rows else parts[:1]:

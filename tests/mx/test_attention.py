@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from hf_specdec.mx.attention import rows_attention
+from hf_specdec import mx
+from hf_specdec.mx import attention
+from hf_specdec.mx.attention import FEW, FEW_NAME, rows_attention
+from hf_specdec.mx.interface import can_set_attention
 from hf_specdec.mx.kernels import attention as kernel
 from hf_specdec.mx.kernels import cpu
 from hf_specdec.tree import Tree
+
+from ..helpers import build
+from .models import HEADS as ONE_TO_ONE
+from .models import tiny
 
 needs_kernels = pytest.mark.skipif(cpu.library() is None, reason="no kernels here")
 HEADS, GROUPS, SLOTS = 6, 2, 47
@@ -122,6 +131,24 @@ def test_a_query_that_sees_nothing_gets_zeros(either):
 
 
 @needs_kernels
+def test_many_heads_to_a_key_long_texts_and_windows(monkeypatch):
+    """Several tiles, several blocks of slots, slots that no query of a tile sees before, between and behind those that some see."""
+    generator = torch.Generator().manual_seed(5)
+    query, key, value = (torch.randn(2, heads, n, 40, generator=generator) for heads, n in ((24, 70), (2, 333), (2, 333)))
+    at = torch.arange(263, 333)[:, None]
+    slots = torch.arange(333)
+    seen = (slots <= at) & (slots > at - 37) & (slots % 7 != 3)
+    mask = torch.zeros(70, 333).masked_fill(~seen, torch.finfo(torch.float32).min)[None, None]
+    got = rows_attention(query, key, value, mask)
+    keys, values = (part.double().repeat_interleave(12, 1) for part in (key, value))
+    want = scaled_dot_product_attention(query.double(), keys, values, mask.double()).transpose(1, 2)
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=2e-6)
+    for q in (0, 1, 33, 69):
+        alone = rows_attention(query[:, :, q : q + 1], key[:, :, seen[q]], value[:, :, seen[q]])
+        assert torch.equal(got[:, q : q + 1], alone)
+
+
+@needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_threads_and_kernel_paths_do_not_matter(dtype):
     query, key, value = tensors(dtype, batch=3, width=17, size=72)
@@ -156,3 +183,59 @@ def test_another_device_is_refused_by_name():
     query, key, value = tensors(width=1)
     with pytest.raises(ValueError, match="key is on meta"):
         rows_attention(query, key.to("meta"), value)
+
+
+# --- attention for few queries ------------------------------------------------------------------------------------------------
+
+
+def attention_of(model) -> str:
+    return model.config._attn_implementation
+
+
+@needs_kernels
+def test_compressed_models_use_the_kernel_for_few_queries_and_get_sdpa_back():
+    model = mx.compress(tiny())
+    assert attention_of(model) == FEW_NAME
+    assert attention_of(copy.deepcopy(model)) == FEW_NAME
+    assert attention_of(mx.dequantize(model)) == "sdpa"
+    eager = tiny()
+    eager.set_attn_implementation("eager")
+    assert attention_of(mx.compress(eager)) == "eager"
+
+
+@needs_kernels
+def test_a_model_with_code_of_its_own_for_sdpa_keeps_it():
+    assert can_set_attention(tiny(), "sdpa") and not can_set_attention(tiny(), "eager")
+    assert not can_set_attention(build("falcon", **ONE_TO_ONE, alibi=False), "sdpa")
+
+
+@needs_kernels
+def test_few_queries_go_to_the_kernel_and_many_to_torch(monkeypatch):
+    widths = []
+    monkeypatch.setattr(attention, "rows_attention", lambda query, *rest: widths.append(query.shape[2]) or rows_attention(query, *rest))
+    model = tiny()
+    dense = {}
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        for width in (1, FEW, FEW + 1, 20):
+            dense[width] = model(ids[:, :width]).logits
+        model.set_attn_implementation(FEW_NAME)
+        for width, expected in dense.items():
+            torch.testing.assert_close(model(ids[:, :width]).logits, expected, rtol=1e-4, atol=1e-5)
+    assert set(widths) == {1, FEW}
+    widths.clear()
+    out = model(ids[:, :3], labels=ids[:, :3]).loss  # a gradient is wanted: torch
+    out.backward()
+    assert not widths and model.get_input_embeddings().weight.grad.isfinite().all()
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt_neox"])
+def test_texts_with_and_without_it_are_the_same_in_float32(kind):
+    model = tiny(kind)
+    texts = []
+    for name in ("sdpa", FEW_NAME):
+        model.set_attn_implementation(name)
+        inputs = {"input_ids": torch.tensor([[1, 5, 9, 2, 7], [0, 0, 0, 3, 4]]), "attention_mask": torch.tensor([[1] * 5, [0] * 3 + [1] * 2])}
+        texts.append(model.generate(**inputs, max_new_tokens=20, do_sample=False, pad_token_id=0).tolist())
+    assert texts[0] == texts[1]

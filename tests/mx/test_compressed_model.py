@@ -99,6 +99,8 @@ ROWS = prompts(5, seed=2) + repetitive(14) + prompts(3, seed=1)
 def test_a_compressed_model_speculates_the_text_of_its_own_plain_generate(format, dtype):
     original = tiny(dtype=dtype)
     model = mx.compress(copy.deepcopy(original), format, lm_head=format)
+    if dtype == torch.bfloat16:  # where attention that rounds by the width of the pass would part the texts
+        model.set_attn_implementation("hf_specdec_rows")
     expected = plain(model, ROWS)
     accepted = 0
     for k in (1, 5):

@@ -1,13 +1,16 @@
-"""Attention that gives a query the same bits at every width: each query of each head alone, over the slots it sees, in their order."""
+"""Attention by the kernels, on a CPU: `hf_specdec_rows`, which gives a query the same bits at every width, and `hf_specdec_few`, which is
+"sdpa" but for passes over few tokens."""
 
 from __future__ import annotations
 
 import torch
 
-from .interface import register_attention
+from .interface import by_sdpa, can_set_attention, register_attention, set_attention
 from .kernels import attention as kernel
+from .kernels import cpu
 
-NAME = "hf_specdec_rows"
+NAME, FEW_NAME = "hf_specdec_rows", "hf_specdec_few"
+FEW, FEW_COMPILED = 6, 16  # queries per row up to which the kernel is the faster one; compiled passes read many slots that are hidden
 
 
 def rows_attention(
@@ -114,4 +117,26 @@ def _with_bias(bias: torch.Tensor, mask: torch.Tensor | None, causal: bool) -> t
     return (bias if mask.dtype == torch.bool else bias + mask.float()).masked_fill(hidden, -torch.inf)
 
 
+def forward_few(module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None, **kwargs) -> tuple[torch.Tensor, None]:
+    """What "sdpa" computes: by the kernel for up to `FEW` queries a row on a CPU, by torch's `scaled_dot_product_attention` otherwise."""
+    compiling = torch.compiler.is_compiling()
+    few = query.shape[2] <= (FEW_COMPILED if compiling else FEW) and query.device.type == "cpu" and query.dtype in cpu.DTYPES
+    if few and not dropout and kwargs.get("position_bias") is None and kwargs.get("cache") is None and not torch.is_grad_enabled():
+        return forward(module, query, key, value, attention_mask, scaling=scaling, is_causal=is_causal)
+    return by_sdpa(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs)
+
+
+def use_for_few(model: torch.nn.Module) -> None:
+    """Give a model on a CPU that runs "sdpa" the attention `hf_specdec_few`, where the kernels are there and the model lets it be chosen."""
+    if can_set_attention(model, "sdpa") and model.device.type == "cpu" and cpu.library() is not None:
+        set_attention(model, FEW_NAME)
+
+
+def use_sdpa_again(model: torch.nn.Module) -> None:
+    """Undo `use_for_few`."""
+    if can_set_attention(model, FEW_NAME):
+        set_attention(model, "sdpa")
+
+
 register_attention(NAME, forward)
+register_attention(FEW_NAME, forward_few)

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.progress import track
 from torch import nn
 
+from .attention import use_for_few
 from .formats import DEFAULT_FORMAT, DEFAULT_RULE, Format, check_rule, get_format
 from .linear import MXLinear
 from .plan import Choice, check_skip, check_some, plan
@@ -29,7 +30,8 @@ def compress(
     Layer after layer: beside the model, only one layer is held twice. Layers named in `skip` stay dense, and so do those
     whose input size is no multiple of 32, experts and other modules that are no `nn.Linear`, and the output head, unless
     `lm_head` gives it a format (a tied head is untied by that). `format="bf16"` is no compression: bfloat16 weights in the
-    kernels' tiles. `measure=False` leaves out the error of each layer.
+    kernels' tiles. `measure=False` leaves out the error of each layer. On a CPU, attention of "sdpa" becomes `hf_specdec_few`: the
+    same numbers but for rounding, by the kernels where a pass has few tokens (`model.set_attn_implementation("sdpa")` undoes it).
 
     Raises ValueError, before anything is changed, for an unknown format or rule, a model that another method or an earlier
     call has quantised, weights that are not finite (it names the layer), and a model in which nothing can be compressed.
@@ -43,6 +45,7 @@ def compress(
     for _ in track(range(len(choices)), "Compressing", console=console, transient=True, disable=not console.is_terminal):
         report.layers.append(compress_layer(model, choices.pop(0), scale_rule, measure))  # nothing else holds the dense one
     untie(model)
+    use_for_few(model)
     model.mx_report = report
     if hasattr(model, "config") and hasattr(model, "save_pretrained"):
         attach(model, MXConfig(get_format(format).name, scale_rule, skip, lm_head and get_format(lm_head).name))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable
+from functools import lru_cache
 
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
@@ -21,6 +24,29 @@ def check_attention(model: PreTrainedModel, name: str) -> None:
                 f"model: the attention of {type(part).__name__} does not go through transformers' AttentionInterface, so it "
                 f"cannot become {name!r}."
             )
+
+
+def can_set_attention(model, name: str) -> bool:
+    """Whether `model` is a transformers model that runs attn_implementation=`name` and would take another one, in all its parts,
+    none of which has code of its own for "sdpa"."""
+    if not isinstance(model, PreTrainedModel) or model.config.get_text_config()._attn_implementation != name:
+        return False
+    kinds = {type(part) for part in model.modules() if isinstance(part, PreTrainedModel)}
+    return all(kind._can_set_attn_implementation() and not _treats_sdpa_apart(kind.__module__) for kind in kinds)
+
+
+@lru_cache
+def _treats_sdpa_apart(module: str) -> bool:
+    try:
+        source = inspect.getsource(sys.modules[module])
+    except (OSError, TypeError, KeyError):
+        return True
+    return '"sdpa"' in source or "AttentionInterface()" in source
+
+
+def by_sdpa(*args, **kwargs):
+    """transformers' own attention function "sdpa"."""
+    return AttentionInterface()["sdpa"](*args, **kwargs)
 
 
 def set_attention(model: PreTrainedModel, name: str) -> None:

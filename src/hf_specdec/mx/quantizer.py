@@ -10,6 +10,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from .attention import use_for_few
 from .formats import DEFAULT_FORMAT, DEFAULT_RULE, check_rule, get_format
 from .linear import MXLinear
 from .packed import quantize
@@ -126,6 +127,7 @@ class MXQuantizer(HfQuantizer):
             untie(model)
         if self.quantization_config.dequantize:
             return dequantize(model)
+        use_for_few(model)
         if not self.pre_quantized:
             model.mx_report = CompressionReport([self._report(model, name) for name, _ in model.named_modules() if self._has(name)])
             self.reports = {}

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from .activation import RowActivation
+from .attention import use_sdpa_again
 from .linear import MXLinear
 from .packed import quantize
 from .plan import Choice
@@ -78,6 +79,7 @@ def dequantize(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
 def _forget(model: nn.Module) -> None:
     """Take away what `compress` left beside the layers; a model with adapters hands it to the model they are for."""
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    use_sdpa_again(model)
     if hasattr(model, "mx_report"):
         del model.mx_report
     if hasattr(model, "config") and hasattr(model, "save_pretrained"):
