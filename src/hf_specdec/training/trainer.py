@@ -18,8 +18,6 @@ from . import drafter
 from .batches import Batch, Corpus, Stream, frequent_tokens, split
 from .losses import LOSSES, acceptance, buckets
 
-CHECKPOINT = "checkpoint.safetensors"
-
 
 def need_accelerate():
     """The package accelerate, which only training needs; ImportError with the remedy."""
@@ -80,7 +78,7 @@ class Student(nn.Module):
         head = self.draft.get_output_embeddings()
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.half):
             hidden = self.draft.base_model(input_ids=tokens, use_cache=False).last_hidden_state
-            return getattr(head, "linear", head)(hidden.flatten(0, 1)[where]).float()
+            return getattr(head, "few", head)(hidden.flatten(0, 1)[where]).float()
 
 
 class Trainer:
@@ -93,6 +91,7 @@ class Trainer:
     """
 
     reads: tuple[int, ...] = ()  # layers of the target whose hidden states the draft sees
+    checkpoint = "checkpoint.safetensors"
     states: Path | None = None   # where those of the shards are
 
     def __init__(self, target, data: str | Path, out: str | Path, config: RunConfig, target_name: str = ""):
@@ -229,10 +228,10 @@ class Trainer:
             tensors |= {f"{name}.{i}": value for name, value in self.optimizer.state.get(p, {}).items()}
         about = {"config": json.dumps(asdict(self.config)), "progress": json.dumps(asdict(self.progress))}
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, self.out / "checkpoint.partial", metadata=about)
-        os.replace(self.out / "checkpoint.partial", self.out / CHECKPOINT)
+        os.replace(self.out / "checkpoint.partial", self.out / self.checkpoint)
 
     def _resume(self) -> None:
-        path = self.out / CHECKPOINT
+        path = self.out / self.checkpoint
         if not path.is_file():
             return
         with safe_open(path, "pt") as file:
