@@ -43,7 +43,7 @@ from hf_specdec.proposal import Proposal
 WORKERS = Path(__file__).parent / "engines"
 OURS = {16: "bf16", 8: "mxint8", 6: "mxfp6_e2m3", 4: "mxfp4_e2m1"}
 THEIRS = {"llamacpp": {16: "f16", 8: "q8_0", 4: "q4_0"}, "openvino": {16: "f16", 8: "q8_0", 4: "q4_0"}, "vllm": {16: "bfloat16"}}
-BASE, NGRAM, CONTEXT = "16 bit: stock bfloat16, plain", 3, 1024
+BASE, NGRAM, CONTEXT, WARM = "16 bit: stock bfloat16, plain", 3, 1024, 8
 Run = Callable[[list[int], int], tuple[list[int], float]]
 console = Console(highlight=False, width=130)
 
@@ -67,6 +67,7 @@ class Worker:
         """New tokens and the seconds that the engine measured."""
         self._ask({"mode": mode, "ids": ids, "max_new_tokens": max_new_tokens})
         answer = self._answer()
+        time.sleep(0.2)  # until its threads sleep, too: they would spin into the next one's time
         return answer["tokens"], answer["seconds"]
 
     def close(self) -> None:
@@ -192,8 +193,8 @@ def loops(tokens: list[int], longest: int = 32, least: int = 24) -> bool:
     return any(len(tokens) >= n and tokens[-n:-p] == tokens[-n + p :] for p in range(1, longest + 1) for n in [max(3 * p, least)])
 
 
-def measure(arms: dict[str, Run], prompts: dict[str, list[int]], max_new_tokens: int, repetitions: int) -> dict[str, dict[str, tuple[list[int], list[float]]]]:
-    """By prompt and arm: tokens, and seconds of every repetition; one more runs before them and does not count."""
+def measure(arms: dict[str, Run], prompts: dict[str, list[int]], max_new_tokens: int, repetitions: int, keep: Callable[[dict], None] = lambda _: None) -> dict:
+    """By prompt and arm: tokens, and seconds of every repetition. A round of few tokens goes before them. keep(found): after each repetition."""
     found = {title: {name: ([], []) for name in arms} for title in prompts}
     names = list(arms)
     with counting("Measuring", len(prompts) * len(arms) * (repetitions + 1)) as step:
@@ -201,9 +202,10 @@ def measure(arms: dict[str, Run], prompts: dict[str, list[int]], max_new_tokens:
             for number, (title, ids) in enumerate(prompts.items()):
                 turn = (repetition + number) % len(names)
                 for name in names[turn:] + names[:turn]:
-                    tokens, seconds = arms[name](ids, max_new_tokens)
+                    tokens, seconds = arms[name](ids, max_new_tokens if repetition else WARM)
                     found[title][name] = (tokens, found[title][name][1] + [seconds] * bool(repetition))
                     step(f"{title}: {name}")
+            keep(found)
     return found
 
 
@@ -282,7 +284,8 @@ def main(
                "context": max(CONTEXT, longest + 64), "eos": dense.generation_config.eos_token_id}
     with engine_arms(engines, bits, ks, options) as (theirs, versions):
         arms = own_arms(dense, bits, ks[""], longest, compiled) | theirs
-        result = reduce(found := measure(arms, prompts, max_new_tokens, repetitions), groups)
+        keep = (lambda found: out.write_text(json.dumps({"measured": found}) + "\n")) if out else (lambda _: None)
+        result = reduce(found := measure(arms, prompts, max_new_tokens, repetitions, keep), groups)
     show(result, prompts)
     settings = {"hf_specdec": hf_specdec.__version__, "torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version(),
                 **versions, "threads": torch.get_num_threads(), "max_new_tokens": max_new_tokens, "k": ks, "repetitions": repetitions}

@@ -72,9 +72,9 @@ def test_a_looping_text_counts_for_no_contestant_with_so_many_bits(peers):
 
 def test_calls_take_turns_and_the_first_round_does_not_count(peers):
     order = []
-    arms = {name: lambda ids, n, name=name: (order.append(name) or [1] * n, 1.0) for name in "abc"}
+    arms = {name: lambda ids, n, name=name: (order.append(name) or [1] * n, float(n)) for name in "abc"}
     found = peers.measure(arms, {"chat/1": [5], "chat/2": [6]}, 4, 2)
-    assert order == list("abcbcabcacabcababc") and found["chat/1"]["a"] == ([1] * 4, [1.0, 1.0])
+    assert order == list("abcbcabcacabcababc") and found["chat/1"]["a"] == ([1] * 4, [4.0, 4.0])
 
 
 @pytest.mark.parametrize("text", ["tgi=python", "python"])
