@@ -13,7 +13,9 @@ def make(options: dict):
     import openvino
     import openvino_genai
 
-    settings = {"INFERENCE_NUM_THREADS": options["threads"], "PERFORMANCE_HINT": "LATENCY"}
+    scheduler = openvino_genai.SchedulerConfig()
+    scheduler.enable_prefix_caching, scheduler.cache_size = False, 1  # on by default: a prompt asked again would not be read again
+    settings = {"INFERENCE_NUM_THREADS": options["threads"], "PERFORMANCE_HINT": "LATENCY", "scheduler_config": scheduler}
     models = {"plain": openvino_genai.LLMPipeline(options["gguf"], "CPU", **settings),
               "lookup": openvino_genai.LLMPipeline(options["gguf"], "CPU", prompt_lookup=True, **settings)}
 
