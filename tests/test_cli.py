@@ -1,9 +1,14 @@
 import json
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from hf_specdec import compiled
+from hf_specdec.bench.embedded import load_target
 from hf_specdec.cli import app
+from hf_specdec.training import build_drafter
+from hf_specdec.training.drafter import save
 
 from .bench import conftest as saved
 from .helpers import word_tokenizer
@@ -179,6 +184,37 @@ def test_a_draft_whose_tokenizer_shares_nothing_is_refused(target_folder, tmp_pa
 def test_bench_takes_drafts_that_stock_generation_does_not_know(target_folder):
     result = run("bench", target_folder, "--draft", "uniform", "--prompts", "chat", "--limit", 1, "--repetitions", 1, "--max-new-tokens", 4)
     assert result.exit_code == 0 and "ours uniform" in result.stdout and "stock draft model" not in result.stdout
+
+
+@pytest.mark.filterwarnings("error:.*runs without compile")
+@pytest.mark.parametrize("clock", ["wall", "cpu"])
+def test_bench_measures_compiled_passes_without_hooks(target_folder, draft_folder, tmp_path, monkeypatch, clock):
+    torch._dynamo.reset()
+    monkeypatch.setattr(compiled, "options", lambda device, places: {"backend": "aot_eager"})
+    models, made = [], compiled.CompiledPasses.__init__
+
+    def watched(self, model, role):
+        models.append(model)
+        made(self, model, role)
+
+    monkeypatch.setattr(compiled.CompiledPasses, "__init__", watched)
+    result = run("bench", target_folder, "--draft", draft_folder, "--k", 3, "--compile", "--prompts", "chat", "--limit", 1, "--repetitions", 1, "--clock", clock,
+                 "--max-new-tokens", 8, "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "is not measured" in result.stdout if clock == "wall" else "the whole is measured alone" in result.stdout
+    rows = {row["arm"]: row for row in json.loads((tmp_path / "bench.json").read_text())["results"]}
+    assert {"plain generate", "stock lookup", "ours lookup, compiled", "ours draft model, compiled"} <= set(rows)
+    for name, row in rows.items():
+        assert row["equal"] == 1 and (row["outside_forwards"] is None) == ("compiled" in name)
+        assert (row["decoding_speed_up"] is not None) == (clock == "wall" or "compiled" not in name) or "stock" in name
+    assert models and not any(compiled._refusals.get(model) for model in models) and all(compiled._functions[model] for model in models)
+
+
+def test_bench_compiles_no_target_whose_states_are_read(target_folder, tmp_path):
+    model, _ = load_target(target_folder)
+    folder = save(build_drafter(model, [1], None, (0, 2)), tmp_path / "drafter", "the test's target")
+    result = run("bench", target_folder, "--draft", folder, "--compile", "--prompts", "chat", "--limit", 1)
+    assert result.exit_code == 2 and "--compile: the draft" in result.stderr
 
 
 def test_verify_explains_forks_of_a_16_bit_target(target_folder, draft_folder):

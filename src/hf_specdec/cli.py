@@ -147,11 +147,12 @@ def bench(
     threads: Annotated[int | None, typer.Option(min=1, help="torch's threads.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for bench.json and bench.png.")] = None,
     config: Annotated[Path | None, typer.Option("--config", help="Folder that tune has written: measure its choice, too, against its prediction.")] = None,
+    compile: Annotated[bool, typer.Option("--compile", help="Ours with compiled passes (torch.compile), which are compiled before anything is measured.")] = False,
 ):
     """Measure plain generate, stock assisted generation and ours, interleaved, on the same prompts."""
     from .commands.bench import bench as run
 
-    run(target, draft, prompts, limit, k, max_new_tokens, repetitions, batch, dtype, clock, threads, out, config)
+    run(target, draft, prompts, limit, k, max_new_tokens, repetitions, batch, dtype, clock, threads, out, config, compile)
 
 
 @app.command()

@@ -25,13 +25,15 @@ class Answer:
 
 @dataclass
 class Arm:
-    """run(prompts, max_new_tokens) -> Answer. draft: a model whose forwards are watched. k: drafted per round, if fixed."""
+    """run(prompts, max_new_tokens) -> Answer. draft: a model whose forwards are watched. k: drafted per round, if fixed. compiled: whether passes are
+    compiled, so that no hook may watch them."""
 
     name: str
     run: Callable[[list[list[int]], int], Answer]
     draft: Any = None
     k: int | None = None
     max_batch: int | None = None
+    compiled: bool = False
 
 
 def padded(model, prompts: list[list[int]]) -> dict[str, torch.Tensor]:
@@ -54,7 +56,7 @@ def new_tokens(model, sequences: torch.Tensor, width: int) -> list[list[int]]:
     return rows
 
 
-def generate_arm(name: str, model, draft=None, k: int | None = None, max_batch: int | None = None, **kwargs) -> Arm:
+def generate_arm(name: str, model, draft=None, k: int | None = None, max_batch: int | None = None, compiled: bool = False, **kwargs) -> Arm:
     """An arm that calls `model.generate(..., do_sample=False, **kwargs)`."""
 
     def run(prompts: list[list[int]], max_new_tokens: int) -> Answer:
@@ -69,27 +71,29 @@ def generate_arm(name: str, model, draft=None, k: int | None = None, max_batch: 
         )
         return Answer(new_tokens(model, out.sequences, inputs["input_ids"].shape[1]), getattr(out, "speculation", None))
 
-    return Arm(name, run, draft, k, max_batch)
+    return Arm(name, run, draft, k, max_batch, compiled)
 
 
-def standard_arms(model, draft=None, k: int | str = "auto", stock_k: int = 5, lookup_k: int = 10) -> list[Arm]:
+def standard_arms(model, draft=None, k: int | str = "auto", stock_k: int = 5, lookup_k: int = 10, compile: bool = False) -> list[Arm]:
     """Plain generate; stock assisted generation by lookup and by draft model; ours by lookup and by draft model. A `Draft`, which stock
     generation does not know, is ours alone.
 
+    compile: whether ours run compiled passes.
     k: ours. With a number, the stock arm with a draft model drafts the same number; with "auto" it drafts `stock_k`.
     """
     fixed = None if k == "auto" else k
-    ours = {"speculative": True, "num_assistant_tokens": k}
+    ours = {"speculative": {"compile": compile}, "num_assistant_tokens": k, "compiled": compile}
+    what = ", compiled" if compile else ""
     arms = [
         generate_arm(PLAIN, model),
         generate_arm("stock lookup", model, k=fixed or lookup_k, max_batch=1, prompt_lookup_num_tokens=fixed or lookup_k),
-        generate_arm("ours lookup", model, k=fixed, **ours),
+        generate_arm(f"ours lookup{what}", model, k=fixed, **ours),
     ]
     if isinstance(draft, Draft):
-        arms.append(generate_arm(f"ours {draft.name}", model, model_of(draft), fixed, assistant_model=draft, **ours))
+        arms.append(generate_arm(f"ours {draft.name}{what}", model, model_of(draft), fixed, assistant_model=draft, **ours))
     elif draft is not None:
         arms.insert(2, _stock_draft_arm(model, draft, fixed or stock_k))
-        arms.append(generate_arm("ours draft model", model, draft, fixed, assistant_model=draft, **ours))
+        arms.append(generate_arm(f"ours draft model{what}", model, draft, fixed, assistant_model=draft, **ours))
     return arms
 
 

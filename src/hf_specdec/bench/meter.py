@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..trace import SpeculationTrace
+
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
@@ -29,30 +31,41 @@ class Forwards:
 
 @dataclass
 class Cost:
-    """One call. seconds by the clock chosen; target, draft: empty where the models are not called as modules."""
+    """One call. seconds by the clock chosen; target, draft: empty where the models are not called as modules. by_loop: whether the target's
+    passes are those that our loop has timed (`read`)."""
 
     seconds: float = 0.0
     target: Forwards = field(default_factory=Forwards)
     draft: Forwards = field(default_factory=Forwards)
     peak_memory: int | None = None
+    by_loop: bool = False
+
+    def read(self, trace: SpeculationTrace) -> None:
+        """Take the target's passes, with their masks, from the loop's own clock, and one proposal and the root for a width: for compiled passes, which
+        module hooks would undo. Of the draft model and of what is outside of both nothing is known then."""
+        self.by_loop = True
+        self.target.seconds = [verify for _, verify, _ in trace.round_seconds]
+        self.target.widths = [1 + max(entry.proposed for entry in entries) for entries in trace.rounds]
 
     @property
     def outside(self) -> float:
         """Share of the time outside the models' forwards, the prompt pass left out of both; nan where not measured."""
+        if self.by_loop:
+            return float("nan")
         forwards, prompt = sum(self.target.seconds) + sum(self.draft.seconds), sum(self.target.seconds[:1])
         return (self.seconds - forwards) / (self.seconds - prompt) if self.target.seconds else float("nan")
 
 
 @contextmanager
-def measured(target, draft=None, clock: str = "wall"):
-    """Yields a `Cost` that is complete when the block ends.
+def measured(target, draft=None, clock: str = "wall", hooks: bool = True):
+    """Yields a `Cost` that is complete when the block ends; without `hooks` on the models it has no forwards.
 
     On a GPU the forwards are launched, not awaited, so that only the total is a time there.
     """
     cost, now = Cost(), CLOCKS[clock]
     with ExitStack() as stack:
         for model, forwards in ((target, cost.target), (draft, cost.draft)):
-            if model is not None:
+            if model is not None and hooks:
                 stack.enter_context(_watched(model, forwards, now))
         _reset_peak(target)
         _synchronize(target)
