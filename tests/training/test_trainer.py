@@ -9,6 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from hf_specdec.cli import app
+from hf_specdec.commands.train import _features
 from hf_specdec.training import LOSSES, RunConfig, Trainer, load_drafter, train
 from hf_specdec.training.batches import Corpus, frequent_tokens, split
 from hf_specdec.training.drafter import own_parameters
@@ -149,11 +150,27 @@ def test_the_command_trains_goes_on_and_refuses(target, tokenizer, tmp_path):
 def test_the_command_trains_a_feature_drafter_that_the_other_commands_take(target, tokenizer, tmp_path):
     target.save_pretrained(tmp_path / "target")
     tokenizer.save_pretrained(tmp_path / "target")
-    run = CliRunner().invoke(app, ["train", str(tmp_path / "target"), "--out", str(tmp_path / "out"), "--tokens", "400", "--steps", "4", "--features",
-                                   "--head", "40", "--batch-tokens", "128", "--new-tokens", "12", "--format", "bf16"])
+    asked = ["--features", "--tokens", "400", "--steps", "4", "--head", "40", "--batch-tokens", "128", "--new-tokens", "12", "--format", "bf16"]
+    run = CliRunner().invoke(app, ["train", str(tmp_path / "target"), "--out", str(tmp_path / "out"), *asked])
     assert run.exit_code == 0, run.output
     assert load_drafter(tmp_path / "out", target).name == "feature" and "hidden states after layers" in (tmp_path / "out" / "README.md").read_text()
     used = CliRunner().invoke(app, ["generate", str(tmp_path / "target"), "--draft", str(tmp_path / "out"), "--prompt", "HELLO", "--max-new-tokens", "8"])
     assert used.exit_code == 0, used.output
     bad = CliRunner().invoke(app, ["train", str(tmp_path / "target"), "--features", "--on-policy", "10"])
     assert bad.exit_code == 2 and "--on-policy" in bad.output
+    on = CliRunner().invoke(app, ["train", str(tmp_path / "target"), "--out", str(tmp_path / "on"), "--data", str(tmp_path / "out" / "data"), *asked, "--lr", "1e-9",
+                                  "--begin", str(tmp_path / "out"), "--single", "2"])
+    assert on.exit_code == 0, on.output
+    one, two = (load_drafter(tmp_path / name, target).model.state_dict() for name in ("out", "on"))  # at that rate of learning, where it began
+    assert {name: float((weight - two[name]).abs().max()) for name, weight in one.items() if not torch.allclose(weight, two[name], atol=1e-6)} == {}
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    (("--begin", "smollm2_drafter"), "--begin smollm2_drafter: a feature drafter is trained so"), (("--single", "3"), "--single 3: a feature drafter"),
+    (("--features", "--begin", "nowhere"), "--begin nowhere is no drafter"), (("--features", "--single", "9", "--steps", "8"), "--single 9"),
+    (("--heads", "2", "--begin", "smollm2_drafter"), "--begin smollm2_drafter: a feature drafter"),
+])
+def test_what_is_for_feature_drafters_alone_is_refused_before_anything_is_loaded(arguments, words):
+    bad = CliRunner().invoke(app, ["train", "no/such/target", *arguments])
+    assert bad.exit_code == 2 and words in bad.output
+    assert _features(True, None, 2, 4) == {"begin": "", "single": 2} and _features(False, None, 0, 4) == {}

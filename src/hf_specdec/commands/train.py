@@ -9,8 +9,7 @@ from rich.console import Console
 
 def train(target: str, out: Path, data: Path | None, tokens: int, prompts: str | None, column: str | None, layers: str | None, head: int,
           losses: str, steps: int, batch_tokens: int, lr: float, on_policy: int, format: str, new_tokens: int, seed: int,
-          features: bool, places: dict[str, int], lora: int = 0,
-          eagle3: bool = False) -> None:
+          features: bool, places: dict[str, int], lora: int = 0, eagle3: bool = False, begin: str | None = None, single: int = 0) -> None:
     """places: the option that asks for tokens predicted at once -> how many, 0 for none."""
     from ..bench.embedded import load_target
     from ..mx.formats import get_format
@@ -42,6 +41,7 @@ def train(target: str, out: Path, data: Path | None, tokens: int, prompts: str |
     if lora and not places["--joint"]:
         raise ValueError(f"--lora {lora}: adapters are for --joint, where the target learns, too.")
     more |= {"rank": lora} if lora else {}
+    more |= _features(features, begin, single, steps)
     if features and on_policy:
         raise ValueError("--on-policy: a feature drafter learns from the target's own text alone; leave it out with --features.")
     config = kind(layers=_numbers(layers or ("-1" if features or asked_for else "0,-1")), head=None if places["--look-ahead"] else head or None, loss=names[0], steps=steps,
@@ -55,6 +55,21 @@ def train(target: str, out: Path, data: Path | None, tokens: int, prompts: str |
     del writer
     model, _ = load_target(target, "float32")
     run(model, tokenizer, data, out, config, names, target, console, on_policy=on_policy)
+
+
+def _features(features: bool, begin: str | None, single: int, steps: int) -> dict:
+    """What the `FeatureRunConfig` gets, checked."""
+    from ..training import drafter
+
+    given = {"--begin": begin, "--single": single}
+    asked = [name for name, value in given.items() if value]
+    if asked and not features:
+        raise ValueError(f"{asked[0]} {given[asked[0]]}: a feature drafter is trained so; add --features, or leave it out.")
+    if single > steps:
+        raise ValueError(f"--single {single}: there are {steps} steps in all; give fewer.")
+    if begin and not drafter.is_drafter(begin):
+        raise ValueError(f"--begin {begin} is no drafter; name a folder that training wrote, or one of {drafter.shipped()}.")
+    return {"begin": begin or "", "single": single} if features else {}
 
 
 def _numbers(text: str) -> tuple[int, ...]:
