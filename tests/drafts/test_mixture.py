@@ -5,7 +5,7 @@ import torch
 
 from hf_specdec.distributions import Sampler
 from hf_specdec.drafts import Context, Draft, MixtureDraft, ModelDraft, NGramRecyclingDraft, PromptLookupDraft, SuffixAutomatonDraft
-from hf_specdec.drafts import merging
+from hf_specdec.drafts import choosing, merging
 from hf_specdec.drafts.feature_tree import FeatureTreeDraft
 from hf_specdec.drafts.features import fused, hidden_states
 from hf_specdec.drafts.growth import Branches, Grower, likeliest, together
@@ -205,6 +205,30 @@ def test_every_draft_inside_hears_of_its_own_nodes():
     texts = [row + text for row, text in zip(rows, plain(target, rows))]
     speculate(target, rows, MixtureDraft([Listening.knowing(texts, wrong=5), SuffixAutomatonDraft()]), 8)
     assert heard and all(width == n + 1 for width, n, _ in heard) and max(accepted for *_, accepted in heard) > 2
+
+
+class Priced:
+    """Earnings of a draft that is right in row 1 alone; a token more costs a tenth of a step."""
+
+    margin, free = 1.1, [True]
+
+    def seconds(self, k, asked):
+        return 1 + 0.1 * k
+
+    def tokens(self, b, d, strength, most):
+        return [1 + 0.9 * k * b for k in range(most + 1)]
+
+
+@pytest.mark.parametrize(("room", "pays"), [([40, 10], False), ([10, 40], True), ([20, 20], True)])
+def test_in_a_batch_a_gain_of_the_row_that_ends_last_counts_most(room, pays):
+    merge, choose = object.__new__(merging.Merge), object.__new__(choosing.Choose)
+    for way in (merge, choose):
+        way.earnings, way.room, way.strengths = Priced(), room, [[0, 0]]
+    nodes, rate = merge._size([[0.0, 0.0, 0.0], [0.0, 0.9, 1.8]], {}, 0)
+    assert (nodes > 0) == pays == (rate > 1.1)
+    assert (choose._rate([(-1, 0), (0, 2)]) > 1.1 * choose._rate([(-1, 0)] * 2)) == pays
+    merge.room = room[:1]
+    assert merge._size([[0.0, 0.9, 1.8]], {}, 0) == (2, pytest.approx(2.8 / 1.2))  # alone, a token is a token
 
 
 @pytest.mark.parametrize(("arguments", "error", "words"), [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..proposal import Proposal
+from ..schedule import progress
 from .base import Context
 from .earning import Earnings, path_of
 from .growth import Branches
@@ -32,8 +33,9 @@ class Choose:
         self.strengths, self.plans = strengths, None
         return [0 if max(own) >= 0 else -1 for own in zip(*strengths)]
 
-    def plan(self, caps: list[int]) -> list[int]:
-        """Per row, how many tokens to draft, at most caps[b]."""
+    def plan(self, caps: list[int], room: list[int]) -> list[int]:
+        """Per row, how many tokens to draft, at most caps[b]; room: tokens that it may still get."""
+        self.room = room
         self._ask_the_free(caps)
         plans = [self._best(b, range(1, cap + 1)) for b, cap in enumerate(caps)]
         single = [[self._best(b, range(1, cap + 1), d) for b, cap in enumerate(caps)] for d in range(len(self.strengths))] if len(caps) > 1 else []
@@ -70,9 +72,9 @@ class Choose:
         return best
 
     def _rate(self, plans: list[Plan]) -> float:
-        """Tokens per second of a round of all rows."""
-        tokens = sum(self.earnings.tokens(b, d, self.strengths[d][b], k)[k] if k else 1.0 for b, (d, k) in enumerate(plans))
-        return tokens / self.earnings.seconds(max(k for _, k in plans), _asked(plans))
+        """`progress` per second of a round of all rows."""
+        tokens = [self.earnings.tokens(b, d, self.strengths[d][b], k)[k] if k else 1.0 for b, (d, k) in enumerate(plans)]
+        return progress(tokens, self.room) / self.earnings.seconds(max(k for _, k in plans), _asked(plans))
 
     def propose(self, context: Context, k: list[int]) -> tuple[list[Branches], list[str]]:
         if self.plans is None:

@@ -182,7 +182,7 @@ class PlannedSchedule:
 
     def next_k(self, evidence: list[int], room: list[int]) -> list[int]:
         """As in `schedule.FixedSchedule`."""
-        return self.mixture.way.plan([min(self.most, left - 1) if strength >= 0 else 0 for strength, left in zip(evidence, room)])
+        return self.mixture.way.plan([min(self.most, left - 1) if strength >= 0 else 0 for strength, left in zip(evidence, room)], room)
 
     def observe(self, proposed: list[int], accepted: list[int], seconds: float | None) -> None:
         """The mixture learns of that by itself."""

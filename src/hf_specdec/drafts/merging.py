@@ -7,6 +7,7 @@ from math import log2
 from typing import Any
 
 from ..proposal import Proposal
+from ..schedule import progress
 from .base import Context, Draft, Guess
 from .earning import Earnings
 from .growth import Branches, Grower, Grown
@@ -70,22 +71,21 @@ class Merge:
 
     # --- K "auto": which drafts, and how many nodes -----------------------------------------------------------------
 
-    def plan(self, caps: list[int]) -> list[int]:
-        """Per row, how many nodes, at most caps[b]."""
-        self.caps, self.asks = caps, {}
+    def plan(self, caps: list[int], room: list[int]) -> list[int]:
+        """Per row, how many nodes, at most caps[b]; room: tokens that it may still get."""
+        self.room, self.asks = room, {}
         if not any(caps) or self.earnings.looks_at_plain():
             return [0] * len(caps)
         self.drawn = self._ask({d: caps for d, free in enumerate(self.earnings.free) if free})
         gains = [self._gains(grown) for grown in self._trees(caps)]
-        plain = len(caps) / self.earnings.seconds(0, {})
         nodes, most = self._size(gains, {}, 0)
-        most = max(most, self.earnings.margin * plain)
+        most = max(most, self.earnings.margin / self.earnings.seconds(0, {}))
         for d in self.costly:
             for k in range(1, min(self.earnings.reach[d], max(caps)) + 1):
                 own = [min(k, cap) if strength >= 0 else 0 for cap, strength in zip(caps, self.strengths[d])]
                 if any(own):
-                    tokens = sum(max(self._tokens(b, d, size), 1 + gain[min(nodes, len(gain) - 1)]) for b, (size, gain) in enumerate(zip(own, gains)))
-                    rate = tokens / self.earnings.seconds(max(k, nodes), {d: k})
+                    tokens = [max(self._tokens(b, d, size), 1 + gain[min(nodes, len(gain) - 1)]) for b, (size, gain) in enumerate(zip(own, gains))]
+                    rate = progress(tokens, room) / self.earnings.seconds(max(k, nodes), {d: k})
                     if rate > most:
                         most, self.asks = rate, {d: own}
         if not self.asks:
@@ -100,10 +100,10 @@ class Merge:
         return list(accumulate(grown.chances, initial=0.0))
 
     def _size(self, gains: list[list[float]], asked: dict[int, int], least: int) -> tuple[int, float]:
-        """(nodes, tokens per second) of the trees that earn most; (0, rate of a plain step) if none earns more."""
+        """(nodes, `progress` per second) of the trees that earn most; (0, rate of a plain step) if none earns more."""
         found = 0, 0.0
         for n in range(least, max(map(len, gains))):
-            rate = sum(1 + gain[min(n, len(gain) - 1)] for gain in gains) / self.earnings.seconds(n, asked)
+            rate = progress([1 + gain[min(n, len(gain) - 1)] for gain in gains], self.room) / self.earnings.seconds(n, asked)
             margin = self.earnings.margin if not found[0] and not asked else 1.0
             found = (n, rate) if rate > margin * found[1] else found
         return found

@@ -30,6 +30,7 @@ class MixtureDraft(Draft):
     branches: most guesses tried after each token ("merge"); 1 makes a chain of the likeliest.
     tokens: most tokens asked of a draft that does not know `guesses` ("merge").
 
+    With K "auto" the tokens expected in a batch count by how far they bring its slowest row (`schedule.progress`).
     What is chosen depends on committed tokens and measured times alone, never on a coin of a token still to be judged. In "merge" the
     rows of a batch share one shape of tree, so what is drawn for a row depends on its neighbours (its law does not).
     """
