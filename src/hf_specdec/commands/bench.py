@@ -39,7 +39,7 @@ def bench(
     from ..bench.embedded import load_target
     from ..bench.meter import CLOCKS
     from ..bench.prompts import load_prompts
-    from ..bench.report import print_report, save_json, save_plot
+    from ..bench.report import print_report
     from ..bench.runner import plan, run_benchmark
     from ..bench.terminal import counting
 
@@ -61,17 +61,7 @@ def bench(
     if tuned is not None:
         arms.append(_tuned_arm(model, tuned))
     with counting("Measuring", plan(chosen, arms, batch, repetitions)) as step:
-        report = run_benchmark(
-            model,
-            tokenizer,
-            chosen,
-            arms,
-            max_new_tokens=max_new_tokens,
-            repetitions=repetitions,
-            batch=batch,
-            clock=clock,
-            step=step,
-        )
+        report = run_benchmark(model, tokenizer, chosen, arms, max_new_tokens=max_new_tokens, repetitions=repetitions, batch=batch, clock=clock, step=step)
     console = Console(highlight=False, width=max(Console().width, WIDTH))
     print_report(report, console)
     if any(arm.compiled for arm in arms):
@@ -79,10 +69,16 @@ def bench(
     if tuned is not None:
         _print_prediction(report, tuned, console)
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        save_json(report, out / "bench.json")
-        save_plot(report, out / "bench.png")
-        console.print(f"Written: {out / 'bench.json'}, {out / 'bench.png'}", markup=False)
+        _write(report, out, console)
+
+
+def _write(report: dict, out: Path, console: Console) -> None:
+    from ..bench.report import save_json, save_plot
+
+    out.mkdir(parents=True, exist_ok=True)
+    save_json(report, out / "bench.json")
+    save_plot(report, out / "bench.png")
+    console.print(f"Written: {out / 'bench.json'}, {out / 'bench.png'}", markup=False)
 
 
 def _warm(model, draft, k: int | str, batch: int, longest: int) -> None:
