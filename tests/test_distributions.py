@@ -6,7 +6,7 @@ from scipy.stats import chisquare, kstest
 from transformers.generation import logits_process as lp
 
 from hf_specdec import compat
-from hf_specdec.distributions import ArgmaxLogitsWarper, Law, LenientGreedyLogitsProcessor, Sampler, draw
+from hf_specdec.distributions import ArgmaxLogitsWarper, Law, LenientGreedyLogitsProcessor, Sampler, draw, likeliest
 from hf_specdec.noise import Noise
 
 LARGEST = 1 - 2.0**-53
@@ -149,3 +149,17 @@ def test_a_law_of_logits_is_their_softmax():
     p = scores.softmax(-1)
     assert torch.allclose(law.prob_of_next(tokens), p[:, :3].gather(-1, tokens[..., None])[..., 0])
     assert torch.allclose(law.probs_at(torch.tensor([3, 0, 2])), torch.stack([p[0, 3], p[1, 0], p[2, 2]]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_likeliest_is_argmax_and_takes_the_first_of_equals(dtype):
+    scores = torch.randn(3, 5, 400, generator=torch.Generator().manual_seed(0)).to(dtype)
+    scores[0, 0, [7, 90, 311]] = 50.0
+    scores[1, 2] = -torch.inf
+    scores[2, 1, [4, 8]] = torch.nan
+    if dtype == torch.float64:
+        scores[2, 4, 3], scores[2, 4, 9] = 60.0, 60.0 + 1e-12  # equal in float32
+    found = likeliest(scores)
+    assert found.dtype == torch.int64 and torch.equal(found, scores.argmax(-1))
+    assert found[0, 0] == 7 and found[1, 2] == 0 and found[2, 1] == 4 and likeliest(scores[0, 0]) == 7
+    assert torch.equal(likeliest(scores.transpose(0, 1)[..., ::2]), scores.transpose(0, 1)[..., ::2].argmax(-1))

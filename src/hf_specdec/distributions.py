@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
+import numpy as np
 import torch
 from transformers import LogitsProcessor
 
@@ -32,7 +33,7 @@ class Law:
     @cached_property
     def argmax(self) -> torch.Tensor:
         """int64 [B, n]: the most likely token at every node; in coupled sampling, the token drawn."""
-        return self.ranking.max(-1).indices  # several times faster than argmax in 16 bit; the first of equals, too
+        return likeliest(self.ranking)
 
     @cached_property
     def log_norm(self) -> torch.Tensor:
@@ -53,6 +54,15 @@ class Law:
         """float [B, V]: the law at node[b] of row b (node int64 [B])."""
         rows = torch.arange(len(node), device=node.device)
         return self.scores[rows, node].softmax(-1)
+
+
+def likeliest(scores: torch.Tensor) -> torch.Tensor:
+    """int64 [...]: the first index of the largest of scores [..., V], as torch.argmax has it (the first nan, where there is one). On a CPU
+    by NumPy: five times as fast in 16 bit, ten times in 32."""
+    if scores.device.type != "cpu":
+        return scores.argmax(-1)
+    wide = scores.detach() if scores.dtype in (torch.float32, torch.float64) else scores.detach().float()
+    return torch.from_numpy(np.asarray(wide.numpy().argmax(-1)))
 
 
 def draw(law: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from collections import deque
 
 import torch
 
+from ..distributions import likeliest
 from ..proposal import Proposal
 from .base import Context, Draft
 from .growth import Branches, Grown, together
@@ -83,8 +84,8 @@ class LookaheadDraft(Draft):
 
     def observe(self, proposal: Proposal, logits: torch.Tensor) -> None:
         """What the target says after the root and after every node of the window is the next iterate."""
-        likeliest = logits[..., : self.context.vocab_size].max(-1).indices.tolist()
-        for state, row, said in zip(self.rows, self.context.rows, likeliest):
+        words = likeliest(logits[..., : self.context.vocab_size]).tolist()
+        for state, row, said in zip(self.rows, self.context.rows, words):
             iterate = {len(row) + i: said[node] for i, node in enumerate([0, *state.nodes])}
             self._collect(state, iterate)
             state.iterates.append(iterate)

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from .. import compat
 from ..cached_model import CachedModel
-from ..distributions import draw
+from ..distributions import draw, likeliest
 from ..probe import check_batch
 from ..proposal import Proposal
 from .base import Context, Draft
@@ -66,7 +66,7 @@ class TranslatedDraft(Draft):
                 drawn.append(draw(laws[-1], context.noise(f"draft:{step}", 1)[:, 0]))
                 written.append([self.own.get(token, 0) for token in drawn[-1].tolist()])
             else:
-                written.append(logits[:, 0].max(-1).indices.tolist())
+                written.append(likeliest(logits[:, 0]).tolist())
         written = [list(own)[:n] for own, n in zip(zip(*written), k)]
         self.held = [row + own for row, own in zip(rows, written)]
         if context.sampler.do_sample:
