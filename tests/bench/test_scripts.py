@@ -9,6 +9,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 
 from hf_specdec import loop
@@ -62,6 +63,16 @@ def test_memory_watches_the_cache_of_every_target_pass(monkeypatch, capsys):
     with pytest.raises(typer.Exit):
         memory.main(calls=10)
     assert "at most the longest row + N" in capsys.readouterr().out
+
+
+def test_attention_is_compared_with_torch_and_close_to_it(monkeypatch, capsys):
+    attention = script("attention")
+    monkeypatch.setattr(attention, "PASSES", ((2, 3, 20),))
+    threads = torch.get_num_threads()
+    attention.main(repetitions=2)
+    torch.set_num_threads(threads)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "float" in line]
+    assert len(lines) == 4 and all(float(line.split("│")[-2]) < 0.05 for line in lines)
 
 
 def test_peers_that_are_not_installed_are_skipped_by_name(target_folder, tmp_path, monkeypatch, capsys):
