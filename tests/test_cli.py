@@ -217,6 +217,15 @@ def test_bench_compiles_no_target_whose_states_are_read(target_folder, tmp_path)
     assert result.exit_code == 2 and "--compile: the draft" in result.stderr
 
 
+def test_verify_of_a_16_bit_target_makes_a_draft_that_reads_its_states_again_for_the_float32_copy(target_folder, tmp_path):
+    model, _ = load_target(target_folder)
+    folder = save(build_drafter(model, [1], None, (0, 2)), tmp_path / "drafter", "the test's target")
+    settings = ("--prompts", "chat", "--limit", 1, "--max-new-tokens", 12, "--samples", 600, "--dtype", "bfloat16")
+    result = run("verify", target_folder, "--draft", folder, *settings)
+    assert result.exit_code == 0, result.stdout + result.stderr
+    assert "sampling in float32 with the draft under test" in result.stdout
+
+
 def test_verify_explains_forks_of_a_16_bit_target(target_folder, draft_folder):
     settings = ("--prompts", "chat", "--limit", 8, "--max-new-tokens", 40, "--samples", 600, "--dtype", "bfloat16")
     result = run("verify", target_folder, "--draft", draft_folder, *settings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rich.console import Console
@@ -60,7 +61,7 @@ def verify(
     torch.manual_seed(seed)
     findings, judge = Findings(Console(highlight=False)), Judge(model)
     forks = _greedy(findings, judge, tokenizer, chosen, max_new_tokens, {"assistant_model": assistant, **speculation})
-    _sampling(findings, judge, tokenizer, assistant, samples)
+    _sampling(findings, judge, tokenizer, assistant, lambda copy: load_draft(draft, "float32", copy, tokenizer), samples)
     count = sum(passed for passed, _ in findings.checks)
     verdict = "the outputs CHANGE, or the test has no power"
     if findings.passed:
@@ -99,10 +100,11 @@ def _greedy(findings: Findings, judge, tokenizer, prompts, max_new_tokens: int, 
     return forks
 
 
-def _sampling(findings: Findings, judge, tokenizer, assistant, samples: int) -> None:
+def _sampling(findings: Findings, judge, tokenizer, assistant, made_for: Callable, samples: int) -> None:
     """The joint law of the first tokens against enumeration: honest drafts have to follow it, a lying one must not.
 
-    A 16-bit target is tested in float32: it is the rule that is on trial here, not the arithmetic.
+    A 16-bit target is tested in float32: it is the rule that is on trial here, not the arithmetic. The draft is then made again for that
+    copy of the target, since it may read its states.
     """
     import torch
 
@@ -111,6 +113,7 @@ def _sampling(findings: Findings, judge, tokenizer, assistant, samples: int) -> 
 
     narrow = judge.model.dtype in (torch.float16, torch.bfloat16)
     model, where = (judge.reference, "sampling in float32") if narrow else (judge.model, "sampling")
+    assistant = made_for(model) if narrow else assistant
     prompt = tokenizer(LAW_PROMPT)["input_ids"]
     with working("Enumerating the target's law ..."):
         laws = enumerate_law(model, prompt, DEPTH, TOP_K)
