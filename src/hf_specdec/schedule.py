@@ -136,7 +136,7 @@ class AutoSchedule:
     measured here, of chains, or of a tree by the levels it was asked for.
     """
 
-    MARGIN = 1.03, 1.1  # a gain below this is taken for noise: in a row alone, in a batch
+    MARGIN = 1.03, 1.2  # a gain below this is taken for noise: in a row alone; in a batch, where a wrong guess costs all rows
     PER_ROW = 0.03      # what a token more per row costs the target before it has been timed, in plain steps
     PLAIN_EVERY = 48    # rounds until the second look at what a plain step costs; twice as many to every further one
     PATIENCE = 16, 64   # plain rounds before the first probe, and at most
