@@ -65,6 +65,15 @@ def test_memory_watches_the_cache_of_every_target_pass(monkeypatch, capsys):
     assert "at most the longest row + N" in capsys.readouterr().out
 
 
+def test_the_simulated_batch_never_falls_far_behind_plain_decoding(capsys):
+    simulated = script("batch_schedule")
+    simulated.main(tokens=64, runs=4)
+    assert "copying" in capsys.readouterr().out
+    for rows, c in simulated.BATCHES.items():
+        assert sum(simulated.speed("chat", rows, c, 64, seed) for seed in range(10)) / 10 > 0.95
+    assert simulated.speed("copying", 2, 0.03, 64, 0) > 2
+
+
 def test_attention_is_compared_with_torch_and_close_to_it(monkeypatch, capsys):
     attention = script("attention")
     monkeypatch.setattr(attention, "PASSES", ((2, 3, 20),))
