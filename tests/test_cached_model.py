@@ -152,3 +152,5 @@ def test_the_head_works_at_the_places_asked_for_alone():
                 other = pool.submit(lambda: model(torch.tensor([[5, 6, 7]])).logits).result()
             assert other.shape[1] == 3 and model(torch.tensor([[5, 6, 7]])).logits.shape[1] == 1
         assert model(torch.tensor([[5, 6, 7]])).logits.shape[1] == 3
+        model.get_output_embeddings = lambda: None
+        torch.testing.assert_close(CachedModel(model, 20).score(rows), logits)

@@ -14,8 +14,9 @@ from transformers import PreTrainedModel
 def head_at(model: PreTrainedModel, places: torch.Tensor | None) -> Iterator[None]:
     """Within it, a forward of `model` in this thread computes the logits of row b at places[b] alone, int64 [B, m], counted among those
     that it keeps: [B, m, V]. (transformers' `logits_to_keep` names the same places for all rows: in a ragged batch that is nearly every
-    row's last place for every row.) None changes nothing, and neither does a model that does not call its head."""
-    if places is None:
+    row's last place for every row.) None changes nothing, and neither does it for a model that has no head, or does not call it."""
+    head = None if places is None else model.get_output_embeddings()
+    if head is None:
         yield
         return
     thread = get_ident()
@@ -25,7 +26,7 @@ def head_at(model: PreTrainedModel, places: torch.Tensor | None) -> Iterator[Non
             at = places.to(inputs[0].device)
             return inputs[0][torch.arange(len(at), device=at.device)[:, None], at], *inputs[1:]
 
-    hook = model.get_output_embeddings().register_forward_pre_hook(pick)
+    hook = head.register_forward_pre_hook(pick)
     try:
         yield
     finally:
