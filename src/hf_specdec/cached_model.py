@@ -13,7 +13,7 @@ from time import perf_counter
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from . import compat
+from . import compat, passes
 from .compiled import CompiledPasses
 from .head import head_at
 from .kv_cache import SlotCache
@@ -42,6 +42,7 @@ class CachedModel:
         self.traits = traits or compat.traits_of(compat.unwrap(model), role)
         self.cache = SlotCache(limit, fixed=compile)
         self.compiled = CompiledPasses(model, role) if compile else None
+        self.most, self.runner = passes.runner(model, compiled=False)
         if compile and (source is not None or self.traits.own_positions):
             self.compiled.give_up("it makes its masks or positions itself")
         self.device, self.dtype = model.device, model.dtype
@@ -148,7 +149,8 @@ class CachedModel:
         keep = wanted is not None and self.traits.logits_to_keep
         if keep:
             inputs["logits_to_keep"] = wanted
-        reference = self.run(input_ids=tokens, past_key_values=self.cache, use_cache=True, return_dict=True, **inputs).logits
+        inputs |= {"input_ids": tokens, "past_key_values": self.cache, "use_cache": True, "return_dict": True}
+        reference = (self.runner(self.run, **inputs) if tokens.numel() <= self.most else self.run(**inputs)).logits
         reference = reference if keep or wanted is None else reference[:, wanted.to(reference.device)]
         if logits is not None:
             self.compiled.judge(logits if wanted is None else logits[:, wanted.to(logits.device)], reference)

@@ -17,6 +17,7 @@ import torch
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
+from . import passes
 from .kv_cache import FixedCache, SlotCache
 
 FEW = 16
@@ -36,13 +37,23 @@ def forward(model, tokens, positions, mask, slots, keys, values):
 
 def options(device: torch.device, places: int) -> dict:
     """What `torch.compile` is told for a pass over `places` tokens: CUDA graphs on a GPU; on a CPU one C++ function, whose own loops (not
-    the products) have no use for threads where the tokens are few."""
+    the products) have no use for threads where the tokens are few, of the graph as the additions to passes leave it."""
     if device.type == "cuda":
         return {"mode": "reduce-overhead"}
+    from torch._inductor import compile as inductor
     from torch._inductor import list_options
 
     wanted = {"cpp_wrapper": True, "size_asserts": False, "alignment_asserts": False} | ({"cpp.threads": 1} if places <= FEW else {})
-    return {"options": {name: value for name, value in wanted.items() if name in list_options()}}
+    for addition in passes.ADDITIONS:
+        wanted |= addition.options()
+    wanted = {name: value for name, value in wanted.items() if name in list_options()}
+
+    def backend(graph, inputs):
+        for addition in passes.ADDITIONS:
+            addition.rewrite(graph)
+        return inductor(graph, inputs, options=wanted)
+
+    return {"backend": backend}
 
 
 def unguarded(function: Callable) -> Callable:
@@ -71,6 +82,7 @@ class CompiledPasses:
         self.checked: dict[tuple, Callable] = {}
         self.usable: bool | None = False if any(_refusals.get(model, {}).values()) else None
         self.untried = False
+        self.most, self.runner = passes.runner(model, compiled=True)
 
     def places(self, width: int) -> int | None:
         """The places of the compiled block that takes `width` tokens; None where there is none."""
@@ -106,7 +118,8 @@ class CompiledPasses:
                 logits = self.functions[key](*given)
                 self.checked[key] = unguarded(self.functions[key])
             else:
-                logits = self.checked[key](*given)
+                run = self.checked[key]
+                logits = self.runner(run, *given) if tokens.shape[0] * plan.width <= self.most else run(*given)
         except Exception as error:  # whatever tracing or the compiler says: the pass can be run without them
             self.functions.pop(key)
             self.give_up(f"torch.compile says {type(error).__name__}: {str(error).strip().splitlines()[0]}")

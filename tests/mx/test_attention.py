@@ -176,7 +176,8 @@ def test_gradients_go_through_torch():
 @pytest.mark.skipif(not hasattr(torch, "compile"), reason="no compiler")
 def test_the_operator_is_well_formed():
     query, key, value = tensors(width=2)
-    torch.library.opcheck(torch.ops.hf_specdec.rows_attention.default, (query, key, value, chain_mask(2), None, False, None, None))
+    for operator in (torch.ops.hf_specdec.rows_attention, torch.ops.hf_specdec.rows_attention_by_torch):
+        torch.library.opcheck(operator.default, (query, key, value, chain_mask(2), 0.25, False, 0.0, None))
 
 
 def test_another_device_is_refused_by_name():

@@ -287,6 +287,10 @@ class Old:
     def mx_has_path(number: int) -> bool:
         return number == 0
 
+    @staticmethod
+    def mx_set_path(number: int) -> None:
+        assert number == 0
+
 
 @pytest.mark.parametrize("forced", [False, True])
 def test_a_path_this_processor_lacks_is_refused(forced, unloaded, monkeypatch):

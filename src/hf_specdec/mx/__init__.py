@@ -8,6 +8,7 @@
 Importing this package registers the quantisation method "mx" and the attention "hf_specdec_rows" with transformers.
 """
 
+from . import passes as _passes  # noqa: F401  (registers itself)
 from .compress import compress
 from .formats import FORMATS
 from .kernels.cpu import kernel_info

@@ -79,14 +79,24 @@ def _one(query, key, value, bias, scale, softcap, sink) -> torch.Tensor:
 
 
 _library = torch.library.Library("hf_specdec", "FRAGMENT")
-_library.define("rows_attention(Tensor query, Tensor key, Tensor value, Tensor? mask, float? scale, bool causal, float? softcap, "
-                "Tensor? sinks) -> Tensor")
-_library.impl("rows_attention", rows_attention, "CPU")
+# the second one is for what the kernel does not take: generated C++ calls the first one without Python (csrc/shims.c)
+for _name in ("rows_attention", "rows_attention_by_torch"):
+    _library.define(f"{_name}(Tensor query, Tensor key, Tensor value, Tensor? mask, float scale, bool causal, float softcap, "
+                    "Tensor? sinks) -> Tensor")
+    _library.impl(_name, rows_attention, "CPU")
+    torch.library.register_fake(
+        f"hf_specdec::{_name}", lambda query, key, value, *rest: query.new_empty((*query.shape[:3:2], query.shape[1], value.shape[-1])),
+        lib=_library)
 
 
-@torch.library.register_fake("hf_specdec::rows_attention", lib=_library)
-def _(query, key, value, mask, scale, causal, softcap, sinks):
-    return query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[-1]))
+def _traced(query, key, value, mask, scale, causal, softcap, sinks) -> torch.Tensor:
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    sinks = None if sinks is None else sinks.detach().float().contiguous()
+    known = query.dtype in cpu.DTYPES and key.dtype == value.dtype == query.dtype and (mask is None or mask.dtype in kernel.MASKS)
+    operators = torch.ops.hf_specdec
+    run = operators.rows_attention.default if known else operators.rows_attention_by_torch.default
+    query, key, value = (part if part.stride(-1) == 1 else part.contiguous() for part in (query, key, value))
+    return run(query, key, value, mask, scale, causal, softcap or 0.0, sinks)
 
 
 def forward(
@@ -103,7 +113,7 @@ def forward(
     causal = causal and attention_mask is None
     if bias is not None:
         attention_mask, causal = _with_bias(bias.float(), attention_mask, causal), False
-    run = torch.ops.hf_specdec.rows_attention.default if torch.compiler.is_compiling() else rows_attention
+    run = _traced if torch.compiler.is_compiling() else rows_attention
     return run(query, key, value, attention_mask, scaling, causal, softcap, s_aux), None
 
 

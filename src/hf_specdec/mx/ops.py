@@ -64,6 +64,26 @@ def _(x, layer, out_features):
     return x.new_empty((*x.shape[:-1], out_features))
 
 
+_library.define("mx_tiles2(Tensor x, Tensor layer0, Tensor layer1, int n0, int n1) -> (Tensor, Tensor)")
+_library.define("mx_tiles3(Tensor x, Tensor layer0, Tensor layer1, Tensor layer2, int n0, int n1, int n2) -> (Tensor, Tensor, Tensor)")
+mx_tiles2, mx_tiles3 = torch.ops.hf_specdec.mx_tiles2.default, torch.ops.hf_specdec.mx_tiles3.default  # several layers of one x
+
+
+def _several(count: int):
+    def run(x, *rest):
+        return cpu.multiply_several([layer.data_ptr() for layer in rest[:count]], x.contiguous(), rest[count:])
+
+    def fake(x, *rest):
+        return tuple(x.new_empty((*x.shape[:-1], n)) for n in rest[count:])
+
+    _library.impl(f"mx_tiles{count}", run, "CPU")
+    torch.library.register_fake(f"hf_specdec::mx_tiles{count}", fake, lib=_library)
+
+
+_several(2)
+_several(3)
+
+
 @torch.library.custom_op("hf_specdec::mx_input_gradient", mutates_args=())
 def mx_input_gradient(
     gradient: torch.Tensor,

@@ -7,6 +7,7 @@ import ctypes
 import os
 import re
 import warnings
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -16,12 +17,16 @@ from ..formats import BLOCK, FORMATS, SCALE_RULES, Format
 from .build import BuildError, build, packaged_library
 
 ROWS = 16  # of a tile
-ABI = 2
+ABI = 3
 WIDE, PANEL = 64, 1024  # rows of x from which on the paths in NARROW leave the product to torch; outputs they decode at a time
 NARROW = (0, 1)  # portable and avx2
 PATHS = ("portable", "avx2", "avx512f", "avx512_bf16")  # as in csrc/mx.h
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _NUMBERS = {name: number for number, name in enumerate((*FORMATS, "bf16"))}
+
+
+BODY = ctypes.CFUNCTYPE(None)
+_POINTERS = tuple(ctypes.c_void_p * count for count in range(5))
 
 
 class Layer(ctypes.Structure):
@@ -61,11 +66,13 @@ def _load(path: Path) -> ctypes.CDLL:
         with contextlib.suppress(OSError):
             ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
             break
-    lib = ctypes.CDLL(str(path))
+    lib = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)  # what torch's compiler writes finds it (csrc/shims.c)
     if lib.mx_abi() != ABI:
         raise OSError(f"{path} has interface {lib.mx_abi()}, not {ABI}: reinstall the package, or delete the file.")
     pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     lib.mx_linear.argtypes = [pointer, pointer, pointer, size, number, number, number]
+    lib.mx_linears.argtypes = [pointer, pointer, number, pointer, size, number, number, number]
+    lib.mx_together.argtypes, lib.mx_together.restype = [BODY, number], None
     lib.mx_tile.argtypes = [pointer, pointer, pointer, pointer, size, size, number, number, number]
     lib.mx_tile.restype = lib.mx_dequantize.restype = None
     lib.mx_dequantize.argtypes = [pointer, size, size, pointer, number, number]
@@ -97,6 +104,7 @@ def kernel_path() -> int:
     if _state["path"] is None:
         wanted = _state["forced"] or os.environ.get("HF_SPECDEC_MX_PATH")
         _state["path"] = _number_of(wanted) if wanted else max(i for i in range(len(PATHS)) if library().mx_has_path(i))
+        library().mx_set_path(_state["path"])
     return _state["path"]
 
 
@@ -116,6 +124,8 @@ def set_kernel_path(name: str | None) -> None:
     if name is not None:
         _number_of(name)
     _state["forced"], _state["path"] = name, None
+    if library() is not None:
+        kernel_path()
 
 
 def kernel_info() -> dict:
@@ -190,6 +200,37 @@ def multiply(layer: int, x: torch.Tensor, n: int) -> torch.Tensor:
     ):
         raise MemoryError(f"no memory for {rows} rows of activations.")
     return out
+
+
+def multiply_several(layers: list[int], x: torch.Tensor, features: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    """`multiply` by at most four layers, at once."""
+    outs = tuple(x.new_empty((*x.shape[:-1], n)) for n in features)
+    rows, pointers = x.numel() // max(x.shape[-1], 1), _POINTERS[len(layers)]
+    if rows and library().mx_linears(
+        pointers(*layers), pointers(*(out.data_ptr() for out in outs)), len(layers), x.data_ptr(), rows, DTYPES[x.dtype], kernel_path(),
+        torch.get_num_threads(),
+    ):  # fmt: skip
+        raise MemoryError(f"no memory for {rows} rows of activations.")
+    return outs
+
+
+def together(function, *args, **kwargs):
+    """`function(...)`, during which torch's threads stay with the products: while this thread does what lies between two products, the
+    others fetch the weights that come next (csrc/team.h). For passes in which everything large is a product or attention by these kernels: torch's
+    own operators run on one thread meanwhile."""
+    done: list = []
+
+    def body():
+        try:
+            done.append((function(*args, **kwargs), None))
+        except BaseException as error:  # also Ctrl-C: it is raised below, behind the C code
+            done.append((None, error))
+
+    library().mx_together(BODY(body), torch.get_num_threads())
+    result, error = done.pop()
+    if error is not None:
+        raise error
+    return result
 
 
 class Kernel:

@@ -7,12 +7,8 @@
 #include "attention.h"
 
 #include <stdlib.h>
-#ifdef _OPENMP
-#include <omp.h>
-#define THREAD omp_get_thread_num()
-#else
-#define THREAD 0
-#endif
+
+#include "team.h"
 
 #if defined(__x86_64__)
 void mx_attend_avx2(const mx_attention *, int64_t, int64_t, int64_t, int64_t, float *);
@@ -31,6 +27,19 @@ static int64_t tile_of(const mx_attention *a, int threads, int64_t room) {
     return count < 1 ? 1 : count;
 }
 
+typedef struct {
+    const mx_attention *a;
+    mx_attend run;
+    int64_t count, tiles, scratch;
+    float *memory;
+} tiled;
+
+static void one_tile(const void *context, int64_t i, int thread) {
+    const tiled *t = context;
+    const int64_t first = i % t->tiles * t->count, left = t->a->queries - first, pair = i / t->tiles;
+    t->run(t->a, pair / t->a->kv_heads, pair % t->a->kv_heads, first, left < t->count ? left : t->count, t->memory + thread * t->scratch);
+}
+
 /* out [batch, queries, heads, dv]. Returns 0, or 1 for no memory. */
 int mx_attention_rows(const mx_attention *a, int path, int threads) {
     mx_attend run = mx_attend_portable;
@@ -45,14 +54,8 @@ int mx_attention_rows(const mx_attention *a, int path, int threads) {
     if (threads < 1) threads = 1;
     float *memory = malloc((size_t)threads * (size_t)scratch * sizeof(float));
     if (!memory) return 1;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < items; i++) {
-            const int64_t first = i % tiles * count, left = a->queries - first;
-            run(a, i / tiles / a->kv_heads, i / tiles % a->kv_heads, first, left < count ? left : count, memory + THREAD * scratch);
-        }
-    }
+    const tiled all = {a, run, count, tiles, scratch, memory};
+    mx_share(one_tile, &all, items, threads);
     free(memory);
     return 0;
 }

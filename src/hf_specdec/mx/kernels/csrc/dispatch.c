@@ -1,10 +1,10 @@
 /* Which instructions this processor has, and one product over all row groups on the threads of the caller's OpenMP. */
-#include "mx.h"
+#include "team.h"
 
 #include <stdlib.h>
 #include <time.h>
 
-#define ABI 2
+#define ABI 3
 #define PIECES 4
 int mx_abi(void) { return ABI; }
 
@@ -67,37 +67,61 @@ static float *widened(const void *x, int dtype, int64_t count) {
     return wide;
 }
 
-/* out [m, n] = x [m, k] @ W^T + bias. x and out have the dtype `dtype` and are contiguous. Returns 0, or 1 for no memory.
- * bfloat16 takes the dot-product path only if `path` is that one; everything else is computed in float32. */
-int mx_linear(const mx_layer *layer, const void *x, void *out, int64_t m, int dtype, int path, int threads) {
-    mx_job job = {.layer = layer, .x = x, .out = out, .m = m, .out_dtype = dtype};
-    if (path >= MX_AVX512F && layer->bits < 16)
-        for (int i = 0; i < 128; i++) job.table[i] = (uint16_t)(mx_bits(layer->values[i & ((1 << layer->bits) - 1)]) >> 16);
+typedef struct {
+    mx_job job[MX_MANY];
+    int64_t first[MX_MANY + 1]; /* the first piece of each */
+    int64_t groups;             /* of a piece */
+    mx_run run;
+} jobs;
+
+static void piece(const void *context, int64_t item, int thread) {
+    (void)thread;
+    const jobs *all = context;
+    int i = 0;
+    while (item >= all->first[i + 1]) i++;
+    const int64_t groups = (all->job[i].layer->n + MX_ROWS - 1) / MX_ROWS, at = (item - all->first[i]) * all->groups;
+    all->run(&all->job[i], at, at + all->groups < groups ? at + all->groups : groups);
+}
+
+/* out[i] [m, n_i] = x [m, k] @ W_i^T + bias_i for at most MX_MANY layers. x and out have the dtype `dtype` and are contiguous. Returns 0, or
+ * 1 for no memory. bfloat16 takes the dot-product path only if `path` is that one; everything else is computed in float32. */
+int mx_linears(const mx_layer *const *layers, void *const *outs, int count, const void *x, int64_t m, int dtype, int path, int threads) {
+    const int64_t k = layers[0]->k;
     void *own = NULL; /* x as the path wants it */
     if (path == MX_AVX512_BF16 && dtype != MX_DT_BF16) path = MX_AVX512F;
     if (path != MX_AVX512_BF16 && dtype != MX_DT_F32) {
-        job.x = own = widened(x, dtype, m * layer->k);
+        x = own = widened(x, dtype, m * k);
         if (!own) return 1;
     } else if (path == MX_AVX512_BF16 && m > 1) {
-        job.x = own = malloc((size_t)(m * layer->k * 2));
+        own = malloc((size_t)(m * k * 2));
         if (!own) return 1;
-        mx_pack_pairs(x, own, m, layer->k);
+        mx_pack_pairs(x, own, m, k);
+        x = own;
     }
-    const mx_run run = runner(path);
-    const int64_t groups = (layer->n + MX_ROWS - 1) / MX_ROWS;
-    if (threads > groups) threads = (int)groups;
-    if (threads <= 1) {
-        run(&job, 0, groups);
-    } else {
-        /* A few long pieces a thread, handed out as threads come free: a processor that is busy with something else delays
-         * one piece, and each piece is read in one go. An even number of groups, which are multiplied two at a time. */
-        int64_t piece = (groups / (PIECES * threads) + 1) & ~1;
-        if (piece < 1) piece = groups > 2 * threads ? 2 : 1;
-#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
-        for (int64_t at = 0; at < groups; at += piece) run(&job, at, at + piece < groups ? at + piece : groups);
+    jobs all = {.run = runner(path)};
+    int64_t groups = 0;
+    for (int i = 0; i < count; i++) {
+        const mx_layer *layer = layers[i];
+        all.job[i] = (mx_job){.layer = layer, .x = x, .out = outs[i], .m = m, .out_dtype = dtype};
+        if (path >= MX_AVX512F && layer->bits < 16)
+            for (int j = 0; j < 128; j++)
+                all.job[i].table[j] = (uint16_t)(mx_bits(layer->values[j & ((1 << layer->bits) - 1)]) >> 16);
+        groups += (layer->n + MX_ROWS - 1) / MX_ROWS;
     }
+    /* A few long pieces a thread, handed out as threads come free: a processor that is busy with something else delays
+     * one piece, and each piece is read in one go. An even number of groups, which are multiplied two at a time. */
+    all.groups = threads > 1 ? (groups / (PIECES * threads) + 1) & ~1 : groups;
+    if (all.groups < 1) all.groups = groups > 2 * threads ? 2 : 1;
+    for (int i = 0; i < count; i++)
+        all.first[i + 1] = all.first[i] + ((layers[i]->n + MX_ROWS - 1) / MX_ROWS + all.groups - 1) / all.groups;
+    mx_next(layers, count);
+    mx_share(piece, &all, all.first[count], threads);
     free(own);
     return 0;
+}
+
+int mx_linear(const mx_layer *layer, const void *x, void *out, int64_t m, int dtype, int path, int threads) {
+    return mx_linears(&layer, &out, 1, x, m, dtype, path, threads);
 }
 
 static double seconds(void) {

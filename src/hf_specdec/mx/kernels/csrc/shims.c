@@ -1,0 +1,115 @@
+/* The products and attention as the C++ code that torch's compiler writes calls them: with handles of tensors, without Python in
+ * between. The functions for handles are torch's own C interface (torch/csrc/inductor/aoti_torch/c/shim.h), given by address, so that
+ * nothing of torch is needed to build this. */
+#include <math.h>
+#ifdef _OPENMP
+#include <omp.h>
+#else
+static int omp_get_max_threads(void) { return 1; }
+#endif
+
+#include "team.h"
+
+typedef void *tensor;
+static struct {
+    int32_t (*data)(tensor, void **);
+    int32_t (*dim)(tensor, int64_t *);
+    int32_t (*sizes)(tensor, int64_t **);
+    int32_t (*strides)(tensor, int64_t **);
+    int32_t (*dtype)(tensor, int32_t *);
+    int32_t (*empty)(int64_t, const int64_t *, const int64_t *, int32_t, int32_t, int32_t, tensor *);
+    int32_t dtypes[3], truth, cpu; /* torch's numbers: of the dtypes in the order of mx_dtype, of bool, of the device */
+    int path;
+} torch;
+
+void mx_torch(void *const *functions, const int32_t *numbers) {
+    __builtin_memcpy(&torch, functions, 6 * sizeof(void *));
+    __builtin_memcpy(torch.dtypes, numbers, 5 * sizeof(int32_t));
+}
+
+void mx_set_path(int path) { torch.path = path; }
+
+#define MOST 8 /* dimensions */
+typedef struct {
+    void *data;
+    int64_t dim, *sizes, *strides;
+    int dtype; /* an mx_dtype; 3 for bool, -1 for another */
+} view;
+
+static int look(tensor handle, view *v) {
+    int32_t dtype;
+    if (torch.data(handle, &v->data) || torch.dim(handle, &v->dim) || torch.sizes(handle, &v->sizes) ||
+        torch.strides(handle, &v->strides) || torch.dtype(handle, &dtype))
+        return 1;
+    v->dtype = dtype == torch.truth ? 3 : -1;
+    for (int i = 0; i < 3; i++)
+        if (dtype == torch.dtypes[i]) v->dtype = i;
+    return v->dtype < 0 || v->dim > MOST;
+}
+
+static int contiguous(const view *v) {
+    int64_t step = 1;
+    for (int64_t i = v->dim - 1; i >= 0; step *= v->sizes[i--])
+        if (v->sizes[i] != 1 && v->strides[i] != step) return 0;
+    return 1;
+}
+
+static int fresh(const int64_t *sizes, int64_t dim, int dtype, tensor *out, void **data) {
+    int64_t strides[MOST], step = 1;
+    for (int64_t i = dim - 1; i >= 0; step *= sizes[i--]) strides[i] = step;
+    return torch.empty(dim, sizes, strides, torch.dtypes[dtype], torch.cpu, 0, out) || torch.data(*out, data);
+}
+
+static int32_t products(tensor x, const tensor *handles, const int64_t *features, int count, tensor *const *outs) {
+    view v;
+    const mx_layer *layers[MX_MANY];
+    void *data[MX_MANY];
+    int64_t sizes[MOST], rows = 1;
+    if (look(x, &v) || v.dtype == 3 || !contiguous(&v)) return 1;
+    for (int64_t i = 0; i < v.dim; i++) sizes[i] = v.sizes[i];
+    for (int64_t i = 0; i < v.dim - 1; i++) rows *= sizes[i];
+    for (int i = 0; i < count; i++) {
+        sizes[v.dim - 1] = features[i];
+        if (torch.data(handles[i], (void **)&layers[i]) || fresh(sizes, v.dim, v.dtype, outs[i], &data[i])) return 1;
+    }
+    return rows ? mx_linears(layers, data, count, v.data, rows, v.dtype, torch.path, omp_get_max_threads()) : 0;
+}
+
+int32_t aoti_torch_cpu_mx_tiles(tensor x, tensor layer, int64_t n, tensor *out) { return products(x, &layer, &n, 1, &out); }
+
+int32_t aoti_torch_cpu_mx_tiles2(tensor x, tensor layer0, tensor layer1, int64_t n0, int64_t n1, tensor *out0, tensor *out1) {
+    return products(x, (tensor[]){layer0, layer1}, (int64_t[]){n0, n1}, 2, (tensor *[]){out0, out1});
+}
+
+int32_t aoti_torch_cpu_mx_tiles3(tensor x, tensor layer0, tensor layer1, tensor layer2, int64_t n0, int64_t n1, int64_t n2,
+                                 tensor *out0, tensor *out1, tensor *out2) {
+    return products(x, (tensor[]){layer0, layer1, layer2}, (int64_t[]){n0, n1, n2}, 3, (tensor *[]){out0, out1, out2});
+}
+
+/* query [B, H, Q, D], key and value [B, G, S, D], mask broadcastable to [B, H, Q, S]: as attention.rows_attention, of one dtype. */
+int32_t aoti_torch_cpu_rows_attention(tensor query, tensor key, tensor value, tensor *mask, double scale, int32_t causal, double softcap,
+                                      tensor *sinks, tensor *out) {
+    view q, k, v, m, s;
+    if (look(query, &q) || look(key, &k) || look(value, &v) || q.dtype == 3 || k.dtype != q.dtype || v.dtype != q.dtype) return 1;
+    if (q.strides[3] != 1 || k.strides[3] != 1 || v.strides[3] != 1) return 1;
+    if (sinks && (look(*sinks, &s) || s.dtype != MX_DT_F32 || !contiguous(&s))) return 1;
+    mx_attention a = {.q = q.data, .k = k.data, .v = v.data, .sinks = sinks ? s.data : NULL, .batch = q.sizes[0], .heads = q.sizes[1],
+                      .kv_heads = k.sizes[1], .queries = q.sizes[2], .slots = k.sizes[2], .dk = q.sizes[3], .dv = v.sizes[3],
+                      .dtype = q.dtype, .causal = causal && !mask, .scale = (float)scale, .softcap = (float)softcap, .nothing = -1e38f};
+    for (int i = 0; i < 3; i++) a.q_stride[i] = q.strides[i], a.k_stride[i] = k.strides[i], a.v_stride[i] = v.strides[i];
+    if (mask) {
+        const int64_t shape[4] = {a.batch, a.heads, a.queries, a.slots};
+        static const float half[3] = {-1.7014117e38f, -1.6947657e38f, -32752.0f}; /* half the smallest number of each dtype */
+        if (look(*mask, &m) || m.dim > 4) return 1;
+        a.mask = m.data, a.mask_dtype = m.dtype;
+        if (m.dtype < 3) a.nothing = half[m.dtype];
+        for (int64_t i = 0; i < m.dim; i++) {
+            const int64_t own = m.sizes[m.dim - 1 - i], wanted = shape[3 - i];
+            if (own < wanted && own != 1) return 1;
+            a.mask_stride[3 - i] = own == 1 ? 0 : m.strides[m.dim - 1 - i];
+        }
+    }
+    const int64_t sizes[4] = {a.batch, a.queries, a.heads, a.dv};
+    if (fresh(sizes, 4, q.dtype, out, &a.out)) return 1;
+    return mx_attention_rows(&a, torch.path, omp_get_max_threads());
+}

@@ -1,0 +1,112 @@
+"""Passes over a model whose products are these kernels': one team of threads for the whole pass, products of one input made at once, and,
+where they are compiled, no Python between them."""
+
+from __future__ import annotations
+
+import ctypes
+import operator
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from ..passes import ADDITIONS, PassAddition
+from .attention import FEW, FEW_COMPILED, FEW_NAME, NAME
+from .kernels import cpu
+from .linear import MXLinear
+from .ops import mx_tiles, mx_tiles2, mx_tiles3
+
+TOKENS = 16  # of a pass in which torch's own operators have no use for threads
+LARGE = 1 << 19  # weights of a dense layer that want all threads
+TOGETHER = {2: mx_tiles2, 3: mx_tiles3}
+HANDLE, INT = "AtenTensorHandle", "int64_t"
+SHIMS = {
+    "mx_tiles": [HANDLE] * 2 + [INT],
+    "mx_tiles2": [HANDLE] * 3 + [INT] * 2,
+    "mx_tiles3": [HANDLE] * 4 + [INT] * 3,
+    "rows_attention": [HANDLE] * 3 + [HANDLE + "*", "double", "int32_t", "double", HANDLE + "*"],
+}
+OUTPUTS = {"mx_tiles2": 2, "mx_tiles3": 3}
+
+
+class KernelPasses(PassAddition):
+    def runner(self, model, compiled):
+        attention = {NAME: TOKENS, FEW_NAME: FEW_COMPILED if compiled else FEW}.get(model.config.get_text_config()._attn_implementation, 0)
+        if not attention or model.device.type != "cpu" or torch.get_num_threads() < 2 or cpu.library() is None:
+            return None
+        layers = list(model.modules())
+        dense = any(isinstance(layer, nn.Linear) and not isinstance(layer, MXLinear) and layer.weight.numel() > LARGE for layer in layers)
+        ours = any(isinstance(layer, MXLinear) for layer in layers)
+        return (attention, cpu.together) if ours and not dense else None
+
+    def rewrite(self, graph):
+        merge_products(graph)
+
+    def options(self):
+        return {} if c_interface() is None else {"aot_inductor.custom_ops_to_c_shims": c_interface()}
+
+
+def merge_products(graph: GraphModule) -> None:
+    """Products of the same tensor, up to three, become one operator: queries, keys and values, or the two halves of a gated MLP."""
+    of: dict[Node, list[Node]] = {}
+    for node in graph.graph.nodes:
+        if node.target is mx_tiles:
+            of.setdefault(node.args[0], []).append(node)
+    for x, nodes in of.items():
+        for at in range(0, len(nodes), max(TOGETHER)):
+            group = nodes[at : at + max(TOGETHER)]
+            if len(group) in TOGETHER and all(node.args[1].op in ("placeholder", "get_attr") for node in group):
+                _merge(graph, x, group)
+    graph.graph.lint()
+    graph.recompile()
+
+
+def _merge(graph: GraphModule, x: Node, nodes: list[Node]) -> None:
+    first = nodes[0]
+    with graph.graph.inserting_before(first):
+        for node in nodes:
+            layer = node.args[1]
+            if layer.op == "get_attr":
+                first.prepend(layer)
+        both = graph.graph.call_function(TOGETHER[len(nodes)], (x, *(node.args[1] for node in nodes), *(node.args[2] for node in nodes)))
+        for i, node in enumerate(nodes):
+            part = graph.graph.call_function(operator.getitem, (both, i))
+            part.meta = dict(node.meta)
+            node.replace_all_uses_with(part)
+    for node in nodes:
+        graph.graph.erase_node(node)
+
+
+@lru_cache(maxsize=1)
+def c_interface() -> dict | None:
+    """The operators that generated C++ may call in the library (csrc/shims.c), with their declarations; None where torch has no such
+    way, or the library is not there."""
+    from torch._inductor import list_options
+
+    if "aot_inductor.custom_ops_to_c_shims" not in list_options() or cpu.library() is None or not _give_torch():
+        return None
+    return {
+        getattr(torch.ops.hf_specdec, name).default: [
+            f"int32_t aoti_torch_cpu_{name}({', '.join([*arguments, *[HANDLE + '*'] * OUTPUTS.get(name, 1)])})"
+        ]
+        for name, arguments in SHIMS.items()
+    }
+
+
+def _give_torch() -> bool:
+    """Tell the library where torch's C interface is."""
+    try:
+        torch_cpu = ctypes.CDLL(str(next((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"))))
+        names = ("get_data_ptr", "get_dim", "get_sizes", "get_strides", "get_dtype", "empty_strided")
+        functions = [ctypes.cast(getattr(torch_cpu, f"aoti_torch_{name}"), ctypes.c_void_p).value for name in names]
+        kinds = ("dtype_float32", "dtype_bfloat16", "dtype_float16", "dtype_bool", "device_type_cpu")
+        numbers = [getattr(torch_cpu, f"aoti_torch_{kind}")() for kind in kinds]
+    except (OSError, AttributeError, StopIteration):
+        return False
+    cpu.library().mx_torch((ctypes.c_void_p * 6)(*functions), (ctypes.c_int32 * 5)(*numbers))
+    return True
+
+
+ADDITIONS.append(KernelPasses())

@@ -1,0 +1,266 @@
+"""Passes over the kernels: a team of threads for the whole pass, products of one input made at once, and no Python between compiled ones."""
+
+from __future__ import annotations
+
+import operator
+import threading
+
+import pytest
+import torch
+from torch.fx import symbolic_trace
+
+from hf_specdec import enable, mx, passes
+from hf_specdec.cached_model import CachedModel
+from hf_specdec.drafts import PromptLookupDraft
+from hf_specdec.mx import MXLinear
+from hf_specdec.mx import passes as kernel_passes
+from hf_specdec.mx.kernels import cpu
+from hf_specdec.mx.ops import mx_tiles, mx_tiles2, mx_tiles3
+
+from ..helpers import VOCAB, build, generated, plain, prompts, speculate
+
+pytestmark = pytest.mark.skipif(cpu.library() is None, reason="the kernels are not available")
+
+
+@pytest.fixture(params=[2, 3])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def layers(shapes, format="mxfp6_e2m3", bias=False):
+    torch.manual_seed(0)
+    return [MXLinear.from_linear(torch.nn.Linear(k, n, bias=bias), format).prepare() for n, k in shapes]
+
+
+def llama():
+    return build("llama", vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
+
+
+def compressed(attention="hf_specdec_rows", format="mxfp6_e2m3"):
+    model = llama().to(torch.bfloat16)
+    mx.compress(model, format, lm_head=format, measure=False)
+    model.set_attn_implementation(attention)
+    return enable(model)
+
+
+# --- the team -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", ["mxfp6_e2m3", "mxint8", "bf16"])
+def test_products_by_the_team_have_the_bits_of_those_alone(format, threads):
+    chain = layers([(200, 64), (96, 64), (64, 64), (1000, 64), (40, 64)], format, bias=True)
+    for rows in (1, 2, 7, 16):
+        x = torch.randn(rows, 64).to(torch.bfloat16)
+        alone = [layer(x) for layer in chain]
+        for _ in range(20):
+            together = cpu.together(lambda: [layer(x) for layer in chain])
+            assert all(torch.equal(a, b) for a, b in zip(alone, together))
+
+
+def test_attention_by_the_team_has_the_bits_of_attention_alone(threads):
+    from hf_specdec.mx.attention import rows_attention
+
+    query, key, value = (torch.randn(2, heads, n, 32).to(torch.bfloat16) for heads, n in ((6, 3), (2, 300), (2, 300)))
+    alone = rows_attention(query, key, value)
+    assert torch.equal(cpu.together(rows_attention, query, key, value), alone)
+
+
+def test_a_long_session_reads_ahead_of_changing_orders(threads):
+    """The same layers in ever other orders, and layers that are gone since: what was learnt is wrong, the products are not."""
+    chain = layers([(48 + 16 * i, 64) for i in range(12)])
+    x = torch.randn(1, 64)
+    alone = {id(layer): layer(x) for layer in chain}
+    generator = torch.Generator().manual_seed(1)
+
+    def run():
+        for _ in range(300):
+            order = torch.randperm(len(chain), generator=generator).tolist()
+            passing = layers([(64, 64)])[0]
+            assert passing(x).shape == (1, 64)
+            del passing
+            assert all(torch.equal(chain[i](x), alone[id(chain[i])]) for i in order)
+
+    cpu.together(run)
+
+
+@pytest.mark.parametrize("error", [KeyError("gone"), KeyboardInterrupt()])
+def test_an_exception_comes_out_and_the_next_session_works(error, threads):
+    (layer,), x = layers([(64, 64)]), torch.randn(1, 64)
+
+    def fail():
+        layer(x)
+        raise error
+
+    for _ in range(3):
+        with pytest.raises(type(error)):
+            cpu.together(fail)
+    assert torch.equal(cpu.together(layer, x), layer(x))
+
+
+def test_sessions_nest_and_other_threads_do_without(threads):
+    (layer,), x = layers([(400, 64)]), torch.randn(3, 64)
+    expected, found = layer(x), []
+
+    def other():
+        found.extend(cpu.together(layer, x) for _ in range(50))
+
+    def inner():
+        thread = threading.Thread(target=other)
+        thread.start()
+        found.extend(cpu.together(layer, x) for _ in range(50))
+        thread.join()
+        return layer(x)
+
+    assert torch.equal(cpu.together(inner), expected)
+    assert len(found) == 100 and all(torch.equal(each, expected) for each in found)
+
+
+def test_torch_has_its_threads_again_afterwards(threads):
+    x = torch.randn(300, 300)
+    before = x @ x
+    cpu.together(lambda: None)
+    assert torch.get_num_threads() == threads and torch.allclose(x @ x, before)
+
+
+def test_more_threads_than_pieces(threads):
+    (layer,), x = layers([(16, 32)]), torch.randn(1, 32)
+    assert torch.equal(cpu.together(layer, x), layer(x))
+
+
+# --- which passes ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_of_kernels_alone_has_a_runner(threads):
+    assert passes.runner(compressed(), compiled=False) == (kernel_passes.TOKENS, cpu.together)
+    few = compressed("hf_specdec_few")
+    assert passes.runner(few, compiled=False)[0] < passes.runner(few, compiled=True)[0]
+
+
+@pytest.mark.parametrize("case", ["dense", "sdpa", "dense head", "one thread"])
+def test_others_have_none(case, threads, monkeypatch):
+    model = llama().to(torch.bfloat16) if case == "dense" else compressed("sdpa" if case == "sdpa" else "hf_specdec_rows")
+    if case == "dense head":
+        monkeypatch.setattr(kernel_passes, "LARGE", 64)
+        model.lm_head = torch.nn.Linear(model.config.hidden_size, VOCAB, dtype=torch.bfloat16)
+    if case == "one thread":
+        torch.set_num_threads(1)
+    assert passes.runner(model, compiled=False) == (0, None)
+
+
+def test_texts_are_those_of_one_thread(threads):
+    model = mx.row_invariant(llama().to(torch.bfloat16))
+    rows = prompts(5, 9, 3)
+    torch.set_num_threads(1)
+    expected = plain(model, rows)
+    torch.set_num_threads(threads)
+    assert generated(speculate(model, rows, PromptLookupDraft()), rows) == expected
+
+
+def test_a_pass_with_few_tokens_runs_in_the_team_and_a_prompt_does_not(threads, monkeypatch):
+    seen = []
+    monkeypatch.setattr(cpu, "together", lambda run, **inputs: (seen.append(inputs["input_ids"].shape[1]), run(**inputs))[1])
+    model = CachedModel(compressed(), 64)
+    text = list(range(1, 40))
+    with torch.no_grad():
+        model.score([text[:30]])
+        model.commit([1])
+        model.score([text[:31]])
+    assert seen == [1]
+
+
+# --- products of one input --------------------------------------------------------------------------------------------------------
+
+
+class Block(torch.nn.Module):
+    def __init__(self, count):
+        super().__init__()
+        self.own = torch.nn.ModuleList(layers([(64 + 16 * i, 64) for i in range(count)]))
+        self.last = layers([(32, 64)])[0]
+
+    def forward(self, x):
+        first, *others = [layer(x) for layer in self.own]
+        return self.last(torch.relu(first)), *others
+
+
+def traced(block, x):
+    """The graph that a compiler's backend would get, and what it computes."""
+    graphs = []
+
+    def backend(graph, inputs):
+        kernel_passes.merge_products(graph)
+        graphs.append(graph)
+        return graph.forward
+
+    with torch.no_grad():
+        out = torch.compile(block, backend=backend, fullgraph=True)(x)
+    (graph,) = graphs
+    return [node.target for node in graph.graph.nodes if node.op == "call_function"], out
+
+
+@pytest.mark.parametrize(("count", "expected"), [(1, []), (2, [mx_tiles2]), (3, [mx_tiles3]), (4, [mx_tiles3]), (5, [mx_tiles3, mx_tiles2])])
+def test_products_of_one_input_are_merged(count, expected):
+    block, x = Block(count), torch.randn(2, 64)
+    with torch.no_grad():
+        alone = block(x)
+    torch._dynamo.reset()
+    targets, out = traced(block, x)
+    assert [target for target in targets if target in (mx_tiles2, mx_tiles3)] == expected
+    assert targets.count(mx_tiles) == count + 1 - sum({mx_tiles2: 2, mx_tiles3: 3}[each] for each in expected)
+    assert all(torch.equal(a, b) for a, b in zip(alone, out))
+
+
+def test_a_graph_without_products_stays_as_it_is():
+    graph = symbolic_trace(lambda x: operator.add(x, x))
+    before = [node.target for node in graph.graph.nodes]
+    kernel_passes.merge_products(graph)
+    assert [node.target for node in graph.graph.nodes] == before
+
+
+def test_the_operators_are_well_formed():
+    three, x = layers([(48, 64), (64, 64), (80, 64)]), torch.randn(2, 64)
+    given = [layer._bytes_of_layer for layer in three]
+    torch.library.opcheck(mx_tiles2, (x, *given[:2], 48, 64))
+    torch.library.opcheck(mx_tiles3, (x, *given, 48, 64, 80))
+
+
+# --- compiled -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)])
+@pytest.mark.parametrize("direct", [True, False])
+def test_compiled_passes_agree_with_eager_ones(direct, dtype, error, monkeypatch):
+    """direct: the generated code calls the library; else by way of Python."""
+    if direct and kernel_passes.c_interface() is None:
+        pytest.skip("this torch's generated code cannot call the library")
+    if not direct:
+        monkeypatch.setattr(kernel_passes, "c_interface", lambda: None)
+    calls = []
+    monkeypatch.setattr(cpu, "multiply", lambda *args, own=cpu.multiply: (calls.append(1), own(*args))[1])
+    monkeypatch.setattr(cpu, "multiply_several", lambda *args, own=cpu.multiply_several: (calls.append(len(args[0])), own(*args))[1])
+    model = compressed().to(dtype)
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    cached = CachedModel(model, 64, compile=True)
+    text = list(range(1, 20))
+    with torch.no_grad():
+        cached.score([text[:12]])
+        cached.commit([1])
+        eager = cached.score([text[:13]])  # the first pass of a function is compared with an eager one, which is what it returns
+        calls.clear()
+        found = cached.score([text[:13]])
+    assert cached.compiled.usable
+    assert (set(calls) == set()) if direct else (set(calls) == {1, 2, 3})
+    torch.set_num_threads(threads_before)
+    assert (found - eager).float().norm() < error * eager.float().norm()
+
+
+def test_an_older_torch_has_no_direct_calls(monkeypatch):
+    import torch._inductor
+
+    kernel_passes.c_interface.cache_clear()
+    monkeypatch.setattr(torch._inductor, "list_options", lambda: [])
+    assert kernel_passes.c_interface() is None and kernel_passes.KernelPasses().options() == {}
+    kernel_passes.c_interface.cache_clear()
