@@ -1,10 +1,12 @@
-"""What compile=True wins: plain generate of the dense model, and this package eager and compiled, with K = 0 and with prompt lookup.
+"""What compile=True wins: plain generate of the dense model, stock prompt lookup, and this package eager and compiled, with K = 0 and with
+prompt lookup.
 
     python benchmarks/compiled.py --threads 2 --clock wall
-    python benchmarks/compiled.py --format mxfp6_e2m3
+    python benchmarks/compiled.py --threads 2 --clock wall --prompts spec_bench.jsonl --limit 2 --longest 900 --ways compiled --repetitions 1
 
 SmolLM2-135M-Instruct in bfloat16 on a CPU; `format` is that of our Linear layers and head ("bf16": the same weights, in tiles), and our
-attention is `hf_specdec_rows`. The contestants take turns. "per token" leaves out the prompt pass, which is not compiled.
+attention is `hf_specdec_rows`. The contestants take turns. "per token" leaves out the prompt pass, which is not compiled. The last table
+adds the prompts up.
 """
 
 from __future__ import annotations
@@ -48,6 +50,10 @@ def main(
     format: Annotated[list[str], typer.Option(help="bf16 or an MX format; may be given several times.")] = ["bf16", "mxfp6_e2m3"],
     k: int = 7,
     prompt: Annotated[list[str], typer.Option(help="Of the shipped prompts.")] = ["code_edit/1", "chat/1"],
+    prompts: Annotated[str | None, typer.Option(help="Instead of these: a file of prompts.")] = None,
+    limit: Annotated[int, typer.Option(help="Of each category of that file.")] = 2,
+    longest: Annotated[int, typer.Option(help="Leave out prompts of more tokens.")] = 900,
+    ways: Annotated[str, typer.Option(help="eager, compiled, or both.")] = "both",
     max_new_tokens: int = 64,
     repetitions: int = 3,
     threads: int | None = None,
@@ -59,18 +65,23 @@ def main(
         torch.set_num_threads(threads)
     dense, tokenizer = load_target(target, "bfloat16", "cpu")
     dense.generation_config.eos_token_id = None  # all write the same number of tokens
-    prompts = {each.id: each.ids(tokenizer) for each in load_prompts("shipped", None) if each.id in prompt}
-    arms = {"plain generate, dense": generate_arm("", dense)}
+    wanted = [each for each in load_prompts(prompts or "shipped", limit if prompts else None) if prompts or each.id in prompt]
+    prompts = {f"{each.category} {each.id}": each.ids(tokenizer) for each in wanted}
+    prompts = {title: ids for title, ids in prompts.items() if len(ids) <= longest}
+    arms = {"plain generate, dense": generate_arm("", dense),
+            f"stock lookup, K={k}, dense": generate_arm("", dense, prompt_lookup_num_tokens=k)}
+    hows = {"eager": (False,), "compiled": (True,), "both": (False, True)}[ways]
     for name in format:
         model = mx.compress(copy.deepcopy(dense), name, measure=False, lm_head=name)
         model.set_attn_implementation("hf_specdec_rows")
-        longest = max(map(len, prompts.values())) + max_new_tokens
+        most = max(map(len, prompts.values())) + max_new_tokens
         begin = time.process_time()
-        made = warmup(enable(model), config={"num_assistant_tokens": k}, max_length=longest)
+        made = warmup(enable(model), config={"num_assistant_tokens": k}, max_length=most)
         console.print(f"{name}: {made} passes compiled in {time.process_time() - begin:.0f} s of processor time")
-        arms[f"plain generate, {name}"] = generate_arm("", model)
+        if False in hows:
+            arms[f"plain generate, {name}"] = generate_arm("", model)
         for title, draft in (("K=0", Nothing), (f"lookup, K={k}", PromptLookupDraft)):
-            for compiled in (False, True):
+            for compiled in hows:
                 options = {"speculative": {"seed": 0, "compile": compiled}, "num_assistant_tokens": k, "assistant_model": draft()}
                 arms[f"{title}, {name}, {'compiled' if compiled else 'eager'}"] = generate_arm("", model, **options)
     results = {}
@@ -85,23 +96,40 @@ def main(
                         kept[name].append(CLOCKS[clock]() - begin)
                     step(name)
             results[title] = report(title, len(ids), spent, first, texts)
+    in_all(results)
     if out is not None:
         settings = {"torch": torch.__version__, "threads": torch.get_num_threads(), "clock": clock, "tokens": max_new_tokens, "k": k}
         out.write_text(json.dumps(settings | {"prompts": results}, indent=1) + "\n")
 
 
+def in_all(results: dict) -> None:
+    """Seconds of whole calls, and after the first token, over all prompts; ratios to plain generate and to stock lookup."""
+    table = Table("", "calls, s", "over plain", "over stock lookup", "decoding, s", "over plain", "over stock lookup",
+                  title=f"{len(results)} prompts, {sum(each['prompt'] for each in results.values())} tokens")
+    names = list(next(iter(results.values()))["seconds"])
+    sums = {name: [sum(each["seconds"][name] for each in results.values()),
+                   sum(each["decoding"][name] for each in results.values())] for name in names}
+    for name in names:
+        cells = [[f"{own:.1f}", f"{sums[names[0]][i] / own:.2f}x", f"{sums[names[1]][i] / own:.2f}x"] for i, own in enumerate(sums[name])]
+        table.add_row(name, *cells[0], *cells[1])
+    console.print(table)
+
+
 def report(title: str, length: int, spent: dict, first: dict, texts: dict) -> dict:
-    table = Table("", "s per call", "ratio", "ms per token", "ratio", "first token that differs from plain with these weights", title=f"{title}: {length} tokens")
+    table = Table("", "s per call", "ratio", "ms per token", "ratio", "first token that differs from plain (else K=0) with these weights", title=f"{title}: {length} tokens")
     whole = {name: statistics.median(own[1:]) for name, own in spent.items()}
     steps = {name: (whole[name] - statistics.median(first[name][1:])) / (len(texts[name]) - 1) for name in spent}
     base, differ = "plain generate, dense", {}
     for name in spent:
-        own = next(other for other in spent if other.startswith("plain generate") and other.split(", ")[1] in name)
+        parts = name.split(", ")
+        weights = parts[-2] if parts[-1] in ("eager", "compiled") else parts[-1]
+        own = next(other for other in spent if weights in other.split(", ") and other.startswith(("plain", "K=0")))
         differ[name] = first_difference(texts[own], texts[name])
         table.add_row(name, f"{whole[name]:.2f}", f"{whole[base] / whole[name]:.2f}x", f"{1000 * steps[name]:.1f}",
                       f"{steps[base] / steps[name]:.2f}x", "none" if differ[name] is None else str(differ[name]))
     console.print(table)
-    return {"prompt": length, "seconds": whole, "per_token": steps, "differs_at": differ}
+    decoding = {name: each * (len(texts[name]) - 1) for name, each in steps.items()}
+    return {"prompt": length, "seconds": whole, "decoding": decoding, "per_token": steps, "differs_at": differ}
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from tests.helpers import (
 
 ROWS = repetitive(13) + prompts(2, 7, 1, seed=2) + repetitive(20, seed=3)
 MAX_NEW = 24
-SEEDS = list(range(12 if FULL else 3))
 
 DRAFTS = {
     "model": lambda target: ModelDraft(perturbed(target, 0.05)),
@@ -31,14 +30,14 @@ DRAFTS = {
     "mixture, one chosen": lambda target: MixtureDraft([SuffixAutomatonDraft(), ModelDraft(perturbed(target, 0.05))], mode="choose"),
 }
 every_draft = pytest.mark.parametrize("draft", DRAFTS)
+SEEDED = [(draft, seed) for i, draft in enumerate(DRAFTS) for seed in (range(12) if FULL else [i % 3])]
 
 
 def alone(target, rows, make, seeds, **options) -> list[list[int]]:
     return [generated(speculate(target, [row], make(target), seed=seed, **options), [row])[0] for row, seed in zip(rows, seeds)]
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-@every_draft
+@pytest.mark.parametrize(("draft", "seed"), SEEDED)
 def test_sampled_rows_equal_their_own_runs_with_their_own_seeds(draft, seed):
     target, options = tiny_llama(seed), dict(k=4, do_sample=True, temperature=0.6, max_new_tokens=MAX_NEW)
     seeds = [100 * seed + i for i in (7, 3, 50, 11, 2)]
