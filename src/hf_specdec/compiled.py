@@ -83,6 +83,8 @@ class CompiledPasses:
         self.usable: bool | None = False if any(_refusals.get(model, {}).values()) else None
         self.untried = False
         self.most, self.runner = passes.runner(model, compiled=True)
+        for addition in passes.ADDITIONS:
+            addition.prepare(model)
 
     def places(self, width: int) -> int | None:
         """The places of the compiled block that takes `width` tokens; None where there is none."""

@@ -15,6 +15,9 @@ class PassAddition:
         """(n, run): passes of `model` over at most n tokens are to be made by run(forward, *args, **kwargs). None: nothing to add."""
         return None
 
+    def prepare(self, model: PreTrainedModel) -> None:
+        """What is to be done before passes of the model are compiled, or used again in another call."""
+
     def rewrite(self, graph: GraphModule) -> None:
         """Change a graph on its way to the compiler."""
 

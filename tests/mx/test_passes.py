@@ -203,6 +203,7 @@ def traced(block, x):
 @pytest.mark.parametrize(("count", "expected"), [(1, []), (2, [mx_tiles2]), (3, [mx_tiles3]), (4, [mx_tiles3]), (5, [mx_tiles3, mx_tiles2])])
 def test_products_of_one_input_are_merged(count, expected):
     block, x = Block(count), torch.randn(2, 64)
+    MXLinear.gather([*block.own, block.last])
     with torch.no_grad():
         alone = block(x)
     torch._dynamo.reset()
@@ -221,9 +222,11 @@ def test_a_graph_without_products_stays_as_it_is():
 
 def test_the_operators_are_well_formed():
     three, x = layers([(48, 64), (64, 64), (80, 64)]), torch.randn(2, 64)
-    given = [layer._bytes_of_layer for layer in three]
-    torch.library.opcheck(mx_tiles2, (x, *given[:2], 48, 64))
-    torch.library.opcheck(mx_tiles3, (x, *given, 48, 64, 80))
+    MXLinear.gather(three)
+    (table, *_), = {layer._place for layer in three[:1]}
+    torch.library.opcheck(mx_tiles, (x, table, 2, 80))
+    torch.library.opcheck(mx_tiles2, (x, table, 0, 1, 48, 64))
+    torch.library.opcheck(mx_tiles3, (x, table, 0, 1, 2, 48, 64, 80))
 
 
 # --- compiled -----------------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -123,8 +125,8 @@ class MXLinear(nn.Linear):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         if torch.compiler.is_compiling():
             few = x.numel() <= cpu.WIDE * self.in_features
-            if few and self._bytes_of_layer is not None and not torch.is_grad_enabled():
-                return mx_tiles(x, self._bytes_of_layer, self.out_features)
+            if few and self._place is not None and not torch.is_grad_enabled():
+                return mx_tiles(x, *self._place, self.out_features)
             return product(x, self)
         if torch.is_grad_enabled() and (x.requires_grad or (self.bias is not None and self.bias.requires_grad)):
             return product(x, self.prepare())
@@ -154,7 +156,7 @@ class MXLinear(nn.Linear):
                 self.format.name, self.format.bits, self.out_features, self.in_features,
                 self.weight, self.weight_scale, self._tail, bias,
             )  # fmt: skip
-        self._known, self._bytes_of_layer = (key, kernel), None if kernel is None else kernel.bytes
+        self._known, self._place = (key, kernel), None if kernel is None else (kernel.bytes[None], 0)
         return kernel
 
     def _has_specials(self) -> bool:
@@ -175,6 +177,16 @@ class MXLinear(nn.Linear):
         if self._kept is None or self._kept.dtype != dtype or self._kept.device != self.weight.device:
             self._kept = self.packed().dequantize(dtype)
         return self._kept
+
+    @staticmethod
+    def gather(layers: Sequence[MXLinear]) -> None:
+        """Put what the kernels know of the layers into one table: a compiled pass then has one input for all of them, and may make the
+        products of one x at once."""
+        layers = [layer for layer in layers if layer._cpu_kernel() is not None]
+        if len({id(layer._place[0]) for layer in layers}) > 1:
+            table = torch.stack([layer._known[1].bytes for layer in layers])
+            for i, layer in enumerate(layers):
+                layer._place = table, i
 
     # ---- tiles ----
 
@@ -209,7 +221,7 @@ class MXLinear(nn.Linear):
         return torch.cat([head[0], codes[full:]]), torch.cat([head[1], scales[full:]])
 
     def _forget(self) -> None:
-        self._tail = self._planes = self._known = self._kept = self._bytes_of_layer = None
+        self._tail = self._planes = self._known = self._kept = self._place = None
 
     # ---- what torch does to modules ----
 
@@ -217,7 +229,7 @@ class MXLinear(nn.Linear):
         probe = self.weight.new_empty(0)
         if fn(probe).device != probe.device:
             self.to_stored()
-        self._known = self._kept = self._bytes_of_layer = None
+        self._known = self._kept = self._place = None
         return super()._apply(fn, recurse)
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
@@ -238,7 +250,7 @@ class MXLinear(nn.Linear):
 
     def __getstate__(self):
         """Copies and pickles are in the stored order: tiles and planes are this machine's."""
-        state = {**self.__dict__, "_known": None, "_kept": None, "_bytes_of_layer": None}
+        state = {**self.__dict__, "_known": None, "_kept": None, "_place": None}
         if self.layout != STORED:
             packed = self.packed()
             own = {"weight": self._bytes(packed.codes), "weight_scale": self._bytes(packed.scales)}

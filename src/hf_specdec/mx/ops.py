@@ -54,34 +54,31 @@ def _(x, weight, weight_scale, tail, tail_scale, bias, format, out_features, lay
 
 
 _library = torch.library.Library("hf_specdec", "FRAGMENT")
-_library.define("mx_tiles(Tensor x, Tensor layer, int out_features) -> Tensor")
-_library.impl("mx_tiles", lambda x, layer, out_features: cpu.multiply(layer.data_ptr(), x.contiguous(), out_features), "CPU")
-mx_tiles = torch.ops.hf_specdec.mx_tiles.default  # `mx_linear` without gradients, a third as dear a call; layer: bytes of a `cpu.Layer`
+# Without gradients, and a third as dear a call: products of x and the layers at places `i`, .. of a table of `cpu.Layer`s (uint8 [layers, bytes])
+_library.define("mx_tiles(Tensor x, Tensor layers, int i, int n) -> Tensor")
+_library.define("mx_tiles2(Tensor x, Tensor layers, int i0, int i1, int n0, int n1) -> (Tensor, Tensor)")
+_library.define("mx_tiles3(Tensor x, Tensor layers, int i0, int i1, int i2, int n0, int n1, int n2) -> (Tensor, Tensor, Tensor)")
+mx_tiles, mx_tiles2, mx_tiles3 = (getattr(torch.ops.hf_specdec, f"mx_tiles{count}").default for count in ("", 2, 3))
 
 
-@torch.library.register_fake("hf_specdec::mx_tiles", lib=_library)
-def _(x, layer, out_features):
-    return x.new_empty((*x.shape[:-1], out_features))
+def _implement(name: str, count: int):
+    def run(x, layers, *rest):
+        start, step = layers.data_ptr(), layers.shape[1]
+        if count == 1:
+            return cpu.multiply(start + rest[0] * step, x.contiguous(), rest[1])
+        return cpu.multiply_several([start + i * step for i in rest[:count]], x.contiguous(), rest[count:])
+
+    def fake(x, layers, *rest):
+        outs = tuple(x.new_empty((*x.shape[:-1], n)) for n in rest[count:])
+        return outs[0] if count == 1 else outs
+
+    _library.impl(name, run, "CPU")
+    torch.library.register_fake(f"hf_specdec::{name}", fake, lib=_library)
 
 
-_library.define("mx_tiles2(Tensor x, Tensor layer0, Tensor layer1, int n0, int n1) -> (Tensor, Tensor)")
-_library.define("mx_tiles3(Tensor x, Tensor layer0, Tensor layer1, Tensor layer2, int n0, int n1, int n2) -> (Tensor, Tensor, Tensor)")
-mx_tiles2, mx_tiles3 = torch.ops.hf_specdec.mx_tiles2.default, torch.ops.hf_specdec.mx_tiles3.default  # several layers of one x
-
-
-def _several(count: int):
-    def run(x, *rest):
-        return cpu.multiply_several([layer.data_ptr() for layer in rest[:count]], x.contiguous(), rest[count:])
-
-    def fake(x, *rest):
-        return tuple(x.new_empty((*x.shape[:-1], n)) for n in rest[count:])
-
-    _library.impl(f"mx_tiles{count}", run, "CPU")
-    torch.library.register_fake(f"hf_specdec::mx_tiles{count}", fake, lib=_library)
-
-
-_several(2)
-_several(3)
+_implement("mx_tiles", 1)
+_implement("mx_tiles2", 2)
+_implement("mx_tiles3", 3)
 
 
 @torch.library.custom_op("hf_specdec::mx_input_gradient", mutates_args=())

@@ -23,9 +23,9 @@ LARGE = 1 << 19  # weights of a dense layer that want all threads
 TOGETHER = {2: mx_tiles2, 3: mx_tiles3}
 HANDLE, INT = "AtenTensorHandle", "int64_t"
 SHIMS = {
-    "mx_tiles": [HANDLE] * 2 + [INT],
-    "mx_tiles2": [HANDLE] * 3 + [INT] * 2,
-    "mx_tiles3": [HANDLE] * 4 + [INT] * 3,
+    "mx_tiles": [HANDLE] * 2 + [INT] * 2,
+    "mx_tiles2": [HANDLE] * 2 + [INT] * 4,
+    "mx_tiles3": [HANDLE] * 2 + [INT] * 6,
     "rows_attention": [HANDLE] * 3 + [HANDLE + "*", "double", "int32_t", "double", HANDLE + "*"],
 }
 OUTPUTS = {"mx_tiles2": 2, "mx_tiles3": 3}
@@ -36,10 +36,13 @@ class KernelPasses(PassAddition):
         attention = {NAME: TOKENS, FEW_NAME: FEW_COMPILED if compiled else FEW}.get(model.config.get_text_config()._attn_implementation, 0)
         if not attention or model.device.type != "cpu" or torch.get_num_threads() < 2 or cpu.library() is None:
             return None
-        layers = list(model.modules())
-        dense = any(isinstance(layer, nn.Linear) and not isinstance(layer, MXLinear) and layer.weight.numel() > LARGE for layer in layers)
-        ours = any(isinstance(layer, MXLinear) for layer in layers)
+        linear = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
+        ours = [layer for layer in linear if isinstance(layer, MXLinear)]
+        dense = any(layer.weight.numel() > LARGE for layer in linear if not isinstance(layer, MXLinear))
         return (attention, cpu.together) if ours and not dense else None
+
+    def prepare(self, model):
+        MXLinear.gather([layer for layer in model.modules() if isinstance(layer, MXLinear)])
 
     def rewrite(self, graph):
         merge_products(graph)
@@ -50,29 +53,25 @@ class KernelPasses(PassAddition):
 
 def merge_products(graph: GraphModule) -> None:
     """Products of the same tensor, up to three, become one operator: queries, keys and values, or the two halves of a gated MLP."""
-    of: dict[Node, list[Node]] = {}
+    of: dict[tuple[Node, Node], list[Node]] = {}
     for node in graph.graph.nodes:
         if node.target is mx_tiles:
-            of.setdefault(node.args[0], []).append(node)
-    for x, nodes in of.items():
+            of.setdefault(node.args[:2], []).append(node)
+    for (x, table), nodes in of.items():
         for at in range(0, len(nodes), max(TOGETHER)):
             group = nodes[at : at + max(TOGETHER)]
-            if len(group) in TOGETHER and all(node.args[1].op in ("placeholder", "get_attr") for node in group):
-                _merge(graph, x, group)
+            if len(group) in TOGETHER:
+                _merge(graph, x, table, group)
     graph.graph.lint()
     graph.recompile()
 
 
-def _merge(graph: GraphModule, x: Node, nodes: list[Node]) -> None:
-    first = nodes[0]
-    with graph.graph.inserting_before(first):
-        for node in nodes:
-            layer = node.args[1]
-            if layer.op == "get_attr":
-                first.prepend(layer)
-        both = graph.graph.call_function(TOGETHER[len(nodes)], (x, *(node.args[1] for node in nodes), *(node.args[2] for node in nodes)))
+def _merge(graph: GraphModule, x: Node, table: Node, nodes: list[Node]) -> None:
+    places, features = zip(*(node.args[2:] for node in nodes))
+    with graph.graph.inserting_before(nodes[0]):
+        whole = graph.graph.call_function(TOGETHER[len(nodes)], (x, table, *places, *features))
         for i, node in enumerate(nodes):
-            part = graph.graph.call_function(operator.getitem, (both, i))
+            part = graph.graph.call_function(operator.getitem, (whole, i))
             part.meta = dict(node.meta)
             node.replace_all_uses_with(part)
     for node in nodes:

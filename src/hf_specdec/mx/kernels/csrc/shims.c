@@ -60,30 +60,33 @@ static int fresh(const int64_t *sizes, int64_t dim, int dtype, tensor *out, void
     return torch.empty(dim, sizes, strides, torch.dtypes[dtype], torch.cpu, 0, out) || torch.data(*out, data);
 }
 
-static int32_t products(tensor x, const tensor *handles, const int64_t *features, int count, tensor *const *outs) {
+static int32_t products(tensor x, tensor table, const int64_t *places, const int64_t *features, int count, tensor *const *outs) {
     view v;
+    void *start, *data[MX_MANY];
     const mx_layer *layers[MX_MANY];
-    void *data[MX_MANY];
     int64_t sizes[MOST], rows = 1;
-    if (look(x, &v) || v.dtype == 3 || !contiguous(&v)) return 1;
+    if (look(x, &v) || v.dtype == 3 || !contiguous(&v) || torch.data(table, &start)) return 1;
     for (int64_t i = 0; i < v.dim; i++) sizes[i] = v.sizes[i];
     for (int64_t i = 0; i < v.dim - 1; i++) rows *= sizes[i];
     for (int i = 0; i < count; i++) {
+        layers[i] = (const mx_layer *)start + places[i];
         sizes[v.dim - 1] = features[i];
-        if (torch.data(handles[i], (void **)&layers[i]) || fresh(sizes, v.dim, v.dtype, outs[i], &data[i])) return 1;
+        if (fresh(sizes, v.dim, v.dtype, outs[i], &data[i])) return 1;
     }
     return rows ? mx_linears(layers, data, count, v.data, rows, v.dtype, torch.path, omp_get_max_threads()) : 0;
 }
 
-int32_t aoti_torch_cpu_mx_tiles(tensor x, tensor layer, int64_t n, tensor *out) { return products(x, &layer, &n, 1, &out); }
-
-int32_t aoti_torch_cpu_mx_tiles2(tensor x, tensor layer0, tensor layer1, int64_t n0, int64_t n1, tensor *out0, tensor *out1) {
-    return products(x, (tensor[]){layer0, layer1}, (int64_t[]){n0, n1}, 2, (tensor *[]){out0, out1});
+int32_t aoti_torch_cpu_mx_tiles(tensor x, tensor layers, int64_t i, int64_t n, tensor *out) {
+    return products(x, layers, &i, &n, 1, &out);
 }
 
-int32_t aoti_torch_cpu_mx_tiles3(tensor x, tensor layer0, tensor layer1, tensor layer2, int64_t n0, int64_t n1, int64_t n2,
+int32_t aoti_torch_cpu_mx_tiles2(tensor x, tensor layers, int64_t i0, int64_t i1, int64_t n0, int64_t n1, tensor *out0, tensor *out1) {
+    return products(x, layers, (int64_t[]){i0, i1}, (int64_t[]){n0, n1}, 2, (tensor *[]){out0, out1});
+}
+
+int32_t aoti_torch_cpu_mx_tiles3(tensor x, tensor layers, int64_t i0, int64_t i1, int64_t i2, int64_t n0, int64_t n1, int64_t n2,
                                  tensor *out0, tensor *out1, tensor *out2) {
-    return products(x, (tensor[]){layer0, layer1, layer2}, (int64_t[]){n0, n1, n2}, 3, (tensor *[]){out0, out1, out2});
+    return products(x, layers, (int64_t[]){i0, i1, i2}, (int64_t[]){n0, n1, n2}, 3, (tensor *[]){out0, out1, out2});
 }
 
 /* query [B, H, Q, D], key and value [B, G, S, D], mask broadcastable to [B, H, Q, S]: as attention.rows_attention, of one dtype. */
