@@ -37,13 +37,15 @@ def forward(model, tokens, positions, mask, slots, keys, values):
 
 def options(device: torch.device, places: int) -> dict:
     """What `torch.compile` is told for a pass over `places` tokens: CUDA graphs on a GPU; on a CPU one C++ function, whose own loops (not
-    the products) have no use for threads where the tokens are few, of the graph as the additions to passes leave it."""
+    the products) have no use for threads where the tokens are few, of the graph as the additions to passes leave it. It rounds where eager mode
+    does: otherwise what is rounded would depend on the shape, and so would the bits of a token's logits."""
     if device.type == "cuda":
         return {"mode": "reduce-overhead"}
     from torch._inductor import compile as inductor
     from torch._inductor import list_options
 
-    wanted = {"cpp_wrapper": True, "size_asserts": False, "alignment_asserts": False} | ({"cpp.threads": 1} if places <= FEW else {})
+    wanted = {"cpp_wrapper": True, "size_asserts": False, "alignment_asserts": False, "emulate_precision_casts": True}
+    wanted |= {"cpp.threads": 1} if places <= FEW else {}
     for addition in passes.ADDITIONS:
         wanted |= addition.options()
     wanted = {name: value for name, value in wanted.items() if name in list_options()}

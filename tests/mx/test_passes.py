@@ -17,6 +17,8 @@ from hf_specdec.mx import passes as kernel_passes
 from hf_specdec.mx.kernels import cpu
 from hf_specdec.mx.ops import mx_tiles, mx_tiles2, mx_tiles3
 
+from hf_specdec.proposal import Proposal
+
 from ..helpers import VOCAB, build, generated, plain, prompts, speculate
 
 pytestmark = pytest.mark.skipif(cpu.library() is None, reason="the kernels are not available")
@@ -258,6 +260,32 @@ def test_compiled_passes_agree_with_eager_ones(direct, dtype, error, monkeypatch
     assert (set(calls) == set()) if direct else (set(calls) == {1, 2, 3})
     torch.set_num_threads(threads_before)
     assert (found - eager).float().norm() < error * eager.float().norm()
+
+
+@pytest.mark.parametrize("format", ["mxfp6_e2m3", "bf16"])
+def test_a_token_has_the_same_bits_in_compiled_passes_of_every_width(format):
+    """In bfloat16: speculation then gives the text of the same model without a draft, compiled as well."""
+    model, text, k = compressed(format=format), list(range(1, 40)), 7
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+
+    def passes_over(width):
+        cached = CachedModel(model, 64, compile=True)
+        with torch.no_grad():
+            cached.score([text[:20]])
+            cached.commit([1])
+            parts = []
+            for at in range(21, 21 + k + 1, width):
+                drafted = Proposal.from_lists([text[at : at + width - 1]], torch.device("cpu"))
+                cached.score([text[:at]], drafted)  # the first pass of a function gives what the eager one gave
+                parts.append(cached.score([text[:at]], drafted).clone())
+                cached.commit([width], drafted.tree, torch.ones(1, width, dtype=torch.bool))
+        assert cached.compiled.usable
+        return torch.cat(parts, dim=1)
+
+    alone = passes_over(1)
+    torch.set_num_threads(threads)
+    assert torch.equal(alone, passes_over(k + 1)) and torch.equal(alone[:, :4], passes_over(4)[:, :4])
 
 
 def test_an_older_torch_has_no_direct_calls(monkeypatch):
