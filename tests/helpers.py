@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from contextlib import contextmanager
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -20,6 +21,17 @@ VOCAB = 61
 _SIZE = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, max_position_embeddings=256)
 _NO_SPECIAL = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
+
+
+@contextmanager
+def torch_threads(count: int):
+    """`count` threads, and afterwards as many as before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield count
+    finally:
+        torch.set_num_threads(before)
 
 
 def build(config_class: str, seed: int = 0, attn: str = "sdpa", spread: float = 0.3, **settings):

@@ -18,7 +18,7 @@ from hf_specdec.drafts import earning
 from hf_specdec.training import build_drafter
 from hf_specdec.training.drafter import save
 
-from ..helpers import generated, perturbed, plain, prompts, speculate, tiny_llama
+from ..helpers import generated, perturbed, plain, prompts, speculate, tiny_llama, torch_threads
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 
@@ -77,9 +77,8 @@ def test_the_simulated_batch_never_falls_far_behind_plain_decoding(capsys):
 def test_attention_is_compared_with_torch_and_close_to_it(monkeypatch, capsys):
     attention = script("attention")
     monkeypatch.setattr(attention, "PASSES", ((2, 3, 20),))
-    threads = torch.get_num_threads()
-    attention.main(repetitions=2)
-    torch.set_num_threads(threads)
+    with torch_threads(torch.get_num_threads()):
+        attention.main(repetitions=2)
     lines = [line for line in capsys.readouterr().out.splitlines() if "float" in line]
     assert len(lines) == 4 and all(float(line.split("│")[-2]) < 0.05 for line in lines)
 

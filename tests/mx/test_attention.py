@@ -16,13 +16,13 @@ from hf_specdec.mx.kernels import attention as kernel
 from hf_specdec.mx.kernels import cpu
 from hf_specdec.tree import Tree
 
-from ..helpers import build
+from ..helpers import build, torch_threads
 from .models import HEADS as ONE_TO_ONE
 from .models import tiny
 
 needs_kernels = pytest.mark.skipif(cpu.library() is None, reason="no kernels here")
 HEADS, GROUPS, SLOTS = 6, 2, 47
-DTYPES = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2e-7}
+DTYPES = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 4e-7}  # of the largest; torch's own is as far off
 
 
 @pytest.fixture(params=["compiled", "torch"])
@@ -152,16 +152,15 @@ def test_many_heads_to_a_key_long_texts_and_windows(monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_threads_and_kernel_paths_do_not_matter(dtype):
     query, key, value = tensors(dtype, batch=3, width=17, size=72)
-    mask, threads, seen = chain_mask(17), torch.get_num_threads(), []
+    mask, seen = chain_mask(17), []
     try:
         for path in cpu.kernel_info()["available"]:
             cpu.set_kernel_path(path)
             for count in (1, 2, 3):
-                torch.set_num_threads(count)
-                seen.append(rows_attention(query, key, value, mask))
+                with torch_threads(count):
+                    seen.append(rows_attention(query, key, value, mask))
     finally:
         cpu.set_kernel_path(None)
-        torch.set_num_threads(threads)
     assert len(seen) >= 3 and all(torch.equal(seen[0], other) for other in seen)
 
 

@@ -170,6 +170,17 @@ def test_a_compiler_that_fails_is_quoted_in_full_and_leaves_nothing(sources, tmp
 
 
 @needs_a_compiler
+@pytest.mark.parametrize("source", sorted(path.name for path in built.SOURCES.glob("*.c") if FULL or "avx" not in path.name))
+def test_nothing_that_newer_compilers_refuse(source):
+    """From GCC 14 and Clang 16 on these are errors by themselves."""
+    refused = [f"-Werror={name}" for name in ("implicit-function-declaration", "int-conversion", "implicit-int", "return-mismatch")]
+    known = [flag for flag in refused if not subprocess.run([CC, flag, "-fsyntax-only", "-xc", os.devnull], capture_output=True).stderr]
+    assert refused[0] in known
+    done = subprocess.run([CC, "-fsyntax-only", "-std=gnu11", "-fopenmp", *known, str(built.SOURCES / source)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@needs_a_compiler
 def test_a_source_that_does_not_compile(sources, tmp_path):
     (sources / "tiny.c").write_text("#error this cannot be\n")
     with pytest.raises(built.BuildError, match="this cannot be"):

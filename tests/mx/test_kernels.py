@@ -15,6 +15,7 @@ from hf_specdec.mx.linear import MXLinear
 from hf_specdec.mx.packed import PackedMatrix, quantize
 from hf_specdec.mx.packing import pack
 
+from ..helpers import torch_threads
 from .reference import FULL, NAMES, RULES, nasty, power, values_of
 
 pytestmark = pytest.mark.skipif(cpu.library() is None, reason="no compiled kernels here")
@@ -36,10 +37,8 @@ def path(request):
 
 @pytest.fixture(params=[1, 2])
 def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
+    with torch_threads(request.param):
+        yield request.param
 
 
 def generator(seed: int) -> torch.Generator:
@@ -278,13 +277,10 @@ def test_a_row_has_the_same_bits_on_every_number_of_threads(name, n, path, dtype
     layer = random_layer(name, n, 96, bias=True)
     x = torch.randn(40, 96, generator=generator(9)).to(dtype)
     assert_near(layer, x)
-    before, found = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 3) if FULL else (1, 2):
-            torch.set_num_threads(threads)
+    found = []
+    for count in (1, 2, 3) if FULL else (1, 2):
+        with torch_threads(count):
             found.append(torch.cat([layer(x[:rows]) for rows in (40, 1, 5)]))
-    finally:
-        torch.set_num_threads(before)
     assert all(same_bits(found[0], other) for other in found[1:])
     assert same_bits(found[0][:1], found[0][40:41]) and same_bits(found[0][:5], found[0][41:])
 

@@ -16,20 +16,17 @@ from hf_specdec.mx import MXLinear
 from hf_specdec.mx import passes as kernel_passes
 from hf_specdec.mx.kernels import cpu
 from hf_specdec.mx.ops import mx_tiles, mx_tiles2, mx_tiles3
-
 from hf_specdec.proposal import Proposal
 
-from ..helpers import VOCAB, build, generated, plain, prompts, speculate
+from ..helpers import VOCAB, build, generated, plain, prompts, speculate, torch_threads
 
 pytestmark = pytest.mark.skipif(cpu.library() is None, reason="the kernels are not available")
 
 
 @pytest.fixture(params=[2, 3])
 def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
+    with torch_threads(request.param):
+        yield request.param
 
 
 def layers(shapes, format="mxfp6_e2m3", bias=False):
@@ -155,9 +152,8 @@ def test_others_have_none(case, threads, monkeypatch):
 def test_texts_are_those_of_one_thread(threads):
     model = mx.row_invariant(llama().to(torch.bfloat16))
     rows = prompts(5, 9, 3)
-    torch.set_num_threads(1)
-    expected = plain(model, rows)
-    torch.set_num_threads(threads)
+    with torch_threads(1):
+        expected = plain(model, rows)
     assert generated(speculate(model, rows, PromptLookupDraft()), rows) == expected
 
 
@@ -246,11 +242,9 @@ def test_compiled_passes_agree_with_eager_ones(direct, dtype, error, monkeypatch
     monkeypatch.setattr(cpu, "multiply", lambda *args, own=cpu.multiply: (calls.append(1), own(*args))[1])
     monkeypatch.setattr(cpu, "multiply_several", lambda *args, own=cpu.multiply_several: (calls.append(len(args[0])), own(*args))[1])
     model = compressed().to(dtype)
-    threads_before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    cached = CachedModel(model, 64, compile=True)
     text = list(range(1, 20))
-    with torch.no_grad():
+    with torch_threads(2), torch.no_grad():
+        cached = CachedModel(model, 64, compile=True)
         cached.score([text[:12]])
         cached.commit([1])
         eager = cached.score([text[:13]])  # the first pass of a function is compared with an eager one, which is what it returns
@@ -258,7 +252,6 @@ def test_compiled_passes_agree_with_eager_ones(direct, dtype, error, monkeypatch
         found = cached.score([text[:13]])
     assert cached.compiled.usable
     assert (set(calls) == set()) if direct else (set(calls) == {1, 2, 3})
-    torch.set_num_threads(threads_before)
     assert (found - eager).float().norm() < error * eager.float().norm()
 
 
@@ -266,12 +259,10 @@ def test_compiled_passes_agree_with_eager_ones(direct, dtype, error, monkeypatch
 def test_a_token_has_the_same_bits_in_compiled_passes_of_every_width(format):
     """In bfloat16: speculation then gives the text of the same model without a draft, compiled as well."""
     model, text, k = compressed(format=format), list(range(1, 40)), 7
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
 
     def passes_over(width):
-        cached = CachedModel(model, 64, compile=True)
-        with torch.no_grad():
+        with torch_threads(2), torch.no_grad():
+            cached = CachedModel(model, 64, compile=True)
             cached.score([text[:20]])
             cached.commit([1])
             parts = []
@@ -284,7 +275,6 @@ def test_a_token_has_the_same_bits_in_compiled_passes_of_every_width(format):
         return torch.cat(parts, dim=1)
 
     alone = passes_over(1)
-    torch.set_num_threads(threads)
     assert torch.equal(alone, passes_over(k + 1)) and torch.equal(alone[:, :4], passes_over(4)[:, :4])
 
 

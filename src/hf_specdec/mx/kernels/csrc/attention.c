@@ -2,6 +2,8 @@
  * at every capacity of the cache and under every mask that shows it the same slots. Portable code, and the threads. */
 #define TARGET
 #define RUN mx_attend_portable
+#define LANES 4
+#define QUERIES 2
 #define F16(words) ((v8){H(0), H(1), H(2), H(3), H(4), H(5), H(6), H(7)})
 #define H(i) mx_from_f16(words[i])
 #include "attention.h"
@@ -12,6 +14,7 @@
 
 #if defined(__x86_64__)
 void mx_attend_avx2(const mx_attention *, int64_t, int64_t, int64_t, int64_t, float *);
+void mx_attend_avx512(const mx_attention *, int64_t, int64_t, int64_t, int64_t, float *);
 #endif
 typedef void (*mx_attend)(const mx_attention *, int64_t, int64_t, int64_t, int64_t, float *);
 
@@ -45,6 +48,7 @@ int mx_attention_rows(const mx_attention *a, int path, int threads) {
     mx_attend run = mx_attend_portable;
 #if defined(__x86_64__)
     if (path >= MX_AVX2) run = mx_attend_avx2;
+    if (path >= MX_AVX512F && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) run = mx_attend_avx512;
 #endif
     if (a->batch * a->heads * a->queries * a->slots < 1 << 12) threads = 1;
     const int64_t room = (a->slots + 15) & ~15, dk = (a->dk + 15) & ~15, dv = (a->dv + 15) & ~15, count = tile_of(a, threads, room);

@@ -2,9 +2,11 @@
  *   TARGET      the target attribute of every function, or nothing
  *   RUN         the name of the function that is not static
  *   F16(words)  eight float16 numbers to float32
+ *   LANES       numbers in the widest vector, 4, 8 or 16
+ *   QUERIES     multiplied with a key at once: as many as there are registers for, up to 4
  *
  * Keys and values are read once for all queries of the tile, sixteen slots at a time, but every query has sums of its own:
- * a score is sixteen partial sums in the order that the head size fixes, the rest goes slot after slot. Multiplications and
+ * a score goes number after number of the key, the rest slot after slot. Multiplications and
  * additions are not fused, so that every set of instructions gives the same bits. What a query may not see takes no part in
  * its sums: its weight is zero, and a weight of zero is passed over.
  */
@@ -13,6 +15,8 @@
 typedef float v8 __attribute__((vector_size(32), aligned(4)));
 typedef int32_t v8i __attribute__((vector_size(32), aligned(4)));
 typedef uint32_t v8u __attribute__((vector_size(32), aligned(4)));
+typedef double v8d __attribute__((vector_size(64)));
+typedef float vw __attribute__((vector_size(4 * LANES), aligned(4))); /* as wide as it gets */
 typedef uint16_t v8h __attribute__((vector_size(16), aligned(2)));
 
 #define SPLAT(x) ((v8){x, x, x, x, x, x, x, x})
@@ -31,19 +35,6 @@ MX_INLINE TARGET v8 load8(const void *base, int64_t at, int64_t count, const int
     if (dtype == MX_DT_F16) return F16(words);
     v8u wide = __builtin_convertvector(words, v8u) << 16;
     return (v8)wide;
-}
-
-#if defined(__clang__)
-#define SHUFFLE(v, ...) __builtin_shufflevector(v, v, __VA_ARGS__)
-#else
-#define SHUFFLE(v, ...) __builtin_shuffle(v, (v8i){__VA_ARGS__})
-#endif
-
-/* Lanes 0..7 by halves: (0+4, 1+5, 2+6, 3+7), then (0+2, 1+3), then 0+1. */
-MX_INLINE TARGET float sum8(v8 v) {
-    v += SHUFFLE(v, 4, 5, 6, 7, 0, 1, 2, 3);
-    v += SHUFFLE(v, 2, 3, 0, 1, 6, 7, 4, 5);
-    return v[0] + v[1];
 }
 
 /* e^x for x <= 0 within 2 units in the last place; 0 below -87. Cody and Waite's reduction, the polynomial of Cephes' expf. */
@@ -127,53 +118,123 @@ MX_INLINE TARGET void biases(const mx_attention *a, int64_t b, int64_t h, int64_
 #define MIX2(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
 #endif
 
-/* (sum8(x[0]), ..., sum8(x[7])), each by the additions of sum8. */
-MX_INLINE TARGET v8 sum8x8(const v8 *x) {
-    v8 y[4], z[2];
-    for (int i = 0; i < 4; i++)
-        y[i] = MIX2(x[2 * i], x[2 * i + 1], 0, 1, 2, 3, 8, 9, 10, 11) + MIX2(x[2 * i], x[2 * i + 1], 4, 5, 6, 7, 12, 13, 14, 15);
-    for (int i = 0; i < 2; i++)
-        z[i] = MIX2(y[2 * i], y[2 * i + 1], 0, 1, 8, 9, 4, 5, 12, 13) + MIX2(y[2 * i], y[2 * i + 1], 2, 3, 10, 11, 6, 7, 14, 15);
-    v8 sums = MIX2(z[0], z[1], 0, 2, 8, 10, 4, 6, 12, 14) + MIX2(z[0], z[1], 1, 3, 9, 11, 5, 7, 13, 15);
-    return SHUFFLE(sums, 0, 4, 1, 5, 2, 6, 3, 7); /* they come as 0 2 4 6 1 3 5 7 */
+/* Eight rows of eight words become eight columns. */
+MX_INLINE TARGET void turn(v8u *row) {
+    v8u pairs[8], fours[8];
+#pragma GCC unroll 4
+    for (int i = 0; i < 8; i += 2) {
+        pairs[i] = MIX2(row[i], row[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
+        pairs[i + 1] = MIX2(row[i], row[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) { /* word i of four rows, and word 4 + i */
+        const v8u x = pairs[i / 2], y = pairs[i / 2 + 2], z = pairs[4 + i / 2], w = pairs[6 + i / 2];
+        fours[i] = i % 2 ? MIX2(x, y, 2, 3, 10, 11, 6, 7, 14, 15) : MIX2(x, y, 0, 1, 8, 9, 4, 5, 12, 13);
+        fours[4 + i] = i % 2 ? MIX2(z, w, 2, 3, 10, 11, 6, 7, 14, 15) : MIX2(z, w, 0, 1, 8, 9, 4, 5, 12, 13);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        row[i] = MIX2(fours[i], fours[4 + i], 0, 1, 2, 3, 8, 9, 10, 11);
+        row[4 + i] = MIX2(fours[i], fours[4 + i], 4, 5, 6, 7, 12, 13, 14, 15);
+    }
 }
 
-/* Products of one query with eight keys that lie `step` floats apart; all of them have a multiple of sixteen numbers. */
-MX_INLINE TARGET v8 dots(const float *query, const float *keys, int64_t step, int64_t size) {
-    v8 sum[8];
-    for (int half = 0; half < 8; half += 4) {
-        const float *key = keys + half * step;
-        v8 even[4] = {SPLAT(0.0f), SPLAT(0.0f), SPLAT(0.0f), SPLAT(0.0f)}, odd[4] = {even[0], even[0], even[0], even[0]};
-        for (int64_t d = 0; d < size; d += 16) {
-            const v8 first = *(const v8 *)(query + d), second = *(const v8 *)(query + d + 8);
-#pragma GCC unroll 4
-            for (int j = 0; j < 4; j++) {
-                even[j] += first * *(const v8 *)(key + j * step + d);
-                odd[j] += second * *(const v8 *)(key + j * step + d + 8);
+/* to[16 * d + j] = number d of the key in slot s + j, in float32; zeros behind the last slot. */
+MX_INLINE TARGET void across(const char *base, int64_t stride, int64_t s, int64_t slots, int64_t size, float *to, const int dtype) {
+    const int64_t bytes = dtype == MX_DT_F32 ? 4 : 2;
+    if (dtype == MX_DT_F16 || size * bytes % 32) {
+        for (int64_t d = 0; d < size; d += 8) {
+            float part[8];
+            const int64_t count = size - d < 8 ? size - d : 8;
+            for (int64_t j = 0; j < 16; j++) {
+                v8 key = s + j < slots ? load8(base, (s + j) * stride + d, count, dtype) : SPLAT(0.0f);
+                __builtin_memcpy(part, &key, sizeof part);
+                for (int64_t i = 0; i < count; i++) to[16 * (d + i) + j] = part[i];
             }
         }
-#pragma GCC unroll 4
-        for (int j = 0; j < 4; j++) sum[half + j] = even[j] + odd[j];
+        return;
     }
-    return sum8x8(sum);
+    for (int64_t j = 0; j < 16; j += 8)
+        for (int64_t word = 0; word < size * bytes / 4; word += 8) {
+            v8u row[8];
+#pragma GCC unroll 8
+            for (int i = 0; i < 8; i++) {
+                row[i] = (v8u){0};
+                if (s + j + i < slots) __builtin_memcpy(&row[i], base + (s + j + i) * stride * bytes + 4 * word, 32);
+            }
+            turn(row);
+#pragma GCC unroll 8
+            for (int i = 0; i < 8; i++) {
+                if (dtype == MX_DT_F32) {
+                    *(v8u *)(to + 16 * (word + i) + j) = row[i];
+                } else { /* two numbers in a word */
+                    *(v8u *)(to + 32 * (word + i) + j) = row[i] << 16;
+                    *(v8u *)(to + 32 * (word + i) + 16 + j) = row[i] & 0xffff0000u;
+                }
+            }
+        }
 }
 
-/* sum[0..8 * blocks) += weights[j] * values[j * step ...) for `slots` slots. */
+/* scores[2 * i], scores[2 * i + 1] = the products of `queries` queries, `far` floats apart, with sixteen keys that lie across. */
+MX_INLINE TARGET void dots(const float *query, int64_t far, const float *keys, int64_t size, v8 *scores, const int queries) {
+    vw sum[4][16 / LANES];
+#pragma GCC unroll 4
+    for (int i = 0; i < queries; i++)
+#pragma GCC unroll 4
+        for (int p = 0; p < 16 / LANES; p++) sum[i][p] = (vw){0.0f};
+    for (int64_t d = 0; d < size; d++)
+#pragma GCC unroll 4
+        for (int p = 0; p < 16 / LANES; p++) {
+            const vw key = *(const vw *)(keys + 16 * d + LANES * p);
+#pragma GCC unroll 4
+            for (int i = 0; i < queries; i++) sum[i][p] += query[i * far + d] * key;
+        }
+#pragma GCC unroll 4
+    for (int i = 0; i < queries; i++) __builtin_memcpy(scores + 2 * i, sum[i], 64);
+}
+
+/* sum[0..LANES * blocks) += weights[j] * values[j * step ...) for `slots` slots. */
 MX_INLINE TARGET void mix(const float *values, int64_t step, const float *weights, int64_t slots, float *sum, const int blocks) {
-    v8 own[8];
-#pragma GCC unroll 8
-    for (int i = 0; i < blocks; i++) own[i] = *(const v8 *)(sum + 8 * i);
+    vw own[64 / LANES];
+#pragma GCC unroll 16
+    for (int i = 0; i < blocks; i++) own[i] = *(const vw *)(sum + LANES * i);
     for (int64_t j = 0; j < slots; j++) {
         if (weights[j] == 0.0f) continue;
-        const v8 weight = SPLAT(weights[j]);
-#pragma GCC unroll 8
-        for (int i = 0; i < blocks; i++) own[i] += weight * *(const v8 *)(values + j * step + 8 * i);
+#pragma GCC unroll 16
+        for (int i = 0; i < blocks; i++) own[i] += weights[j] * *(const vw *)(values + j * step + LANES * i);
     }
-#pragma GCC unroll 8
-    for (int i = 0; i < blocks; i++) *(v8 *)(sum + 8 * i) = own[i];
+#pragma GCC unroll 16
+    for (int i = 0; i < blocks; i++) *(vw *)(sum + LANES * i) = own[i];
 }
 
-/* Sixteen rows of keys or values from slot `s` on, in float32: where they lie, if they can be read there, else in `block`. */
+/* The same over sixteen slots for two queries, whose sums are `far` floats apart and whose weights `room`; none of the weights is zero. */
+MX_INLINE TARGET void mix_two(const float *values, int64_t step, const float *weights, int64_t room, float *sum, int64_t far,
+                              const int blocks) {
+    vw own[2][4];
+#pragma GCC unroll 4
+    for (int i = 0; i < blocks; i++) own[0][i] = *(const vw *)(sum + LANES * i), own[1][i] = *(const vw *)(sum + far + LANES * i);
+    for (int64_t j = 0; j < 16; j++)
+#pragma GCC unroll 4
+        for (int i = 0; i < blocks; i++) {
+            const vw value = *(const vw *)(values + j * step + LANES * i);
+            own[0][i] += weights[j] * value;
+            own[1][i] += weights[room + j] * value;
+        }
+#pragma GCC unroll 4
+    for (int i = 0; i < blocks; i++) *(vw *)(sum + LANES * i) = own[0][i], *(vw *)(sum + far + LANES * i) = own[1][i];
+}
+
+/* Whether sixteen weights of two queries have no zero among them. */
+MX_INLINE TARGET int none_is_zero(const float *one, const float *other) {
+    const v8 nothing = SPLAT(0.0f);
+    v8i zero = (*(const v8 *)one == nothing) | (*(const v8 *)(one + 8) == nothing) | (*(const v8 *)other == nothing) |
+               (*(const v8 *)(other + 8) == nothing);
+    uint64_t words[4];
+    __builtin_memcpy(words, &zero, sizeof words);
+    return !(words[0] | words[1] | words[2] | words[3]);
+}
+
+/* Sixteen rows of values from slot `s` on, in float32: where they lie, if they can be read there, else in `block`. */
 MX_INLINE TARGET const float *sixteen(const char *base, int64_t stride, int64_t s, int64_t slots, int64_t size, float *block, int64_t *step,
                                       const int dtype) {
     if (dtype == MX_DT_F32 && size % 16 == 0 && s + 16 <= slots) {
@@ -209,27 +270,44 @@ MX_INLINE TARGET void tile(const mx_attention *a, int64_t b, int64_t group, int6
         if (from < to) low = from < low ? from : low, high = to > high ? to : high;
     }
     for (int64_t s = low & ~15; s < high; s += 16) {
-        const float *key = sixteen(keys, a->k_stride[2], s, a->slots, a->dk, block, &step, dtype);
-        for (int64_t i = 0; i < n; i++)
-            for (int64_t half = 0; half < 16; half += 8) {
-                v8 score = dots(query + i * dk, key + half * step, step, dk) * SPLAT(a->scale);
+        v8 found[8];
+        across(keys, a->k_stride[2], s, a->slots, a->dk, block, dtype);
+        for (int64_t i = 0; i < n; i += QUERIES) {
+            const int64_t count = n - i < QUERIES ? n - i : QUERIES;
+            switch (count) {
+                case 1: dots(query + i * dk, dk, block, a->dk, found, 1); break;
+                case 2: dots(query + i * dk, dk, block, a->dk, found, 2); break;
+                case 3: dots(query + i * dk, dk, block, a->dk, found, 3); break;
+                default: dots(query + i * dk, dk, block, a->dk, found, 4);
+            }
+            for (int64_t j = 0; j < 2 * count; j++) {
+                v8 score = found[j] * SPLAT(a->scale);
                 if (a->softcap > 0.0f) score = soft8(score, a->softcap);
-                v8 *at = (v8 *)(scores + i * room + s + half), bias = *at;
+                v8 *at = (v8 *)(scores + (i + j / 2) * room + s + j % 2 * 8), bias = *at;
                 v8i shown = bias > SPLAT(-__builtin_inff());
                 *at = (v8)(((v8i)(score + bias) & shown) | ((v8i)bias & ~shown));
             }
+        }
     }
     for (int64_t i = 0; i < n; i++) {
         float top = -__builtin_inff(), *own = scores + i * room;
-        double total = 0.0;
-        for (int64_t s = low; s < high; s++) top = own[s] > top ? own[s] : top;
+        v8 tops = SPLAT(top);
+        v8d totals = {0.0};
+        for (int64_t s = low & ~15; s < high; s += 8) {
+            const v8 score = *(v8 *)(own + s);
+            const v8i more = score > tops;
+            tops = (v8)(((v8i)score & more) | ((v8i)tops & ~more));
+        }
+        for (int l = 0; l < 8; l++) top = tops[l] > top ? tops[l] : top;
         const float *sink = a->sinks ? a->sinks + group * heads + i % heads : 0;
         if (sink && *sink > top) top = *sink;
         for (int64_t s = low & ~15; s < high; s += 8) {
             v8 *at = (v8 *)(own + s);
             *at = top > -__builtin_inff() ? exp8(*at - SPLAT(top)) : SPLAT(0.0f);
+            totals += __builtin_convertvector(*at, v8d);
         }
-        for (int64_t s = low; s < high; s++) total += own[s];
+        double total = 0.0;
+        for (int l = 0; l < 8; l++) total += totals[l]; /* a slot's lane is its number modulo eight */
         if (sink) total += exp8(SPLAT(*sink - top))[0];
         query[i] = total > 0.0 ? (float)(1.0 / total) : 0.0f; /* the queries themselves are no longer needed */
         __builtin_memset(sum + i * dv, 0, (size_t)dv * sizeof(float));
@@ -238,9 +316,16 @@ MX_INLINE TARGET void tile(const mx_attention *a, int64_t b, int64_t group, int6
         const float *value = sixteen(values, a->v_stride[2], s, a->slots, a->dv, block, &step, dtype);
         const int64_t slots = s + 16 < high ? 16 : high - s;
         for (int64_t i = 0; i < n; i++) {
+            const float *weights = scores + i * room + s;
             int64_t d = 0;
-            for (; d + 64 <= dv; d += 64) mix(value + d, step, scores + i * room + s, slots, sum + i * dv + d, 8);
-            for (; d < dv; d += 16) mix(value + d, step, scores + i * room + s, slots, sum + i * dv + d, 2);
+            if (LANES == 16 && slots == 16 && i + 1 < n && none_is_zero(weights, weights + room)) {
+                for (; d + 64 <= dv; d += 64) mix_two(value + d, step, weights, room, sum + i * dv + d, dv, 4);
+                for (; d < dv; d += 16) mix_two(value + d, step, weights, room, sum + i * dv + d, dv, 1);
+                i++;
+                continue;
+            }
+            for (; d + 64 <= dv; d += 64) mix(value + d, step, weights, slots, sum + i * dv + d, 64 / LANES);
+            for (; d < dv; d += 16) mix(value + d, step, weights, slots, sum + i * dv + d, 16 / LANES);
         }
     }
     for (int64_t i = 0; i < n; i++) {

@@ -52,6 +52,10 @@ typedef struct {
     float scale, softcap, nothing;     /* softcap 0: none; a mask of at most `nothing` hides */
 } mx_attention;
 
+/* out[i] [m, n_i] = x [m, k] @ W_i^T + bias_i; attention. Both return 0, or 1 for no memory. */
+int mx_linears(const mx_layer *const *layers, void *const *outs, int count, const void *x, int64_t m, int dtype, int path, int threads);
+int mx_attention_rows(const mx_attention *a, int path, int threads);
+
 typedef void (*mx_run)(const mx_job *, int64_t first_group, int64_t last_group);
 void mx_run_portable(const mx_job *, int64_t, int64_t);
 void mx_run_avx2(const mx_job *, int64_t, int64_t);

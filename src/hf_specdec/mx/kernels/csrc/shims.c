@@ -1,7 +1,6 @@
 /* The products and attention as the C++ code that torch's compiler writes calls them: with handles of tensors, without Python in
  * between. The functions for handles are torch's own C interface (torch/csrc/inductor/aoti_torch/c/shim.h), given by address, so that
  * nothing of torch is needed to build this. */
-#include <math.h>
 #ifdef _OPENMP
 #include <omp.h>
 #else
