@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.fx import symbolic_trace
 
-from hf_specdec import enable, mx, passes
+from hf_specdec import compiled, enable, mx, passes
 from hf_specdec.cached_model import CachedModel
 from hf_specdec.drafts import PromptLookupDraft
 from hf_specdec.mx import MXLinear
@@ -276,6 +276,16 @@ def test_a_token_has_the_same_bits_in_compiled_passes_of_every_width(format):
 
     alone = passes_over(1)
     assert torch.equal(alone, passes_over(k + 1)) and torch.equal(alone[:, :4], passes_over(4)[:, :4])
+
+
+def test_the_compiler_is_told_to_round_where_eager_mode_does(monkeypatch):
+    """Without, bits depend on the width; it takes a model of many layers to show."""
+    import torch._inductor
+
+    told = []
+    monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs, options: told.append(options))
+    compiled.options(torch.device("cpu"), 4)["backend"](symbolic_trace(lambda x: x + x), [])
+    assert told[0]["emulate_precision_casts"] is True
 
 
 def test_an_older_torch_has_no_direct_calls(monkeypatch):

@@ -10,7 +10,7 @@ from .kernels import attention as kernel
 from .kernels import cpu
 
 NAME, FEW_NAME = "hf_specdec_rows", "hf_specdec_few"
-FEW, FEW_COMPILED = 6, 16  # queries per row up to which the kernel is the faster one; compiled passes read many slots that are hidden
+FEW, FEW_COMPILED = 8, 64  # queries per row up to which the kernel is the faster one; compiled passes read many slots that are hidden
 
 
 def rows_attention(

@@ -33,7 +33,8 @@ OUTPUTS = {"mx_tiles2": 2, "mx_tiles3": 3}
 
 class KernelPasses(PassAddition):
     def runner(self, model, compiled):
-        attention = {NAME: TOKENS, FEW_NAME: FEW_COMPILED if compiled else FEW}.get(model.config.get_text_config()._attn_implementation, 0)
+        few = min(FEW_COMPILED if compiled else FEW, TOKENS)
+        attention = {NAME: TOKENS, FEW_NAME: few}.get(model.config.get_text_config()._attn_implementation, 0)
         if not attention or model.device.type != "cpu" or torch.get_num_threads() < 2 or cpu.library() is None:
             return None
         linear = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
