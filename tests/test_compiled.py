@@ -14,6 +14,7 @@ from hf_specdec import compiled
 from hf_specdec.cached_model import CachedModel
 from hf_specdec.drafts import EarlyExitDraft, ModelDraft, PromptLookupDraft
 from hf_specdec.drafts.feature import FeatureDraft
+from hf_specdec.training.drafter import PrunedHead
 from tests.architectures import FAMILIES
 from tests.conformance.builders import feature_drafter
 from tests.helpers import FULL, KnowingTreeDraft, generated, perturbed, plain, prompts, repetitive, speculate
@@ -65,6 +66,15 @@ def test_a_draft_model_and_a_tree_are_compiled_too(traced, strict):
     assert {key[1] for key in compiled._functions[draft]} == {1, 4} and 8 in {key[1] for key in compiled._functions[target]}
     assert run(target, rows, KnowingTreeDraft([row + text for row, text in zip(rows, texts)]), k=10) == texts
     assert run(target, rows[:1], EarlyExitDraft(target, 1)) == texts[:1]
+
+
+def test_a_draft_whose_head_lacks_tokens_is_compiled_too(traced, strict):
+    """They have minus infinity, which is nothing to compare by subtraction."""
+    target, rows = family("Llama").model("eager"), prompts(9, 5)
+    texts, draft, kept = plain(target, rows), perturbed(target, 0.05), torch.arange(0, target.config.vocab_size, 2)
+    draft.lm_head = PrunedHead(draft.lm_head.weight[kept].detach().clone(), kept, target.config.vocab_size)
+    assert run(target, rows, ModelDraft(draft)) == texts
+    assert compiled._functions[draft]
 
 
 @pytest.mark.parametrize("name", SHARE[1:2] if not FULL else NAMES[:4])

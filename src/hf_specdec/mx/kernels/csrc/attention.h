@@ -11,10 +11,10 @@
  * its sums: its weight is zero, and a weight of zero is passed over.
  */
 #include "mx.h"
+#include "turn.h"
 
 typedef float v8 __attribute__((vector_size(32), aligned(4)));
 typedef int32_t v8i __attribute__((vector_size(32), aligned(4)));
-typedef uint32_t v8u __attribute__((vector_size(32), aligned(4)));
 typedef double v8d __attribute__((vector_size(64)));
 typedef float vw __attribute__((vector_size(4 * LANES), aligned(4))); /* as wide as it gets */
 typedef uint16_t v8h __attribute__((vector_size(16), aligned(2)));
@@ -110,33 +110,6 @@ MX_INLINE TARGET void biases(const mx_attention *a, int64_t b, int64_t h, int64_
             bias[s] = value > nothing ? value : hidden;
         }
     for (int64_t s = end; s < room; s++) bias[s] = hidden;
-}
-
-#define MIX2(x, y, ...) __builtin_shuffle(x, y, (v8i){__VA_ARGS__})
-#if defined(__clang__)
-#undef MIX2
-#define MIX2(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
-#endif
-
-/* Eight rows of eight words become eight columns. */
-MX_INLINE TARGET void turn(v8u *row) {
-    v8u pairs[8], fours[8];
-#pragma GCC unroll 4
-    for (int i = 0; i < 8; i += 2) {
-        pairs[i] = MIX2(row[i], row[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
-        pairs[i + 1] = MIX2(row[i], row[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) { /* word i of four rows, and word 4 + i */
-        const v8u x = pairs[i / 2], y = pairs[i / 2 + 2], z = pairs[4 + i / 2], w = pairs[6 + i / 2];
-        fours[i] = i % 2 ? MIX2(x, y, 2, 3, 10, 11, 6, 7, 14, 15) : MIX2(x, y, 0, 1, 8, 9, 4, 5, 12, 13);
-        fours[4 + i] = i % 2 ? MIX2(z, w, 2, 3, 10, 11, 6, 7, 14, 15) : MIX2(z, w, 0, 1, 8, 9, 4, 5, 12, 13);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        row[i] = MIX2(fours[i], fours[4 + i], 0, 1, 2, 3, 8, 9, 10, 11);
-        row[4 + i] = MIX2(fours[i], fours[4 + i], 4, 5, 6, 7, 12, 13, 14, 15);
-    }
 }
 
 /* to[16 * d + j] = number d of the key in slot s + j, in float32; zeros behind the last slot. */

@@ -2,20 +2,30 @@
  * whatever the number of rows: per block of 32, sixteen dot products into a fresh sum, then sum * scale into the total. */
 #include "mx.h"
 
-/* Rows of x, [m, k] bfloat16, in chunks of eight (the last one may be shorter): in a chunk, the pair of inputs 2j and 2j + 1
- * of its first row, of its second row, and so on, then the next pair: what the loop below reads one after another. */
-void mx_pack_pairs(const uint32_t *x, uint32_t *packed, int64_t m, int64_t k) {
-    for (int64_t m0 = 0; m0 < m; m0 += 8) {
-        const int64_t rows = m - m0 < 8 ? m - m0 : 8;
-        for (int64_t r = 0; r < rows; r++)
-            for (int64_t j = 0; j < k / 2; j++) packed[m0 * k / 2 + j * rows + r] = x[(m0 + r) * k / 2 + j];
-    }
-}
-
 #if defined(__x86_64__)
 #include <stdlib.h>
 
 #include "avx512.h"
+
+#define TARGET __attribute__((target("avx2")))
+#include "turn.h"
+
+/* Rows of x, [m, k] bfloat16, in chunks of eight (the last one may be shorter): in a chunk, the pair of inputs 2j and 2j + 1 of its
+ * first row, of its second row, and so on, then the next pair: what the products read one after another. This packs one chunk. */
+TARGET void mx_pack_pairs(const uint32_t *x, uint32_t *packed, int64_t chunk, int64_t m, int64_t k) {
+    const int64_t m0 = 8 * chunk, rows = m - m0 < 8 ? m - m0 : 8, pairs = k / 2;
+    x += m0 * pairs, packed += m0 * pairs;
+    for (int64_t j = 0; rows == 8 && j < pairs; j += 8) { /* k is a multiple of 32 */
+        v8u word[8];
+#pragma GCC unroll 8
+        for (int r = 0; r < 8; r++) word[r] = *(const v8u *)(x + r * pairs + j);
+        turn(word);
+#pragma GCC unroll 8
+        for (int r = 0; r < 8; r++) *(v8u *)(packed + (j + r) * 8) = word[r];
+    }
+    for (int64_t j = 0; rows < 8 && j < pairs; j++)
+        for (int64_t r = 0; r < rows; r++) packed[j * rows + r] = x[r * pairs + j];
+}
 
 #define TARGET_BF16 "avx512f,avx512bw,avx512vl,avx512bf16,avx512vbmi,avx512vbmi2"
 #define AHEAD 2048 /* bytes of codes that are asked for in advance */

@@ -6,6 +6,7 @@
 
 #define ABI 3
 #define PIECES 4
+#define MANY_ROWS 64 /* of x: from there on threads share its packing */
 int mx_abi(void) { return ABI; }
 
 int mx_has_path(int path) {
@@ -83,6 +84,20 @@ static void piece(const void *context, int64_t item, int thread) {
     all->run(&all->job[i], at, at + all->groups < groups ? at + all->groups : groups);
 }
 
+typedef struct {
+    const void *x;
+    void *packed;
+    int64_t m, k;
+} packing;
+
+static void pack(const void *context, int64_t chunk, int thread) {
+    (void)thread;
+    const packing *p = context;
+#if defined(__x86_64__)
+    mx_pack_pairs(p->x, p->packed, chunk, p->m, p->k);
+#endif
+}
+
 /* out[i] [m, n_i] = x [m, k] @ W_i^T + bias_i for at most MX_MANY layers. x and out have the dtype `dtype` and are contiguous. Returns 0, or
  * 1 for no memory. bfloat16 takes the dot-product path only if `path` is that one; everything else is computed in float32. */
 int mx_linears(const mx_layer *const *layers, void *const *outs, int count, const void *x, int64_t m, int dtype, int path, int threads) {
@@ -95,7 +110,8 @@ int mx_linears(const mx_layer *const *layers, void *const *outs, int count, cons
     } else if (path == MX_AVX512_BF16 && m > 1) {
         own = malloc((size_t)(m * k * 2));
         if (!own) return 1;
-        mx_pack_pairs(x, own, m, k);
+        const packing whole = {x, own, m, k};
+        mx_share(pack, &whole, (m + 7) / 8, m > MANY_ROWS ? threads : 1);
         x = own;
     }
     jobs all = {.run = runner(path)};

@@ -61,7 +61,7 @@ void mx_run_portable(const mx_job *, int64_t, int64_t);
 void mx_run_avx2(const mx_job *, int64_t, int64_t);
 void mx_run_avx512f(const mx_job *, int64_t, int64_t);
 void mx_run_avx512_bf16(const mx_job *, int64_t, int64_t);
-void mx_pack_pairs(const uint32_t *x, uint32_t *packed, int64_t m, int64_t k);
+void mx_pack_pairs(const uint32_t *x, uint32_t *packed, int64_t chunk, int64_t m, int64_t k);
 
 MX_INLINE int64_t mx_tile_bytes(int bits) { return MX_ROWS * MX_BLOCK * bits / 8; }
 
