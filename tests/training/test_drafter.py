@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import hf_specdec
+from hf_specdec.mx.attention import FEW_NAME
+from hf_specdec.mx.kernels import cpu
 from hf_specdec.mx.linear import MXLinear
 from hf_specdec.training import build_drafter, load_drafter
 from hf_specdec.training.drafter import PrunedHead, own_parameters, save
@@ -65,6 +67,19 @@ def test_stored_in_16_bit_the_weights_are_bit_for_bit_those_in_bfloat16(target, 
     again = load_drafter(tmp_path, target)
     for mine, stored in zip(own_parameters(draft), own_parameters(again)):
         assert torch.equal(mine.bfloat16().float(), stored)
+
+
+@pytest.mark.skipif(cpu.library() is None, reason="the kernels are not available")
+def test_a_draft_that_was_loaded_runs_on_the_kernels_with_the_weights_it_had(target, draft, tmp_path):
+    save(draft, tmp_path, "tiny", "mxint8")
+    target, draft = target.bfloat16(), draft.bfloat16()
+    again = load_drafter(tmp_path, target)
+    head, rows = again.get_output_embeddings().linear, target.get_output_embeddings().weight[HEAD]
+    assert isinstance(head, MXLinear) and torch.equal(head.dequantize(torch.bfloat16), rows)
+    assert again.config._attn_implementation == FEW_NAME
+    assert not isinstance(load_drafter(tmp_path, target.float()).get_output_embeddings().linear, MXLinear)  # it would lose digits
+    save(again, tmp_path / "once more", "tiny", "mxint8")
+    assert json.loads((tmp_path / "once more" / "drafter.json").read_text())["weights"] == "mxint8"
 
 
 @pytest.mark.parametrize("do_sample", [False, True])

@@ -21,7 +21,9 @@ from .. import compat
 from ..drafts import features
 from ..drafts.base import Draft
 from ..drafts.feature import FeatureDraft
+from ..mx.attention import use_for_few
 from ..mx.formats import BLOCK, get_format
+from ..mx.kernels import cpu
 from ..mx.linear import MXLinear
 from ..mx.packed import quantize
 from ..mx.swap import replace
@@ -41,6 +43,14 @@ class PrunedHead(nn.Module):
         self.linear.weight = nn.Parameter(rows, requires_grad=False)
         self.register_buffer("ids", ids.to(rows.device, copy=True))
         self.vocab_size = vocab_size
+
+    def prepare(self) -> PrunedHead:
+        """The same rows in the kernels' tiles, where they are bfloat16 and the kernels are there: read two to three times as fast."""
+        weight = self.linear.weight
+        fits = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and weight.shape[1] % 32 == 0
+        if fits and not isinstance(self.linear, MXLinear) and cpu.library() is not None:
+            self.linear = MXLinear.from_linear(self.linear, "bf16").prepare()
+        return self
 
     def few(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [..., n] of the kept tokens alone."""
@@ -186,6 +196,9 @@ def load(folder: str | Path, target: PreTrainedModel) -> PreTrainedModel | Draft
     absent = set(missing) - _shared_names(draft)
     if absent or unexpected:
         raise ValueError(f"{folder}: model.safetensors does not fit config.json ({sorted(absent | set(unexpected))[0]}).")
+    use_for_few(draft)
+    if isinstance(draft.get_output_embeddings(), PrunedHead):
+        draft.get_output_embeddings().prepare()
     return FeatureDraft(draft.eval(), target) if about.get("reads") else draft.eval()
 
 
