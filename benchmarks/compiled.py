@@ -24,25 +24,15 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_specdec import enable, mx, warmup
-from hf_specdec.bench.arms import generate_arm
+from hf_specdec.bench.arms import Nothing, generate_arm
 from hf_specdec.bench.embedded import load_target
 from hf_specdec.bench.forks import first_difference
 from hf_specdec.bench.prompts import load_prompts
 from hf_specdec.bench.terminal import counting
-from hf_specdec.drafts import Draft, PromptLookupDraft
-from hf_specdec.proposal import Proposal
+from hf_specdec.drafts import PromptLookupDraft
 
 CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}
 console = Console(highlight=False, width=130)
-
-
-class Nothing(Draft):
-    """Proposes nothing: the loop at K = 0."""
-
-    name = "nothing"
-
-    def propose(self, context, k):
-        return Proposal.from_lists([[] for _ in k], context.device, self.name)
 
 
 def main(

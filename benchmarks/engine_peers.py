@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -32,18 +32,18 @@ from rich.table import Table
 
 import hf_specdec
 from hf_specdec import enable, mx, warmup
-from hf_specdec.bench.arms import generate_arm
+from hf_specdec.bench.arms import Nothing, generate_arm
 from hf_specdec.bench.embedded import cache_dir, embedded_folder, gguf_file, load_target
 from hf_specdec.bench.forks import first_difference
 from hf_specdec.bench.prompts import load_prompts
 from hf_specdec.bench.terminal import counting
-from hf_specdec.drafts import Draft, PromptLookupDraft
-from hf_specdec.proposal import Proposal
+from hf_specdec.drafts import ModelDraft, PromptLookupDraft
+from hf_specdec.training import load_drafter
 
 WORKERS = Path(__file__).parent / "engines"
 OURS = {16: "bf16", 8: "mxint8", 6: "mxfp6_e2m3", 4: "mxfp4_e2m1"}
 THEIRS = {"llamacpp": {16: "f16", 8: "q8_0", 4: "q4_0"}, "openvino": {16: "f16", 8: "q8_0", 4: "q4_0"}, "vllm": {16: "bfloat16"}}
-BASE, NGRAM, CONTEXT, WARM = "16 bit: stock bfloat16, plain", 3, 1024, 8
+BASE, NGRAM, CONTEXT, WARM, DRAFTED = "16 bit: stock bfloat16, plain", 3, 1024, 8, 2
 Run = Callable[[list[int], int], tuple[list[int], float]]
 console = Console(highlight=False, width=130)
 
@@ -152,15 +152,6 @@ def write_gguf(kind: str) -> Path:
 # --- ours -------------------------------------------------------------------------------------------------------------------------
 
 
-class Nothing(Draft):
-    """Proposes nothing: the loop at K = 0."""
-
-    name = "nothing"
-
-    def propose(self, context, k):
-        return Proposal.from_lists([[] for _ in k], context.device, self.name)
-
-
 def timed(arm) -> Run:
     def run(ids: list[int], max_new_tokens: int) -> tuple[list[int], float]:
         begin = time.perf_counter()
@@ -171,16 +162,20 @@ def timed(arm) -> Run:
 
 
 def own_arms(dense, bits: list[int], k: int, longest: int, compiled: bool) -> dict[str, Run]:
-    """Stock generate, plain and with lookup; ours on every format: plain (K = 0) and lookup, eager and, where asked for, compiled."""
+    """Stock generate, plain and with lookup; ours on every format: plain (K = 0), lookup and the shipped drafter, eager and, where asked for, compiled."""
     arms = {BASE: generate_arm("", dense), "16 bit: stock bfloat16, lookup": generate_arm("", dense, prompt_lookup_num_tokens=k)}
     for width, name in [(width, OURS[width]) for width in bits]:
         model = enable(mx.compress(copy.deepcopy(dense), name, measure=False, lm_head=name))
         model.set_attn_implementation("hf_specdec_rows")
+        drafts, drafter = {"plain": (Nothing(), k), "lookup": (PromptLookupDraft(), k)}, None
+        with suppress(ValueError):  # it is for SmolLM2 alone
+            drafter = load_drafter("smollm2_drafter", model)
+            drafts["drafter"] = (ModelDraft(drafter), DRAFTED)
         if compiled:
-            warmup(model, config={"num_assistant_tokens": k}, max_length=longest)
-        for mode, draft in (("plain", Nothing), ("lookup", PromptLookupDraft)):
+            warmup(model, drafter, config={"num_assistant_tokens": k}, max_length=longest)
+        for mode, (draft, most) in drafts.items():
             for how in (False, True) if compiled else (False,):
-                options = {"speculative": {"seed": 0, "compile": how}, "num_assistant_tokens": k, "assistant_model": draft()}
+                options = {"speculative": {"seed": 0, "compile": how}, "num_assistant_tokens": most, "assistant_model": draft}
                 arms[f"{width} bit: ours {name}, {mode}{'' if how else ', eager'}"] = generate_arm("", model, **options)
     return {name: timed(arm) for name, arm in arms.items()}
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..drafts import Draft
+from ..proposal import Proposal
 from ..trace import SpeculationTrace
 
 PLAIN = "plain generate"
@@ -134,3 +135,12 @@ def pad_token(model) -> int:
     eos = config.eos_token_id
     pad = config.pad_token_id if config.pad_token_id is not None else eos[0] if isinstance(eos, list) else eos
     return 0 if pad is None else pad
+
+
+class Nothing(Draft):
+    """Proposes nothing: the loop at K = 0."""
+
+    name = "nothing"
+
+    def propose(self, context, k):
+        return Proposal.from_lists([[] for _ in k], context.device, self.name)
