@@ -1,5 +1,5 @@
-"""What compile=True wins: plain generate of the dense model, stock prompt lookup, and this package eager and compiled, with K = 0 and with
-prompt lookup.
+"""What compile=True wins: plain generate of the dense model, stock prompt lookup, and this package eager and compiled, with K = 0, with
+prompt lookup, with the shipped drafter, and with these two by turns.
 
     python benchmarks/compiled.py --threads 2 --clock wall
     python benchmarks/compiled.py --threads 2 --clock wall --prompts spec_bench.jsonl --limit 2 --longest 900 --ways compiled --repetitions 1
@@ -15,6 +15,7 @@ import copy
 import json
 import statistics
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -29,7 +30,8 @@ from hf_specdec.bench.embedded import load_target
 from hf_specdec.bench.forks import first_difference
 from hf_specdec.bench.prompts import load_prompts
 from hf_specdec.bench.terminal import counting
-from hf_specdec.drafts import PromptLookupDraft
+from hf_specdec.drafts import MixtureDraft, ModelDraft, PromptLookupDraft
+from hf_specdec.training import load_drafter
 
 CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}
 console = Console(highlight=False, width=130)
@@ -66,13 +68,18 @@ def main(
         model.set_attn_implementation("hf_specdec_rows")
         most = max(map(len, prompts.values())) + max_new_tokens
         begin = time.process_time()
-        made = warmup(enable(model), config={"num_assistant_tokens": k}, max_length=most)
+        drafts, drafter = {"K=0": (Nothing(), k), f"lookup, K={k}": (PromptLookupDraft(), k)}, None
+        with suppress(ValueError):  # the shipped drafter is for SmolLM2 alone
+            drafter = load_drafter("smollm2_drafter", model)
+            drafts["drafter, K=2"] = (ModelDraft(drafter), 2)
+            drafts["lookup or drafter, K=3"] = (MixtureDraft([PromptLookupDraft(), ModelDraft(drafter)], mode="choose"), 3)
+        made = warmup(enable(model), drafter, {"num_assistant_tokens": k}, max_length=most)
         console.print(f"{name}: {made} passes compiled in {time.process_time() - begin:.0f} s of processor time")
         if False in hows:
             arms[f"plain generate, {name}"] = generate_arm("", model)
-        for title, draft in (("K=0", Nothing), (f"lookup, K={k}", PromptLookupDraft)):
+        for title, (draft, drafted) in drafts.items():
             for compiled in hows:
-                options = {"speculative": {"seed": 0, "compile": compiled}, "num_assistant_tokens": k, "assistant_model": draft()}
+                options = {"speculative": {"seed": 0, "compile": compiled}, "num_assistant_tokens": drafted, "assistant_model": draft}
                 arms[f"{title}, {name}, {'compiled' if compiled else 'eager'}"] = generate_arm("", model, **options)
     results = {}
     with counting("Measuring", len(prompts) * (repetitions + 1) * len(arms)) as step:
