@@ -6,7 +6,7 @@
 
 #define ABI 3
 #define PIECES 4
-#define MANY_ROWS 64 /* of x: from there on threads share its packing */
+#define MANY_ROWS 64 /* of x: above, threads share its packing */
 int mx_abi(void) { return ABI; }
 
 int mx_has_path(int path) {
