@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hf_specdec.drafts import PromptLookupDraft
-from hf_specdec.schedule import AutoSchedule, progress
+from hf_specdec.schedule import AutoSchedule, Rates, progress
 
 NEW = 48
 # seconds of a round that drafts k tokens for n rows, and of the first one, which reads the prompts: measured on two CPUs' worth of kinds
@@ -82,3 +82,25 @@ def test_what_rows_have_cost_more_than_one_before_anything_is_timed():
     alone.next_k([1], [50])
     many.next_k([1] * 5, [50] * 5)
     assert many.cost.prior_ratio == pytest.approx(5 * alone.cost.prior_ratio)
+
+
+def test_what_one_kind_of_match_comes_to_is_held_against_the_others():
+    rates = Rates(PromptLookupDraft().prior)
+    trusted = rates.expected_tokens(6, 4)[-1]
+    for _ in range(6):
+        rates.update(2, 4, 0)
+    assert rates.expected_tokens(6, 4)[-1] < 0.8 * trusted
+    for _ in range(40):
+        rates.update(6, 4, 4)
+    assert rates.expected_tokens(6, 4)[-1] > 4.5
+
+
+@pytest.mark.parametrize("rows", [1, 5, 16])
+def test_looking_again_takes_two_percent_of_the_time_at_most_but_goes_on(rows):
+    schedule, spent, looks, slope = AutoSchedule(10, 0.0, prior=lambda strength: (0.0, 0.0)), 0.0, 0, 0.05 * rows
+    for step in range(400):
+        k = max(schedule.next_k([1] * rows, [500] * rows))
+        looks += k > 0
+        spent += slope * k
+        schedule.observe([k] * rows, [0] * rows, 1 + slope * k if step else None)
+    assert looks >= 400 // 66 and spent < 0.02 * 400

@@ -63,17 +63,7 @@ class SpeculativeLoop:
 
         end = perf_counter()
         self.schedule.observe(proposal.sizes, accepted, None if self.noise.round == 1 else end - begin)
-        self._clock(drafted - begin, verified - drafted, end - verified)
-
-    def _clock(self, draft: float, verify: float, rest: float) -> None:
-        self.trace.round_seconds.append([draft, verify, rest])
-        seconds, forward = self.trace.seconds, self.target.seconds + self.draft.forward_seconds
-        if self.noise.round == 1:
-            seconds["prompt"], self.prompt_forward = draft + verify + rest, forward
-            return
-        seconds["forward"] = forward - self.prompt_forward
-        for name, spent in (("draft", draft), ("verify", verify), ("rest", rest)):
-            seconds[name] += spent
+        self.trace.clock(drafted - begin, verified - drafted, end - verified, self.target.seconds + self.draft.forward_seconds)
 
     def _draw(self, law: torch.Tensor, stream: str) -> torch.Tensor:
         return draw(law, self.noise.uniform(stream, 1)[:, 0]) if law.is_floating_point() else law
@@ -96,6 +86,9 @@ class SpeculativeLoop:
         probs = probabilities(proposal, on_path, token, law) if self.trace.config.get("record_probs") else None
         entries, accepted, advance, done = [], [], [], []
         for b, (row, numbers) in enumerate(zip(self.sequences.active, packed)):
+            if row.ended:
+                accepted, advance, done = [*accepted, 0], [*advance, 1], [*done, True]
+                continue
             path = [node for node in range(1, width) if numbers[node]]
             tokens = [numbers[width + node - 1] for node in path] + [numbers[-1]]
             nodes = [0, *path]
@@ -113,16 +106,21 @@ class SpeculativeLoop:
         return accepted
 
     def _part_with(self, done: list[bool]) -> None:
-        """Drop the rows that are done; the others go on without them."""
-        early = [len(done) > 1 and ended and left > 0 for ended, left in zip(done, self.sequences.room())]
-        self.want_cache &= not self.target.beyond([row.tokens for row, ended in zip(self.sequences.active, early) if ended])
-        if self.want_cache:
-            if any(early):  # what ends a row before the others do is cached like every token before it
-                self.target.feed([row.tokens[-1:] if ended else [] for row, ended in zip(self.sequences.active, early)])
-                self.target.calls -= 1  # housekeeping, not a verification
-            for b, row in enumerate(self.sequences.active):
-                if done[b]:
-                    self.cached_rows[row.index] = self.target.row(b, last=all(done))
+        """Drop the rows that are done; the others go on without them. Where the cache is wanted, the last token of a row that is not the longest
+        is cached like every token before it: a row that ends before the others do stays for one round more."""
+        active = self.sequences.active
+        longest = max(len(row.drafted) for row in self.sequences.rows) if all(done) else self.sequences.max_new
+        shorter = [b for b, row in enumerate(active) if done[b] and not row.ended and len(row.drafted) < longest]
+        self.want_cache &= not self.target.beyond([active[b].tokens for b in shorter])
+        if self.want_cache and shorter and all(done):
+            self.target.feed([row.tokens[-1:] if b in shorter else [] for b, row in enumerate(active)])
+            self.target.calls -= 1  # housekeeping, not a verification
+        elif self.want_cache:
+            for b in shorter:
+                active[b].ended, done[b] = True, False
+        for b, row in enumerate(active):
+            if done[b] and self.want_cache:
+                self.cached_rows[row.index] = self.target.row(b, last=all(done))
         rows = [b for b, ended in enumerate(done) if not ended]
         parts = [self.sequences, self.target, self.sampler, self.noise, self.draft]
         for part in parts if rows else parts[:1]:

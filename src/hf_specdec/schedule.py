@@ -5,8 +5,6 @@ from __future__ import annotations
 from itertools import accumulate
 from math import exp, log
 
-from .theory import expected_tokens
-
 
 class FixedSchedule:
     """K tokens a round, wherever the draft has anything to propose and the row has room."""
@@ -36,26 +34,40 @@ class HeuristicSchedule(FixedSchedule):
             self.k = min(self.k + 2, self.most) if proposed == accepted else max(self.k - 1, 1)
 
 
-class AcceptanceEstimate:
-    """Acceptance of one kind of proposal: the rate of its first token, and of a token whose forerunners were all accepted.
-    Running means with a prior, which forget by 2 % a token judged. With both rates equal this is the alpha of Leviathan et
+class Rates:
+    """Acceptance of a draft's first token, and of one whose forerunners were accepted, by strength of the evidence: running means, which
+    forget by 2 % a token judged, shrunk towards the draft's own `prior` times what the other strengths have so far made of theirs: where
+    two matches of three tokens have led nowhere, one of five is trusted less, too. With both rates equal this is the alpha of Leviathan et
     al. 2023; a looked-up continuation that has been right so far is likelier to go on being right."""
 
-    WEIGHT = 5.0
+    WEIGHT, TRUST = 5.0, 2.0  # of the prior, in tokens judged
 
-    def __init__(self, prior: tuple[float, float]):
-        self.counts = [[rate * self.WEIGHT, self.WEIGHT] for rate in prior]  # accepted, judged
+    def __init__(self, prior):
+        self.prior = prior
+        self.counts: dict[int, list[list[float]]] = {}  # strength -> [right, judged] of first and later tokens
 
-    def update(self, proposed: int, accepted: int) -> None:
-        later = max(accepted - 1, 0), max(min(accepted + 1, proposed) - 1, 0)
-        for count, (hits, judged) in zip(self.counts, ((min(accepted, 1), 1), later)):
-            forget = 0.98**judged
-            count[0], count[1] = count[0] * forget + hits, count[1] * forget + judged
+    def update(self, strength: int, proposed: int, accepted: int) -> None:
+        counts = self.counts.setdefault(strength, [[0.0, 0.0], [0.0, 0.0]])
+        seen = (min(accepted, 1), 1), (max(accepted - 1, 0), max(min(accepted + 1, proposed) - 1, 0))
+        for count, new in zip(counts, seen):
+            count[:] = [value * 0.98 ** new[1] + more for value, more in zip(count, new)]
 
-    def expected_tokens(self, k: int) -> float:
-        """Tokens a round commits if it drafts k, the target's own included (Eq. 1, with a first rate of its own)."""
-        first, later = (min(hits / judged, 0.995) for hits, judged in self.counts)
-        return 1 + first * expected_tokens(later, k - 1) if k else 1.0
+    def __call__(self, strength: int) -> list[float]:
+        """(first, later)."""
+        found = []
+        for i, prior in enumerate(self.prior(strength)):
+            others = [(counts[i], self.prior(other)[i]) for other, counts in self.counts.items() if other != strength]
+            right, expected = sum(own[0] for own, _ in others), sum(own[1] * rate for own, rate in others)
+            prior = min(prior * (right + self.TRUST) / (expected + self.TRUST), (1 + prior) / 2)
+            right, judged = self.counts[strength][i] if strength in self.counts else (0.0, 0.0)
+            found.append((right + self.WEIGHT * prior) / (judged + self.WEIGHT))
+        return found
+
+    def expected_tokens(self, strength: int, most: int, more: float = 0.0) -> list[float]:
+        """Tokens that a round commits if it drafts 0, 1, ... `most`, the target's own included (Eq. 1, with a first rate of its own), where
+        the rates are by `more` above what was measured."""
+        first, later = (min(rate + more, 0.995) for rate in self(strength))
+        return list(accumulate((first * later**i for i in range(most)), initial=1.0))
 
 
 class RoundCost:
@@ -139,22 +151,17 @@ class AutoSchedule:
     MARGIN = 1.03, 1.2  # a gain below this is taken for noise: in a row alone; in a batch, where a wrong guess costs all rows
     PER_ROW = 0.03      # what a token more per row costs the target before it has been timed, in plain steps
     PLAIN_EVERY = 48    # rounds until the second look at what a plain step costs; twice as many to every further one
-    PATIENCE = 16, 64   # plain rounds before the first probe, and at most
+    PATIENCE = 16, 64   # plain rounds before the first probe of one token, and at most,
+    PROBING = 0.02      # but for more of them where it would take more than this share of the time
     START, STEP = 4, 2  # the first K; how much more a draft that costs something may be asked for than the last time
 
     def __init__(self, k_max: int, cost_ratio: float | None, timed: bool = True, prior=None, gains=None):
         self.k_max, self.drafting, self.gains = k_max, cost_ratio or 0.0, gains
         self.cost = RoundCost(self.drafting + self.PER_ROW, timed)
-        self.prior = prior or (lambda strength: (0.7, 0.7))
-        self.estimates: dict[int, AcceptanceEstimate] = {}
+        self.rates = Rates(prior or (lambda strength: (0.7, 0.7)))
         self.idle, self.patience = 0, self.PATIENCE[0]
         self.since_plain, self.plain_every = self.PLAIN_EVERY if timed else 0, self.PLAIN_EVERY
         self.reach = self.START + self.STEP if cost_ratio else k_max
-
-    def estimate(self, strength: int) -> AcceptanceEstimate:
-        if strength not in self.estimates:
-            self.estimates[strength] = AcceptanceEstimate(self.prior(strength))
-        return self.estimates[strength]
 
     def next_k(self, evidence: list[int], room: list[int]) -> list[int]:
         self.evidence = evidence
@@ -168,10 +175,15 @@ class AutoSchedule:
                 k = 0
         elif any(caps):
             self.idle += 1
-            if self.idle > self.patience:  # has anything changed?
+            if self._probes():  # has anything changed?
                 k, self.idle, self.patience = 1, 0, min(2 * self.patience, self.PATIENCE[1])
         self.asked = [min(k, cap) for cap in caps]
         return self.asked
+
+    def _probes(self) -> bool:
+        plain = self.cost(0)
+        cheap = plain is None or self.idle > self.PATIENCE[1] or self.cost(1) - plain < self.PROBING * self.idle * plain
+        return self.idle > self.patience and cheap
 
     def _best(self, evidence: list[int], caps: list[int], room: list[int]) -> int:
         cost, most = self.cost, max(caps)
@@ -191,13 +203,13 @@ class AutoSchedule:
         """Per row, tokens that a round commits if it drafts 0, 1, ... of them."""
         if self.gains:
             return [list(accumulate(chances, initial=1.0)) for chances in self.gains(caps)]
-        return [[self.estimate(strength).expected_tokens(k) for k in range(cap + 1)] for strength, cap in zip(evidence, caps)]
+        return [self.rates.expected_tokens(strength, cap) for strength, cap in zip(evidence, caps)]
 
     def observe(self, proposed: list[int], accepted: list[int], seconds: float | None) -> None:
         proposed = [min(n, k) for n, k in zip(proposed, self.asked)]  # a tree has more nodes than the levels it was asked for
         for strength, n, hits in zip(self.evidence, proposed, accepted):
             if n:
-                self.estimate(strength).update(n, hits)
+                self.rates.update(strength, n, hits)
         k = max(proposed, default=0)
         if k and self.reach < self.k_max:
             self.reach = k + self.STEP

@@ -14,7 +14,8 @@ Callback = Callable[[int, list[int], list[bool]], None]
 
 @dataclass
 class Row:
-    """One sequence of the call. tokens: prompt and committed tokens, no padding; drafted: per new token, whether it was drafted."""
+    """One sequence of the call. tokens: prompt and committed tokens, no padding; drafted: per new token, whether it was drafted; ended: it is
+    still there for its last token to be cached, and gets no more."""
 
     index: int
     tokens: list[int]
@@ -22,6 +23,7 @@ class Row:
     drafted: list[bool] = field(default_factory=list)
     scores: list[torch.Tensor] = field(default_factory=list)
     logits: list[torch.Tensor] = field(default_factory=list)
+    ended: bool = False
 
 
 class Sequences:
@@ -51,8 +53,8 @@ class Sequences:
         return [row.tokens for row in self.active]
 
     def room(self) -> list[int]:
-        """Tokens that each active row may still get."""
-        return [self.max_new - (len(row.tokens) - row.prompt) for row in self.active]
+        """Tokens that each active row may still get, the target's own included: 1, for which nothing is drafted, of a row that has ended."""
+        return [1 if row.ended else self.max_new - (len(row.tokens) - row.prompt) for row in self.active]
 
     def append(self, row: Row, tokens: list[int], drafted: int, scores=(), logits=()) -> tuple[int, bool]:
         """Commit `tokens` to `row`, the first `drafted` of which were drafted, up to and including the first that ends it.

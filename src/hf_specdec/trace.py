@@ -77,6 +77,17 @@ class SpeculationTrace:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("prompt", "draft", "verify", "rest", "forward"), 0.0))
     drafted: list[list[bool]] = field(default_factory=list)
     round_seconds: list[list[float]] = field(default_factory=list)
+    prompt_forward = 0.0  # inside the two models in the first round
+
+    def clock(self, draft: float, verify: float, rest: float, forward: float) -> None:
+        """A round has taken so long; the models have so far taken `forward`."""
+        self.round_seconds.append([draft, verify, rest])
+        if len(self.round_seconds) == 1:
+            self.seconds["prompt"], self.prompt_forward = draft + verify + rest, forward
+            return
+        self.seconds["forward"] = forward - self.prompt_forward
+        for name, spent in (("draft", draft), ("verify", verify), ("rest", rest)):
+            self.seconds[name] += spent
 
     def _total(self, name: str) -> int:
         return sum(getattr(entry, name) for entries in self.rounds for entry in entries)

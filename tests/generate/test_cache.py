@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
 import hf_specdec
 from tests.architectures import FAMILIES
@@ -166,6 +166,40 @@ def test_rows_that_ended_early_go_on_in_a_second_turn_with_their_padding_masked(
     again = next_turn(first.sequences)
     texts = [ids[keep.bool()].tolist() for ids, keep in zip(again, mask)]
     assert len(set(first.speculation.new_tokens)) > 1
+    second = ours(model, again, first.past_key_values, attention_mask=mask)
+    assert second.sequences[:, again.shape[1]:].tolist() == plain(model, texts, max_new_tokens=SECOND)
+
+
+class LastAt(StoppingCriteria):
+    """Row by row, by the first token of its prompt: how many tokens it gets."""
+
+    def __init__(self, lengths: dict[int, int]):
+        self.lengths = lengths
+
+    def __call__(self, input_ids, scores, **more):
+        return torch.tensor([len(row) >= self.lengths[row[0]] for row in input_ids.tolist()])
+
+
+@pytest.mark.parametrize("counts", [(12, 6, 3), (4, 12, 12), (12, 11, 10), (9, 9, 9), (5, 5, 12)])
+@pytest.mark.parametrize("known", [0, 1, 2])
+def test_whichever_row_ends_first_the_next_turn_goes_on_and_no_pass_is_made_for_the_cache_alone(counts, known):
+    """One row is drafted for and ends rounds before the others, though it may be the longest."""
+    model, rows = tiny_llama(6), [[5, *prompts(6, seed=3)[0]], [6, *prompts(4, seed=4)[0]], [7, *prompts(9, seed=5)[0]]]
+    draft = ScriptedDraft.knowing([rows[known] + plain(model, [rows[known]], max_new_tokens=16)[0]])
+    lengths = {row[0]: len(row) + count for row, count in zip(rows, counts)}
+    passes, inputs = [], padded(rows)
+    hook = model.register_forward_hook(lambda *_: passes.append(1))
+    first = enabled(model).generate(**inputs, speculative=True, assistant_model=draft, num_assistant_tokens=7,
+                                    stopping_criteria=StoppingCriteriaList([LastAt(lengths)]), **options(16))
+    hook.remove()
+    trace = first.speculation
+    assert trace.new_tokens == list(counts) and trace.target_calls == len(trace.rounds)
+    assert len(passes) - len(trace.rounds) <= 1  # where several rows end with the last round
+    width, most = inputs["input_ids"].shape[1], max(counts)
+    mask = torch.cat([inputs["attention_mask"], (torch.arange(most) < torch.tensor(counts)[:, None]).long(), torch.ones(3, 5, dtype=torch.long)], dim=1)
+    again = next_turn(first.sequences)
+    assert again.shape[1] == width + most + 5
+    texts = [ids[keep.bool()].tolist() for ids, keep in zip(again, mask)]
     second = ours(model, again, first.past_key_values, attention_mask=mask)
     assert second.sequences[:, again.shape[1]:].tolist() == plain(model, texts, max_new_tokens=SECOND)
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 from ..proposal import Proposal
-from ..schedule import AutoSchedule, RoundCost
+from ..schedule import AutoSchedule, Rates, RoundCost
 from .base import Context
 
 if TYPE_CHECKING:
@@ -37,35 +36,6 @@ class DraftCost:
         slope = (both - total * spent / n + strength * mean) / (squares - total * total / n + strength)
         slope = min(max(slope, 0.0), mean)
         return (spent - slope * total) / n + slope * k
-
-
-class Rates:
-    """Acceptance of a draft's first token, and of one whose forerunners were accepted, by strength of the evidence: running means, which
-    forget by 2 % a token judged, shrunk towards the draft's own `prior` times what the other strengths have so far made of theirs: where
-    two matches of three tokens have led nowhere, one of five is trusted less, too."""
-
-    WEIGHT, TRUST = 5.0, 2.0  # of the prior, in tokens judged
-
-    def __init__(self, prior):
-        self.prior = prior
-        self.counts: dict[int, list[list[float]]] = {}  # strength -> [right, judged] of first and later tokens
-
-    def update(self, strength: int, proposed: int, accepted: int) -> None:
-        counts = self.counts.setdefault(strength, [[0.0, 0.0], [0.0, 0.0]])
-        seen = (min(accepted, 1), 1), (max(accepted - 1, 0), max(min(accepted + 1, proposed) - 1, 0))
-        for count, new in zip(counts, seen):
-            count[:] = [value * 0.98 ** new[1] + more for value, more in zip(count, new)]
-
-    def __call__(self, strength: int) -> list[float]:
-        """(first, later)."""
-        found = []
-        for i, prior in enumerate(self.prior(strength)):
-            others = [(counts[i], self.prior(other)[i]) for other, counts in self.counts.items() if other != strength]
-            right, expected = sum(own[0] for own, _ in others), sum(own[1] * rate for own, rate in others)
-            prior = min(prior * (right + self.TRUST) / (expected + self.TRUST), (1 + prior) / 2)
-            right, judged = self.counts[strength][i] if strength in self.counts else (0.0, 0.0)
-            found.append((right + self.WEIGHT * prior) / (judged + self.WEIGHT))
-        return found
 
 
 class Earnings:
@@ -139,8 +109,7 @@ class Earnings:
     def tokens(self, b: int, d: int, strength: int, most: int) -> list[float]:
         """Tokens that a round of row b is expected to commit with 0, 1, ... `most` tokens of draft d."""
         more = self.OPTIMISM if not self.free[d] and self.waited[d] >= self.PATIENCE else 0.0
-        first, later = (min(rate + more, 0.995) for rate in self.rates[self.rows[b]][d](strength))
-        return list(accumulate((first * later**i for i in range(most)), initial=1.0))
+        return self.rates[self.rows[b]][d].expected_tokens(strength, most, more)
 
     def seconds(self, k: int, asked: dict[int, int]) -> float:
         """Of a round of k nodes a row in which the drafts `asked` are asked for so many tokens."""
