@@ -41,8 +41,7 @@ class SpeculativeConfig:
     draft_options: keyword arguments of that draft, as JSON has them, such as {"branches": 4}; the draft checks them.
     draft_source: the folder, file or hub id of a draft that has weights ("model", "model_tree", "ngram"), or a drafter as in `draft` ("feature",
         "feature_tree", "medusa", "parallel", "pass", or "model", "model_tree"), which is loaded where no `assistant_model` is passed:
-        safetensors only, no code. The last model is kept; a drafter is read in every call, so load it once (`training.load_drafter`) and pass it
-        where a tenth of a second counts.
+        safetensors only, no code. The last model is kept, and a drafter as long as its target.
     compile: whether passes are compiled (`torch.compile`) over fixed shapes, the target's and a draft model's (default False). The
         first pass of a shape then takes a while: `hf_specdec.warmup` has it done before. A model that does not compile runs as it is, with one
         warning while it lives.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel
@@ -12,10 +15,11 @@ from transformers import PreTrainedModel
 from . import compat
 from .config import SpeculativeConfig
 from .drafts.base import Draft
-from .registry import DRAFTS, LOADERS, load
+from .registry import DRAFTS, LOADERS, SHIPPED, load
 
 OF_A_MODEL = ("model", "model_tree")
 ALSO = {"feature": ("feature_tree",)}  # what else a drafter's weights may be put into
+_kept: WeakKeyDictionary = WeakKeyDictionary()  # target -> what its drafter was read from, and the drafter
 
 
 def as_draft(draft: Any, config: SpeculativeConfig) -> Draft:
@@ -50,7 +54,8 @@ def source_of(config: SpeculativeConfig) -> str | None:
 def loaded(config: SpeculativeConfig, target: PreTrainedModel) -> PreTrainedModel | Draft:
     """What `source_of(config)` holds: a model, in the target's dtype and on its device, or a whole draft, with the config's `draft_options`.
 
-    A checkpoint is kept until another one is asked for; a drafter, which has the target's own embedding inside, is read again in every call.
+    A checkpoint is kept until another one is asked for; a drafter, which has the target's own embedding inside, as long as the target is, unless
+    its file, or the target's device, dtype, embedding or head, become others.
     Raises ValueError naming the argument if the source cannot be read, if the target is not the one of the drafter, or if `draft` is another kind.
     """
     source, argument = source_of(config), "draft_source" if config.draft_source else "draft"
@@ -61,7 +66,7 @@ def loaded(config: SpeculativeConfig, target: PreTrainedModel) -> PreTrainedMode
             raise ValueError(f"{argument}={source!r} holds no drafter, which draft={config.draft!r} is made of. Name one, or pass the draft as assistant_model.")
         return _model(source, target.dtype, target.device)
     try:
-        found = load(LOADERS, "drafter", argument)(source, compat.unwrap(target))
+        found = _drafter(source, compat.unwrap(target), load(LOADERS, "drafter", argument))
     except (OSError, ValueError) as error:
         raise ValueError(f"{argument}={source!r}: {error}") from error
     held = found.name if isinstance(found, Draft) else "model"
@@ -72,6 +77,28 @@ def loaded(config: SpeculativeConfig, target: PreTrainedModel) -> PreTrainedMode
     if not isinstance(found, Draft):
         return found
     return _made(wanted, config, getattr(found, "heads", None) or found.model, found.target) if config.draft_options or wanted != held else found
+
+
+def _drafter(source: str, target: PreTrainedModel, read) -> PreTrainedModel | Draft:
+    """read(source, target), or what it has returned for them before: a model, or a draft of this call's own around the same weights."""
+    file = next((path for path in (SHIPPED / source / "model.safetensors", Path(source) / "model.safetensors") if path.is_file()), None)
+    if file is None:
+        return read(source, target)
+    embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
+    now = str(file.resolve()), file.stat().st_mtime_ns, target.device, target.dtype, id(embedding.weight), id(head), type(head)
+    if target not in _kept or _kept[target][0] != now:
+        found = read(source, target)
+        _kept[target] = now, _around(found, None)  # were the target in it, both would stay for good
+    return _around(_kept[target][1], target)
+
+
+def _around(found: PreTrainedModel | Draft, target: PreTrainedModel | None) -> PreTrainedModel | Draft:
+    """A model as it is; of a draft a copy with that target."""
+    if not isinstance(found, Draft):
+        return found
+    found = copy.copy(found)
+    found.target = target
+    return found
 
 
 @lru_cache(maxsize=1)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import shutil
+import weakref
+
 import pytest
 
 import hf_specdec
@@ -86,3 +91,25 @@ def test_what_does_not_go_together_is_refused(config, words, folders):
 def test_the_names_are_known_without_the_training_package():
     assert {"smollm2_drafter", "smollm2_feature_drafter"} <= set(registry.shipped())
     assert SpeculativeConfig(draft="smollm2_feature_drafter").draft == "smollm2_feature_drafter"
+
+
+@pytest.mark.parametrize("kind", ["model", "feature", "medusa"])
+def test_a_drafter_is_read_once_and_kept_as_long_as_its_target(kind, folders, monkeypatch, tmp_path):
+    folder = shutil.copytree(folders[kind], tmp_path / "drafter")
+    reads, read = [], drafter.load
+    monkeypatch.setattr(drafter, "load", lambda *given: reads.append(1) or read(*given))
+    target, config = tiny_llama(3), {"draft": str(folder)}
+
+    def text(target):
+        return generated(speculate(target, ROWS, None, 3, speculative=config), ROWS)
+
+    expected = plain(target, ROWS)
+    assert text(target) == text(target) == expected and len(reads) == 1
+    os.utime(folder / "model.safetensors", ns=(1, 1))
+    assert text(target) == text(target) == expected and len(reads) == 2
+    target.double()
+    assert text(target) == text(target) == plain(target, ROWS) and len(reads) == 3
+    gone = weakref.ref(target)
+    del target
+    gc.collect()
+    assert gone() is None
