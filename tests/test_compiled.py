@@ -12,7 +12,7 @@ import torch
 import hf_specdec
 from hf_specdec import compiled
 from hf_specdec.cached_model import CachedModel
-from hf_specdec.drafts import EarlyExitDraft, ModelDraft, PromptLookupDraft
+from hf_specdec.drafts import EarlyExitDraft, MixtureDraft, ModelDraft, PromptLookupDraft
 from hf_specdec.drafts.feature import FeatureDraft
 from hf_specdec.training.drafter import PrunedHead
 from tests.architectures import FAMILIES
@@ -75,6 +75,17 @@ def test_a_draft_whose_head_lacks_tokens_is_compiled_too(traced, strict):
     draft.lm_head = PrunedHead(draft.lm_head.weight[kept].detach().clone(), kept, target.config.vocab_size)
     assert run(target, rows, ModelDraft(draft)) == texts
     assert compiled._functions[draft]
+
+
+@pytest.mark.parametrize("k", [4, "auto"])
+@pytest.mark.parametrize("mode", ["choose", "merge"])
+def test_a_mixture_with_a_draft_model_is_compiled_too(mode, k, traced, strict):
+    target, rows = family("Llama").model("eager"), repetitive(13) + prompts(7)
+    texts, draft = plain(target, rows), perturbed(target, 0.05)
+    out = speculate(target, rows, MixtureDraft([PromptLookupDraft(), ModelDraft(draft)], mode=mode), k, speculative={"compile": True})
+    hf_specdec.disable(target)
+    assert generated(out, rows) == texts and compiled._functions[target]
+    assert k == "auto" or compiled._functions[draft]  # by the clock it may never be asked
 
 
 @pytest.mark.parametrize("name", SHARE[1:2] if not FULL else NAMES[:4])
