@@ -53,7 +53,7 @@ DRAFTS: dict[str, tuple[str, Callable[[], Draft]]] = {
     "ngram_recycling": (TREE, NGramRecyclingDraft),
     "lookahead": (TREE, LookaheadDraft),
     "mixture": (TREE, MixtureDraft),
-    "mixture, remembered": (TREE, lambda: MixtureDraft([SuffixAutomatonDraft(), NGramRecyclingDraft(remember=True)])),
+    "mixture, remembered": (TREE, lambda: MixtureDraft([SuffixAutomatonDraft(), NGramRecyclingDraft(remember=True, read_prompt=True)])),
     "mixture, K auto": (AUTO, MixtureDraft),
 }
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
@@ -90,7 +90,7 @@ def trained(names: list[str], ways: list[str], target) -> dict[str, tuple[str, C
 
             made["tree"] = f"{name}, tree", (CHAIN, tree)  # K is its depth
             made["mixture"] = f"{name} in the mixture", (TREE, lambda tree=tree: MixtureDraft(
-                [SuffixAutomatonDraft(), NGramRecyclingDraft(), tree()], tokens=6))
+                [SuffixAutomatonDraft(), NGramRecyclingDraft(read_prompt=True), tree()], tokens=6))
         made["or lookup"] = f"{name} or lookup", (CHAIN, lambda make=alone[1]: MixtureDraft([PromptLookupDraft(), make()], mode="choose"))
         found |= dict(made[way] for way in ways if way in made)
     return found

@@ -237,10 +237,13 @@ class CachedModel:
             order = torch.where(on_path, torch.arange(on_path.shape[1], device=on_path.device), on_path.shape[1])
             nodes = order.sort(-1).values[:, 1:steps].clamp(max=len(tree))  # the root is in place
             starts = torch.tensor(self.lengths, device=nodes.device)[:, None]
-            target = starts + torch.arange(1, steps, device=nodes.device)
-            for layer in self.cache.layers:
+            target, first = torch.arange(1, steps, device=nodes.device), 0
+            if nodes.device.type == "cpu":  # elsewhere looking costs more than moving
+                moved = (nodes != target).any(0).tolist()
+                first = moved.index(True) if any(moved) else len(moved)
+            for layer in self.cache.layers if first < steps - 1 else ():
                 if layer.is_initialized:
-                    layer.gather(starts + nodes, target)
+                    layer.gather(starts + nodes[:, first:], starts + target[first:])
         self.lengths = [length + own - 1 + step for length, own, step in zip(self.lengths, self.fresh, advance)]
 
     def crop(self, lengths: list[int]) -> None:

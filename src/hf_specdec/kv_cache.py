@@ -66,8 +66,11 @@ class SlotLayer(CacheLayerMixin):
         """Move slots source[b, i] to target[b, i] (int64 [B, n]) in every row: an accepted tree path goes into place."""
         source, target = source.to(self.keys.device), target.to(self.keys.device)
         for buffer in (self.keys, self.values):
-            by_slot = buffer.transpose(1, 2)
-            by_slot[_rows(target), target] = by_slot[_rows(source), source]
+            if len(target) == 1:  # half the time
+                buffer.index_copy_(2, target[0], buffer.index_select(2, source[0]))
+            else:
+                by_slot = buffer.transpose(1, 2)
+                by_slot[_rows(target), target] = by_slot[_rows(source), source]
 
     def keep(self, rows: torch.Tensor) -> None:
         """Drop all other rows."""

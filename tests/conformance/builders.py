@@ -121,7 +121,7 @@ VARIANTS = {
     "horizontal_cascade, drawn, then drawn": lambda target: HorizontalCascadeDraft(
         ngram(target, sample=True), ModelDraft(perturbed(target, 0.1)), after=1),
     "mixture, tree": lambda target: MixtureDraft(),
-    "ngram_recycling, tree": lambda target: NGramRecyclingDraft(),
+    "ngram_recycling, tree": lambda target: NGramRecyclingDraft(read_prompt=True),
     "retrieval, tree": lambda target: RetrievalDraft.from_tokens(corpus(target.config.vocab_size), target.config.vocab_size, min_match=1),
     "mixture, a model in the tree": lambda target: MixtureDraft([PromptLookupDraft(), ModelDraft(perturbed(target, 0.1)), "recycling"], tokens=2),
     "mixture, one chosen": lambda target: MixtureDraft([SuffixAutomatonDraft(), ModelDraft(perturbed(target, 0.1))], mode="choose"),

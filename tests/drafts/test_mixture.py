@@ -130,7 +130,7 @@ def test_a_mixture_accepts_at_least_what_a_draft_that_knows_the_text_gives():
 @pytest.mark.parametrize("mode", ["merge", "choose"])
 @pytest.mark.parametrize("drafts", [
     lambda target: [PromptLookupDraft(), ModelDraft(perturbed(target, 0.1)), ModelDraft(perturbed(target, 0.5))],
-    lambda target: [TreeDraft(), SuffixAutomatonDraft(), NGramRecyclingDraft()],
+    lambda target: [TreeDraft(), SuffixAutomatonDraft(), NGramRecyclingDraft(read_prompt=True)],
     lambda target: [TreeDraft(replacement=True), ModelDraft(perturbed(target, 0.1))],
 ], ids=["lookup and two models", "a drawn tree and guesses", "two that draw"])
 def test_drawn_branches_among_guesses_leave_the_law_what_it_is(mode, drafts):

@@ -49,7 +49,7 @@ def test_many_contexts_grow_the_table():
 
 @pytest.mark.parametrize("rows", [repetitive(12), prompts(9, 3, 14, seed=4)], ids=["alone", "ragged"])
 def test_after_the_prompt_pass_every_context_of_the_prompt_has_what_follows_and_what_the_target_said(rows, monkeypatch):
-    target, draft = tiny_llama(3), NGramRecyclingDraft()
+    target, draft = tiny_llama(3), NGramRecyclingDraft(read_prompt=True)
     held = {}
 
     def finish():
@@ -69,7 +69,7 @@ def test_after_the_prompt_pass_every_context_of_the_prompt_has_what_follows_and_
 
 def test_long_prompts_are_read_from_their_end(monkeypatch):
     monkeypatch.setattr(CachedModel, "READ", 5 * 61)
-    target, draft, seen = tiny_llama(3), NGramRecyclingDraft(), []
+    target, draft, seen = tiny_llama(3), NGramRecyclingDraft(read_prompt=True), []
     read = draft.read
     draft.read = lambda firsts, logits: (seen.append((firsts, logits.shape)), read(firsts, logits))
     row = prompts(12, seed=1)
@@ -80,8 +80,8 @@ def test_long_prompts_are_read_from_their_end(monkeypatch):
 def test_without_reading_the_prompt_the_target_computes_the_last_logits_alone():
     target, widths = tiny_llama(3), []
     hook = target.register_forward_hook(lambda module, inputs, output: widths.append(output.logits.shape[1]))
-    for read in (True, False):
-        speculate(target, repetitive(12), NGramRecyclingDraft(read_prompt=read), 4, max_new_tokens=1)
+    for draft in (NGramRecyclingDraft(read_prompt=True), NGramRecyclingDraft()):
+        speculate(target, repetitive(12), draft, 4, max_new_tokens=1)
     hook.remove()
     assert widths == [12, 1]
 
