@@ -100,7 +100,7 @@ def test_a_mixture_of_lookup_and_model_is_as_good_as_the_better_of_them(kind, li
 
         alone = [seconds(PromptLookupDraft(), words, line, clock), seconds(model(), words, line, clock)]
         ratios.append(seconds(MixtureDraft([PromptLookupDraft(), model()], mode), words, line, clock) / min(alone))
-    assert sum(ratios) / len(ratios) < 1.03 and max(ratios) < 1.06  # of some 100 rounds, one is 1 %
+    assert sum(ratios) / len(ratios) < 1.03 and max(ratios) < 1.07  # of some 100 rounds, one is 1 %
     assert kind == "chat" or sum(ratios) / len(ratios) < 1.0  # where the text is of both kinds, it is faster than either
 
 
