@@ -135,7 +135,9 @@ def plain(model, rows: list[list[int]], **options) -> list[list[int]]:
 
 def speculate(model, rows: list[list[int]], draft=None, k: int | str = 4, seed: int | list[int] | None = None, **options):
     """Ours, all rows in one batch; returns the output object."""
-    options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0, "speculative": {"seed": seed}, **options}
+    options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0, "speculative": {}, **options}
+    if isinstance(options["speculative"], dict):
+        options["speculative"] = {"seed": seed, **options["speculative"]}
     return enabled(model).generate(
         **padded(rows), assistant_model=draft, num_assistant_tokens=k, return_dict_in_generate=True, **options
     )

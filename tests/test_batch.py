@@ -218,13 +218,16 @@ def test_the_draft_sees_the_rows_that_go_on_and_only_those(make):
     propose = draft.propose
 
     def watched(context, k):
-        seen.append((len(context.rows), len(k)))
+        seen.append([(row[-1], own) for row, own in zip(context.rows, k, strict=True)])
         return propose(context, k)
 
     draft.propose = watched
     eos = plain(target, rows)[0][3]
+    assert all(row[-1] != eos for row in rows)
     out = speculate(target, rows, draft, 4, eos_token_id=eos)
-    assert seen == [(len(entries), len(entries)) for entries in out.speculation.rounds]
+    ended = [[own for last, own in shown if last == eos] for shown in seen]  # for one round more, since the cache is returned
+    assert [len(shown) - len(own) for shown, own in zip(seen, ended)] == [len(entries) for entries in out.speculation.rounds]
+    assert any(ended) and not any(sum(ended, []))
 
 
 def test_a_draft_sees_each_rows_committed_tokens_at_every_round():
