@@ -29,7 +29,7 @@ class Context:
     """A draft's view of the call. `rows` changes as tokens are committed; everything else stays.
 
     rows:       token ids of every active row, prompt included, padding excluded. The last one is the root: committed, but
-                not yet seen by the target's cache.
+                not yet seen by the target's cache. Where the cache is returned, a row that has ended is there once more, its k 0.
     max_length: most tokens a row can ever hold (prompt + new).
     vocab_size: V of the target; every proposed id is below it.
     device:     where the proposal's tensors have to be.
