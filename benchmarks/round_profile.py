@@ -33,6 +33,7 @@ from hf_specdec.noise import Noise
 from hf_specdec.proposal import Proposal
 from hf_specdec.schedule import AutoSchedule, FixedSchedule
 from hf_specdec.sequences import Sequences
+from hf_specdec.trace import SpeculationTrace
 
 NO_NAME = "no name"
 DRAFTS = {
@@ -87,7 +88,7 @@ def watched(rule: type, draft: type) -> list[tuple]:
     return [
         (SpeculativeLoop, "round", NO_NAME),
         (SpeculativeLoop, "_emit", "emit: numbers to the host, trace"),
-        (SpeculativeLoop, "_clock", "clocks"),
+        (SpeculationTrace, "clock", "clocks"),
         (SpeculativeLoop, "_draw", "draw"),
         (SpeculativeLoop, "_part_with", "rows that end"),
         (Noise, "uniform", "random numbers"),
