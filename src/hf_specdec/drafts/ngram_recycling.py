@@ -78,7 +78,7 @@ class NGramRecyclingDraft(Draft):
     branches: most tokens tried after each one; 1 proposes a chain.
     remember: keep what was learned for the next call, up to `limit` contexts (about 200 bytes each).
     read_prompt: learn from the target's logits over the prompt, too: a few tokens in a hundred more, for a prompt pass that computes the logits of
-        all its tokens, which takes a fiftieth longer where the head is as small a part of the model as in one of 7B, a fifth in SmolLM2-135M.
+        all its tokens: the head is a fiftieth of the weights of a Llama of 7B, and a fifth of SmolLM2-135M's.
 
     The rows of a batch learn from each other, so what is drawn for a row depends on its neighbours (its law does not).
     """
