@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--kernels", action="store_true", help="also with the bfloat16 weights of both models in mx's layout")
+    parser.add_argument("--kernels", action="store_true", help="also with the weights of both models, the same numbers, in mx's layout")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--out", type=Path, help="also write the report as JSON")
     arguments = parser.parse_args()
@@ -102,9 +102,10 @@ def main() -> None:
     arms = [arm for arm in standard_arms(target, draft, arguments.k) if "lookup" not in arm.name]
     arms.append(generate_arm("ours draft model, auto", target, draft, None, assistant_model=draft, speculative=True))
     if arguments.kernels:
-        fast_target, fast_draft = (mx.compress(copy.deepcopy(m), "bf16", lm_head="bf16") for m in (target, draft))
-        arms.append(generate_arm("plain, bf16 kernels", fast_target, None, None))
-        arms.append(generate_arm("ours draft model, bf16 kernels", fast_target, fast_draft, arguments.k,
+        form = {"float32": "fp32", "bfloat16": "bf16"}[arguments.dtype]
+        fast_target, fast_draft = (mx.compress(copy.deepcopy(m), form, lm_head=form) for m in (target, draft))
+        arms.append(generate_arm(f"plain, {form} kernels", fast_target, None, None))
+        arms.append(generate_arm(f"ours draft model, {form} kernels", fast_target, fast_draft, arguments.k,
                                  assistant_model=fast_draft, speculative=True, num_assistant_tokens=arguments.k))
     report = run_benchmark(target, None, prompts, arms, max_new_tokens=arguments.max_new_tokens,
                            repetitions=arguments.repetitions, batch=arguments.batch)

@@ -14,6 +14,7 @@ prompt is lost then. Prompts on which a draft has not been run are left out of i
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import sys
@@ -96,10 +97,27 @@ def trained(names: list[str], ways: list[str], target) -> dict[str, tuple[str, C
     return found
 
 
-def chosen(prompts: list[Prompt], limit: int) -> list[Prompt]:
-    """`limit` prompts of each task, evenly spread (0: all); the tasks take turns."""
+def copies(formats: list[str], ways: list[str], target) -> dict[str, tuple[str, Callable[[], Draft]]]:
+    """The target's own weights in an MX format as its draft, which needs no training either: alone, with prompt lookup by turns, and in one tree
+    with the drafts of the mixture."""
+    found = {}
+    for format in formats:
+        copied = mx.compress(copy.deepcopy(target), format)
+        made = {"chain": (f"{format} copy", (CHAIN, lambda own=copied: ModelDraft(own))),
+                "or lookup": (f"{format} copy or lookup", (CHAIN, lambda own=copied: MixtureDraft([PromptLookupDraft(), ModelDraft(own)], mode="choose"))),
+                "mixture": (f"{format} copy in the mixture", (TREE, lambda own=copied: MixtureDraft(
+                    [SuffixAutomatonDraft(), NGramRecyclingDraft(), ModelDraft(own)], tokens=7)))}
+        found |= dict(made[way] for way in ways if way in made)
+    return found
+
+
+def chosen(prompts: list[Prompt], limit: int, wanted: list[str]) -> list[Prompt]:
+    """`limit` prompts of each task, evenly spread (0: all); the tasks take turns. wanted: names of tasks, or none for all."""
     tasks = by_category(replace(prompt, category="MT-Bench" if prompt.category in MT_BENCH else prompt.category) for prompt in prompts)
-    spread = [[task[i * len(task) // n] for i in range(n)] for task in tasks.values() for n in [min(limit or len(task), len(task))]]
+    if unknown := set(wanted) - set(tasks):
+        raise SystemExit(f"--tasks: {sorted(unknown)[0]!r} is none of {sorted(tasks)}.")
+    spread = [[task[i * len(task) // n] for i in range(n)] for name, task in tasks.items() if name in (wanted or tasks)
+              for n in [min(limit or len(task), len(task))]]
     return [prompt for turn in zip_longest(*spread) for prompt in turn if prompt is not None]
 
 
@@ -185,7 +203,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--drafts", nargs="*", default=list(DRAFTS), choices=list(DRAFTS))
     parser.add_argument("--drafters", nargs="*", default=[], help="trained drafters, too: a shipped one's name, or a folder")
-    parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=WAYS, help="how the trained drafters are used")
+    parser.add_argument("--copies", nargs="*", default=[], choices=list(mx.FORMATS), help="the target's own weights in these formats as its draft, too")
+    parser.add_argument("--tasks", nargs="*", default=[], help="of these alone")
+    parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=WAYS, help="how trained drafters and copies are used")
     parser.add_argument("--row-invariant", action="store_true", help="bfloat16 tiles and row-invariant attention, on a CPU (mx.row_invariant)")
     parser.add_argument("--out", type=Path, help="keep the records as JSON, after every prompt, and go on from them")
     given = parser.parse_args(arguments)
@@ -198,7 +218,7 @@ def main(arguments: list[str] | None = None) -> None:
     target, tokenizer = load_target(given.target, given.dtype, "cpu" if given.row_invariant else None)
     if given.row_invariant:
         mx.row_invariant(target)
-    prompts = chosen(load_prompts(given.prompts), given.limit)
+    prompts = chosen(load_prompts(given.prompts), given.limit, given.tasks)
 
     def after() -> None:
         print(f"{len(result['records'])} prompts", file=sys.stderr, flush=True)
@@ -208,6 +228,7 @@ def main(arguments: list[str] | None = None) -> None:
             os.replace(partial, given.out)
 
     made = {name: DRAFTS[name] for name in given.drafts} | trained(given.drafters, given.ways, target)
+    made |= copies(given.copies, given.ways, load_target(given.target, given.dtype, "cpu" if given.row_invariant else None)[0]) if given.copies else {}
     with torch.inference_mode():
         measure(hf_specdec.enable(target), tokenizer, prompts, given.k, given.nodes, given.max_new_tokens, made, result["records"], after)
     shown = {prompt.id: result["records"][prompt.id] for prompt in prompts}

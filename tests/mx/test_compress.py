@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 from hf_specdec import mx
+from hf_specdec.mx.formats import DENSE
 from hf_specdec.mx.linear import MXLinear
 from hf_specdec.mx.report import CompressionReport, LayerReport
 
 from ..helpers import assert_unchanged, snapshot
 from .models import allocated, logits, mx_layers, same, tiny
 
-FORMATS = [*mx.FORMATS, "bf16"]
+FORMATS = [*mx.FORMATS, *DENSE]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -104,7 +105,7 @@ def test_formats_and_dtypes_there_and_back(format, dtype):
             dense = model.get_submodule(name)
             assert type(dense) is nn.Linear and dense.weight.dtype == dtype and dense.weight.requires_grad
             assert torch.equal(dense.weight, mx.quantize(module.weight, format).dequantize(dtype))
-    if format == "bf16" and dtype == torch.bfloat16:
+    if (format, dtype) in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
         assert same(model, original)
 
 
@@ -200,7 +201,7 @@ def test_wrong_arguments(arguments, error, words):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("format", ["mxfp6_e2m3", "bf16"])
+@pytest.mark.parametrize("format", ["mxfp6_e2m3", *DENSE])
 def test_weights_that_are_not_finite_are_named_and_can_be_left_out(value, format):
     model = tiny()
     model.model.layers[1].mlp.up_proj.weight.data[3, 4] = value

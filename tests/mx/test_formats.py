@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_specdec.mx.formats import BF16, DEFAULT_FORMAT, DEFAULT_RULE, FORMATS, SCALE_RULES, check_rule, get_format
+from hf_specdec.mx.formats import DEFAULT_FORMAT, DEFAULT_RULE, DENSE, FORMATS, SCALE_RULES, check_rule, get_format
 
 from .reference import NAMES, RULES, TABLE, meaning
 
@@ -68,14 +68,16 @@ def test_the_limits_are_those_of_the_table(name):
 
 
 @pytest.mark.parametrize("name, wanted", [("mxfp8_e4m3", 8.25), ("mxfp8_e5m2", 8.25), ("mxfp6_e3m2", 6.25), ("mxfp6_e2m3", 6.25),
-                                          ("mxfp4_e2m1", 4.25), ("mxint8", 8.25), ("bf16", 16)])  # fmt: skip
+                                          ("mxfp4_e2m1", 4.25), ("mxint8", 8.25), ("bf16", 16), ("fp32", 32)])  # fmt: skip
 def test_bits_per_weight(name, wanted):
     assert get_format(name).bits_per_weight == wanted
 
 
-def test_bf16_is_no_mx_format_but_has_a_name():
-    assert "bf16" not in FORMATS and get_format("bf16") is BF16
-    assert BF16.is_dense and BF16.bits == 16 and not BF16.is_integer
+@pytest.mark.parametrize("name, bits, dtype", [("bf16", 16, torch.bfloat16), ("fp32", 32, torch.float32)])
+def test_dense_formats_are_no_mx_formats_but_have_names(name, bits, dtype):
+    fmt = get_format(name)
+    assert name not in FORMATS and fmt is DENSE[name]
+    assert fmt.is_dense and fmt.bits == bits and fmt.dtype == dtype and not fmt.is_integer
 
 
 @each_format
@@ -87,7 +89,7 @@ def test_a_format_is_found_by_its_name_and_by_itself(name):
 def test_an_unknown_format_is_refused_with_the_names_there_are(name):
     with pytest.raises(ValueError) as caught:
         get_format(name)
-    assert repr(name) in str(caught.value) and all(known in str(caught.value) for known in [*NAMES, "bf16"])
+    assert repr(name) in str(caught.value) and all(known in str(caught.value) for known in [*NAMES, *DENSE])
 
 
 @pytest.mark.parametrize("rule", ["round", "EVEN", "", None])

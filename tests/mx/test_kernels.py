@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_specdec.mx import codec
-from hf_specdec.mx.formats import FORMATS, get_format
+from hf_specdec.mx.formats import DENSE, FORMATS, get_format
 from hf_specdec.mx.kernels import cpu
 from hf_specdec.mx.linear import MXLinear
 from hf_specdec.mx.packed import PackedMatrix, quantize
@@ -20,7 +20,7 @@ from .reference import FULL, NAMES, RULES, nasty, power, values_of
 
 pytestmark = pytest.mark.skipif(cpu.library() is None, reason="no compiled kernels here")
 PATHS = cpu.kernel_info()["available"]
-FORMATS_AND_DENSE = [*NAMES, "bf16"]
+FORMATS_AND_DENSE = [*NAMES, *DENSE]
 DTYPES = {torch.float32: None, torch.bfloat16: (7, -126), torch.float16: (10, -14)}  # mantissa bits, smallest normal exponent
 
 each_format = pytest.mark.parametrize("name", FORMATS_AND_DENSE)
@@ -58,7 +58,7 @@ def weights_of(layer: MXLinear) -> torch.Tensor:
     """Float64, by the reference's table from the codes in the stored order."""
     packed = layer.packed()
     if layer.format.is_dense:
-        return packed.codes.view(torch.bfloat16).double()
+        return packed.codes.view(packed.format.dtype).double()
     bits = layer.format.bits
     stream = (packed.codes.unsqueeze(-1) >> torch.arange(8)) & 1  # from the lowest bit on
     codes = (stream.flatten(-2).unflatten(-1, (-1, bits)).long() << torch.arange(bits)).sum(-1)
@@ -145,10 +145,10 @@ def test_the_quantiser_takes_weights_that_do_not_lie_together():
 # --- tiles --------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bits", [4, 6, 8, 16])
+@pytest.mark.parametrize("bits", [4, 6, 8, 16, 32])
 def test_tiles_keep_every_bit(bits, threads):
     codes = torch.randint(0, 256, (48, 96 * bits // 8), dtype=torch.uint8, generator=generator(0))
-    scales = torch.randint(0, 256, (48, 0 if bits == 16 else 3), dtype=torch.uint8, generator=generator(1))
+    scales = torch.randint(0, 256, (48, 0 if bits >= 16 else 3), dtype=torch.uint8, generator=generator(1))
     tiled = cpu.tile(codes, scales, bits)
     assert tiled[0].shape == codes.shape and tiled[1].shape == scales.shape
     back = cpu.tile(*tiled, bits, back=True)
@@ -169,6 +169,11 @@ def test_every_code_is_multiplied_as_what_it_means(name, path, dtype):
         codes = codes[codes.isfinite() & ((codes == 0) | (codes.abs() >= 2.0**-126))]  # the dot product skips subnormals
         codes = codes[: len(codes) // k * k].view(-1, k)
         packed = PackedMatrix(codes.view(torch.uint8), torch.empty(len(codes), 0, dtype=torch.uint8), get_format(name))
+    elif name == "fp32":
+        codes = torch.randint(-(2**31), 2**31, (45, k), generator=generator(3)).int().view(torch.float32)  # any bits
+        codes = torch.where(codes.abs() < 1e38, codes, 1.5)  # so that no output is an infinity times nothing
+        codes = codes if dtype == torch.float32 else codes.clamp(-6e4, 6e4)
+        packed = PackedMatrix(codes.view(torch.uint8), torch.empty(45, 0, dtype=torch.uint8), get_format(name))
     else:
         fmt = FORMATS[name]
         codes = torch.arange(2**fmt.bits)
@@ -262,7 +267,7 @@ def test_a_row_has_the_same_bits_at_every_number_of_rows_and_place(name, path, d
     assert_rows_are_alone(random_layer(name, 55, 608, bias=True), dtype)
 
 
-@pytest.mark.parametrize("name", FORMATS_AND_DENSE if FULL else ["mxfp6_e2m3", "bf16"])
+@pytest.mark.parametrize("name", FORMATS_AND_DENSE if FULL else ["mxfp6_e2m3", *DENSE])
 @each_path
 @each_dtype
 def test_the_same_at_a_networks_width(name, path, dtype):

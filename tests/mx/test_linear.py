@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hf_specdec.mx import codec
+from hf_specdec.mx.formats import DENSE
 from hf_specdec.mx.kernels import cpu
 from hf_specdec.mx.linear import MXLinear
 from hf_specdec.mx.packed import PackedMatrix, quantize
@@ -18,7 +19,7 @@ from hf_specdec.mx.packing import unpack
 
 from .reference import NAMES
 
-ALL = [*NAMES, "bf16"]
+ALL = [*NAMES, *DENSE]
 each_format = pytest.mark.parametrize("name", ALL)
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 
@@ -46,11 +47,20 @@ def layer_and_input(name: str = "mxfp6_e2m3", n: int = 40, k: int = 96, bias: bo
 def decoded(packed: PackedMatrix) -> torch.Tensor:
     """By the codec, from the stored order."""
     if packed.format.is_dense:
-        return packed.codes.view(torch.bfloat16).float()
+        return packed.codes.view(packed.format.dtype).float()
     return codec.decode(unpack(packed.codes, packed.format.bits), packed.scales, packed.format)
 
 
 # --- the weights --------------------------------------------------------------------------------------------------------------
+
+
+@each_format
+@each_dtype
+def test_the_layer_it_is_made_of_stays_as_it_is(name, dtype, kernels):
+    linear = dense().to(dtype)
+    before = linear.weight.detach().clone()
+    MXLinear.from_linear(linear, name).prepare()
+    assert torch.equal(linear.weight, before)
 
 
 @each_format

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hf_specdec.mx.formats import get_format
+from hf_specdec.mx.formats import DENSE, get_format
 from hf_specdec.mx.kernels import cpu
 from hf_specdec.mx.linear import MXLinear
 from hf_specdec.mx.packed import PackedMatrix, quantize
@@ -84,7 +84,7 @@ def compiled():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("name", ["mxfp6_e2m3", "mxint8", "bf16"])
+@pytest.mark.parametrize("name", ["mxfp6_e2m3", "mxint8", *DENSE])
 @each_dtype
 def test_the_compiler_gives_the_same_bits(name, dtype, kernels, compiled):
     layer, x = layer_and_input(name, 53)
@@ -199,7 +199,7 @@ def test_weights_that_are_not_finite_are_refused(name, bad, kernels):
     linear = dense()
     with torch.no_grad():
         linear.weight[7, 3] = linear.weight[5, 2] = bad
-    if name == "bf16":  # keeps them
+    if name in DENSE:  # which keep them
         assert torch.equal(MXLinear.from_linear(linear, name).dequantize().isfinite(), linear.weight.isfinite())
         return
     with pytest.raises(ValueError, match="row 5 .*NaN"):

@@ -14,6 +14,7 @@ from hf_specdec.cached_model import CachedModel
 from hf_specdec.drafts import PromptLookupDraft
 from hf_specdec.mx import MXLinear
 from hf_specdec.mx import passes as kernel_passes
+from hf_specdec.mx.formats import DENSE
 from hf_specdec.mx.kernels import cpu
 from hf_specdec.mx.ops import mx_tiles, mx_tiles2, mx_tiles3
 from hf_specdec.proposal import Proposal
@@ -48,7 +49,7 @@ def compressed(attention="hf_specdec_rows", format="mxfp6_e2m3"):
 # --- the team -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("format", ["mxfp6_e2m3", "mxint8", "bf16"])
+@pytest.mark.parametrize("format", ["mxfp6_e2m3", "mxint8", *DENSE])
 def test_products_by_the_team_have_the_bits_of_those_alone(format, threads):
     chain = layers([(200, 64), (96, 64), (64, 64), (1000, 64), (40, 64)], format, bias=True)
     for rows in (1, 2, 7, 16):
@@ -255,7 +256,7 @@ def test_compiled_passes_agree_with_eager_ones(direct, dtype, error, monkeypatch
     assert (found - eager).float().norm() < error * eager.float().norm()
 
 
-@pytest.mark.parametrize("format", ["mxfp6_e2m3", "bf16"])
+@pytest.mark.parametrize("format", ["mxfp6_e2m3", *DENSE])
 def test_a_token_has_the_same_bits_in_compiled_passes_of_every_width(format):
     """In bfloat16: speculation then gives the text of the same model without a draft, compiled as well."""
     model, text, k = compressed(format=format), list(range(1, 40)), 7

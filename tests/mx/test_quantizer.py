@@ -15,6 +15,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 import hf_specdec
 from hf_specdec import mx
+from hf_specdec.mx.formats import DENSE
 
 from ..helpers import generated, plain, prompts, speculate
 from .models import allocated, logits, mx_layers, same, tiny
@@ -91,7 +92,7 @@ def test_on_the_fly_holds_a_few_dense_layers_at_most(tmp_path):
     assert peak < final + 4 * 256 * 512 * 4 and same(*models)
 
 
-@pytest.mark.parametrize("format", ["mxfp6_e2m3", "bf16"])
+@pytest.mark.parametrize("format", ["mxfp6_e2m3", *DENSE])
 def test_on_the_fly_bad_weights_and_models(format, tmp_path):
     model = tiny()
     model.get_submodule(LAYER).weight.data[5, 7] = float("nan")
@@ -108,7 +109,7 @@ def test_on_the_fly_bad_weights_and_models(format, tmp_path):
 # --- saving and loading -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("format", [*mx.FORMATS, "bf16"])
+@pytest.mark.parametrize("format", [*mx.FORMATS, *DENSE])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_saved_and_loaded_bit_for_bit(format, dtype, tmp_path):
     model = mx.compress(tiny("qwen2", dtype=dtype), format, lm_head=format)

@@ -48,8 +48,13 @@ class Format:
 
     @property
     def is_dense(self) -> bool:
-        """Plain bfloat16: no blocks and no scales, for the kernels' sake."""
-        return self.name == "bf16"
+        """Plain bfloat16 or float32: no blocks and no scales, for the kernels' sake."""
+        return self.bits >= 16
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of a dense format's numbers."""
+        return torch.bfloat16 if self.bits == 16 else torch.float32
 
     @property
     def bits_per_weight(self) -> float:
@@ -93,8 +98,11 @@ FORMATS = {
         Format("mxint8", 0, 7, emax=0, max_code=0x7F),
     )
 }
-# Not an MX format: bfloat16 as it is, in the kernels' tiles. Lossless for a bfloat16 model, and faster to read than torch does.
-BF16 = Format("bf16", 8, 7, emax=127, max_code=0x7F7F)
+# Not MX formats: numbers as they are, in the kernels' tiles. Lossless for a model of that dtype, and faster than torch's own products.
+DENSE = {
+    "bf16": Format("bf16", 8, 7, emax=127, max_code=0x7F7F),
+    "fp32": Format("fp32", 8, 23, emax=127, max_code=0x7F7FFFFF),
+}
 DEFAULT_FORMAT = "mxfp6_e2m3"
 SCALE_RULES = ("floor", "even", "ceil", "mse")
 DEFAULT_RULE = "even"
@@ -104,11 +112,10 @@ def get_format(name: str | Format) -> Format:
     """The format of that name. Raises ValueError, with the names there are, for any other."""
     if isinstance(name, Format):
         return name
-    if name == BF16.name:
-        return BF16
-    if name not in FORMATS:
-        raise ValueError(f"format={name!r} is not an MX format. Take one of: {', '.join([*FORMATS, BF16.name])}.")
-    return FORMATS[name]
+    known = FORMATS | DENSE
+    if name not in known:
+        raise ValueError(f"format={name!r} is not an MX format. Take one of: {', '.join(known)}.")
+    return known[name]
 
 
 def check_rule(rule: str) -> str:

@@ -49,8 +49,9 @@ class MXLinear(nn.Linear):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, format=DEFAULT_FORMAT, scale_rule: str = DEFAULT_RULE) -> MXLinear:
-        """The layer, compressed. It keeps the bias as it is. Raises what `quantize` raises."""
-        return cls.from_packed(quantize(linear.weight, format, scale_rule), linear)
+        """The layer, compressed. It keeps the bias as it is; `linear` is left alone. Raises what `quantize` raises."""
+        weight = linear.weight.detach()
+        return cls.from_packed(quantize(weight.clone() if get_format(format).is_dense else weight, format, scale_rule), linear)
 
     @classmethod
     def from_packed(cls, packed: PackedMatrix, linear: nn.Linear) -> MXLinear:

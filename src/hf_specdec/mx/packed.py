@@ -32,7 +32,7 @@ class PackedMatrix:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """`[N, K]` in `dtype`."""
         if self.format.is_dense:
-            return self.codes.view(torch.bfloat16).to(dtype)
+            return self.codes.view(self.format.dtype).to(dtype)
         return codec.decode(unpack(self.codes, self.format.bits), self.scales, self.format, dtype)
 
 
@@ -48,7 +48,7 @@ def quantize(
     check_rule(scale_rule)
     _check(weight)
     if fmt.is_dense:
-        bytes_ = weight.detach().to(torch.bfloat16).contiguous().view(torch.uint8)
+        bytes_ = weight.detach().to(fmt.dtype).contiguous().view(torch.uint8)
         return PackedMatrix(bytes_, bytes_.new_empty(weight.shape[0], 0), fmt)
     if weight.device.type == "cpu" and weight.dtype in cpu.DTYPES and cpu.library() is not None:
         codes, scales = cpu.quantize(weight, fmt, scale_rule)

@@ -13,16 +13,16 @@ from pathlib import Path
 
 import torch
 
-from ..formats import BLOCK, FORMATS, SCALE_RULES, Format
+from ..formats import BLOCK, DENSE, FORMATS, SCALE_RULES, Format
 from .build import BuildError, build, packaged_library
 
 ROWS = 16  # of a tile
-ABI = 3
+ABI = 4
 WIDE, PANEL = 64, 1024  # rows of x from which on the paths in NARROW leave the product to torch; outputs they decode at a time
 NARROW = (0, 1)  # portable and avx2
 PATHS = ("portable", "avx2", "avx512f", "avx512_bf16")  # as in csrc/mx.h
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_NUMBERS = {name: number for number, name in enumerate((*FORMATS, "bf16"))}
+_NUMBERS = {name: number for number, name in enumerate((*FORMATS, *DENSE))}
 
 
 BODY = ctypes.CFUNCTYPE(None)

@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <time.h>
 
-#define ABI 3
+#define ABI 4
 #define PIECES 4
 #define MANY_ROWS 64 /* of x: above, threads share its packing */
 int mx_abi(void) { return ABI; }
@@ -25,13 +25,14 @@ int mx_has_path(int path) {
     return 0;
 }
 
-static mx_run runner(int path) {
+static mx_run runner(int path, int bits) {
 #if defined(__x86_64__)
+    if (bits == 32 && path >= MX_AVX2) return path == MX_AVX2 ? mx_run32_avx2 : mx_run32_avx512;
     if (path == MX_AVX512_BF16) return mx_run_avx512_bf16;
     if (path == MX_AVX512F) return mx_run_avx512f;
     if (path == MX_AVX2) return mx_run_avx2;
 #endif
-    return mx_run_portable;
+    return bits == 32 ? mx_run32_portable : mx_run_portable;
 }
 
 #if defined(__x86_64__)
@@ -71,8 +72,8 @@ static float *widened(const void *x, int dtype, int64_t count) {
 typedef struct {
     mx_job job[MX_MANY];
     int64_t first[MX_MANY + 1]; /* the first piece of each */
+    mx_run run[MX_MANY];
     int64_t groups;             /* of a piece */
-    mx_run run;
 } jobs;
 
 static void piece(const void *context, int64_t item, int thread) {
@@ -81,7 +82,7 @@ static void piece(const void *context, int64_t item, int thread) {
     int i = 0;
     while (item >= all->first[i + 1]) i++;
     const int64_t groups = (all->job[i].layer->n + MX_ROWS - 1) / MX_ROWS, at = (item - all->first[i]) * all->groups;
-    all->run(&all->job[i], at, at + all->groups < groups ? at + all->groups : groups);
+    all->run[i](&all->job[i], at, at + all->groups < groups ? at + all->groups : groups);
 }
 
 typedef struct {
@@ -99,11 +100,14 @@ static void pack(const void *context, int64_t chunk, int thread) {
 }
 
 /* out[i] [m, n_i] = x [m, k] @ W_i^T + bias_i for at most MX_MANY layers. x and out have the dtype `dtype` and are contiguous. Returns 0, or
- * 1 for no memory. bfloat16 takes the dot-product path only if `path` is that one; everything else is computed in float32. */
+ * 1 for no memory. bfloat16 takes the dot-product path only if `path` is that one and
+ * no layer has float32 weights; everything else is computed in float32. */
 int mx_linears(const mx_layer *const *layers, void *const *outs, int count, const void *x, int64_t m, int dtype, int path, int threads) {
     const int64_t k = layers[0]->k;
     void *own = NULL; /* x as the path wants it */
-    if (path == MX_AVX512_BF16 && dtype != MX_DT_BF16) path = MX_AVX512F;
+    int wide = dtype != MX_DT_BF16; /* needs float32 */
+    for (int i = 0; i < count; i++) wide |= layers[i]->bits == 32;
+    if (path == MX_AVX512_BF16 && wide) path = MX_AVX512F;
     if (path != MX_AVX512_BF16 && dtype != MX_DT_F32) {
         x = own = widened(x, dtype, m * k);
         if (!own) return 1;
@@ -114,11 +118,12 @@ int mx_linears(const mx_layer *const *layers, void *const *outs, int count, cons
         mx_share(pack, &whole, (m + 7) / 8, m > MANY_ROWS ? threads : 1);
         x = own;
     }
-    jobs all = {.run = runner(path)};
+    jobs all;
     int64_t groups = 0;
     for (int i = 0; i < count; i++) {
         const mx_layer *layer = layers[i];
         all.job[i] = (mx_job){.layer = layer, .x = x, .out = outs[i], .m = m, .out_dtype = dtype};
+        all.run[i] = runner(path, layer->bits);
         if (path >= MX_AVX512F && layer->bits < 16)
             for (int j = 0; j < 128; j++)
                 all.job[i].table[j] = (uint16_t)(mx_bits(layer->values[j & ((1 << layer->bits) - 1)]) >> 16);
@@ -126,6 +131,7 @@ int mx_linears(const mx_layer *const *layers, void *const *outs, int count, cons
     }
     /* A few long pieces a thread, handed out as threads come free: a processor that is busy with something else delays
      * one piece, and each piece is read in one go. An even number of groups, which are multiplied two at a time. */
+    all.first[0] = 0;
     all.groups = threads > 1 ? (groups / (PIECES * threads) + 1) & ~1 : groups;
     if (all.groups < 1) all.groups = groups > 2 * threads ? 2 : 1;
     for (int i = 0; i < count; i++)

@@ -4,7 +4,8 @@
  * along K. A tile is 16 vectors of 32 words of 16 bits. Word 2 * row + parity of vector v holds the code of that row and of
  * input 2 * v + parity: read as 32-bit lanes, a vector is 16 rows times an adjacent pair of inputs, which is what a bfloat16
  * dot-product instruction takes, and no lane ever has to be summed with another. Codes narrower than a word are packed
- * vector over vector (pack_half in tiles.c); a tile has as many bytes as its codes have in the stored order.
+ * vector over vector (pack_half in tiles.c); a tile has as many bytes as its codes have in the stored order. float32 weights lie otherwise:
+ * vector i of 32 holds the 16 rows' weights of input i.
  * Scales: 16 bytes a tile, one per row, in an array of their own.
  */
 #ifndef HF_SPECDEC_MX_H
@@ -17,7 +18,7 @@
 #define MX_ROWS 16
 #define MX_INLINE static inline __attribute__((always_inline))
 
-enum mx_format { MX_E4M3, MX_E5M2, MX_E3M2, MX_E2M3, MX_E2M1, MX_INT8, MX_BF16 };
+enum mx_format { MX_E4M3, MX_E5M2, MX_E3M2, MX_E2M3, MX_E2M1, MX_INT8, MX_BF16, MX_FP32 };
 enum mx_dtype { MX_DT_F32, MX_DT_BF16, MX_DT_F16 };
 enum mx_path { MX_PORTABLE, MX_AVX2, MX_AVX512F, MX_AVX512_BF16, MX_PATHS };
 
@@ -61,6 +62,9 @@ void mx_run_portable(const mx_job *, int64_t, int64_t);
 void mx_run_avx2(const mx_job *, int64_t, int64_t);
 void mx_run_avx512f(const mx_job *, int64_t, int64_t);
 void mx_run_avx512_bf16(const mx_job *, int64_t, int64_t);
+void mx_run32_portable(const mx_job *, int64_t, int64_t);
+void mx_run32_avx2(const mx_job *, int64_t, int64_t);
+void mx_run32_avx512(const mx_job *, int64_t, int64_t);
 void mx_pack_pairs(const uint32_t *x, uint32_t *packed, int64_t chunk, int64_t m, int64_t k);
 
 MX_INLINE int64_t mx_tile_bytes(int bits) { return MX_ROWS * MX_BLOCK * bits / 8; }

@@ -129,7 +129,7 @@ void mx_dequantize(const mx_layer *l, int64_t group, int64_t groups, void *out, 
             float w[MX_BLOCK][MX_ROWS];
             mx_tile_values(codes + b * bytes, l->values, l->bits, w);
             for (int64_t r = 0; r < rows; r++) {
-                const float scale = l->bits == 16 ? 1.0f : mx_scale(scales[b * MX_ROWS + r]);
+                const float scale = l->bits >= 16 ? 1.0f : mx_scale(scales[b * MX_ROWS + r]);
                 const int64_t at = (g * MX_ROWS + r) * l->k + b * MX_BLOCK;
                 for (int i = 0; i < MX_BLOCK; i++) {
                     const float value = w[i][r] * scale;

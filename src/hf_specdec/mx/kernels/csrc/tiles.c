@@ -115,6 +115,15 @@ MX_INLINE void untile_rows(const uint8_t *tile, uint8_t *rows, int64_t row_bytes
     for (int r = 0; r < MX_ROWS; r++) pack_row(rows + r * row_bytes, code[r], bits);
 }
 
+/* float32: [16 rows][32 inputs] and [32][16]. */
+MX_INLINE void turn_rows(const uint8_t *from, uint8_t *to, int64_t row_bytes, int back) {
+    for (int r = 0; r < MX_ROWS; r++)
+        for (int i = 0; i < MX_BLOCK; i++) {
+            const int64_t stored = r * row_bytes + 4 * i, tiled = 4 * (i * MX_ROWS + r);
+            memcpy(to + (back ? stored : tiled), from + (back ? tiled : stored), 4);
+        }
+}
+
 #define FOR_BITS(bits, CALL) \
     switch (bits) { case 4: CALL(4); break; case 6: CALL(6); break; case 8: CALL(8); break; default: CALL(16); }
 
@@ -129,7 +138,9 @@ void mx_tile(const uint8_t *codes, const uint8_t *scales, uint8_t *codes_out, ui
             int64_t stored = at + b * block_bytes, tiled = at + b * MX_ROWS * block_bytes;
 #define TO(B) tile_rows(codes + stored, row_bytes, codes_out + tiled, B)
 #define FROM(B) untile_rows(codes + tiled, codes_out + stored, row_bytes, B)
-            if (back) { FOR_BITS(bits, FROM) } else { FOR_BITS(bits, TO) }
+            if (bits == 32) {
+                turn_rows(codes + (back ? tiled : stored), codes_out + (back ? stored : tiled), row_bytes, back);
+            } else if (back) { FOR_BITS(bits, FROM) } else { FOR_BITS(bits, TO) }
             if (scales)
                 for (int r = 0; r < MX_ROWS; r++) {
                     int64_t a = scale_at + r * blocks + b, c = scale_at + b * MX_ROWS + r;
@@ -139,9 +150,13 @@ void mx_tile(const uint8_t *codes, const uint8_t *scales, uint8_t *codes_out, ui
     }
 }
 
-/* The codes of one tile as float32 values before their scale, [32 inputs][16 rows]: for the portable path. */
+/* The codes of one tile as float32 values before their scale, [32 inputs][16 rows]. */
 void mx_tile_values(const uint8_t *tile, const float *values, int bits, float w[MX_BLOCK][MX_ROWS]) {
     uint16_t words[512];
+    if (bits == 32) {
+        memcpy(w, tile, mx_tile_bytes(bits));
+        return;
+    }
     memcpy(words, tile, mx_tile_bytes(bits));
     for (int half = 0; half < 2; half++)
         for (int lane = 0; lane < 32; lane++) {
