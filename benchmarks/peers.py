@@ -21,14 +21,14 @@ import typer
 from rich.console import Console
 
 from hf_specdec import enable
-from hf_specdec.bench.arms import Answer, Arm, generate_arm, new_tokens, padded, standard_arms
+from hf_specdec.bench.arms import Answer, Arm, generate_arm, kernel_arms, new_tokens, padded, standard_arms
 from hf_specdec.bench.embedded import load_target
 from hf_specdec.bench.law import eos_tokens
 from hf_specdec.bench.prompts import load_prompts
 from hf_specdec.bench.report import print_report, save_json, save_plot
 from hf_specdec.bench.runner import plan, run_benchmark
 from hf_specdec.bench.terminal import counting
-from hf_specdec.commands.bench import WIDTH
+from hf_specdec.commands.bench import WIDTH, in_tiles
 from hf_specdec.commands.common import load_draft, parse_k
 
 LOOKUP_K, DRAFT_K = 10, 5
@@ -141,6 +141,7 @@ def main(
     clock: str = "wall",
     threads: int | None = None,
     out: Path | None = None,
+    kernels: Annotated[bool, typer.Option("--kernels", help="Ours also with the same weights in the kernels' tiles.")] = False,
 ):
     """Measure every peer that is installed."""
     if threads is not None:
@@ -152,6 +153,8 @@ def main(
         fixed_arms(enable(model), assistant, parse_k(k)),
         {"economize": lambda: economize_arms(model, draft), "flashspec": lambda: flashspec_arms(model, assistant)},
     )
+    if kernels:
+        arms += kernel_arms(*in_tiles(target, draft, dtype), parse_k(k))
     for name, make in makers.items():
         if find_spec(name) is None:
             console.print(f"skipped: {name} is not installed (pip install --no-deps {name})")

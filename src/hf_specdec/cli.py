@@ -148,11 +148,12 @@ def bench(
     out: Annotated[Path | None, typer.Option(help="Folder for bench.json and bench.png.")] = None,
     config: Annotated[Path | None, typer.Option("--config", help="Folder that tune has written: measure its choice, too, against its prediction.")] = None,
     compile: Annotated[bool, typer.Option("--compile", help="Ours with compiled passes (torch.compile), which are compiled before anything is measured.")] = False,
+    kernels: Annotated[bool, typer.Option("--kernels", help="Also plain generate and ours with the same weights in the layout of mx's CPU kernels.")] = False,
 ):
     """Measure plain generate, stock assisted generation and ours, interleaved, on the same prompts."""
     from .commands.bench import bench as run
 
-    run(target, draft, prompts, limit, k, max_new_tokens, repetitions, batch, dtype, clock, threads, out, config, compile)
+    run(target, draft, prompts, limit, k, max_new_tokens, repetitions, batch, dtype, clock, threads, out, config, compile, kernels)
 
 
 @app.command()

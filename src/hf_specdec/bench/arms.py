@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ class Answer:
 @dataclass
 class Arm:
     """run(prompts, max_new_tokens) -> Answer. draft: a model whose forwards are watched. k: drafted per round, if fixed. compiled: whether passes are
-    compiled, so that no hook may watch them."""
+    compiled, so that no hook may watch them. target: the model that decodes, where it is not the benchmark's own."""
 
     name: str
     run: Callable[[list[list[int]], int], Answer]
@@ -35,6 +35,7 @@ class Arm:
     k: int | None = None
     max_batch: int | None = None
     compiled: bool = False
+    target: Any = None
 
 
 def padded(model, prompts: list[list[int]]) -> dict[str, torch.Tensor]:
@@ -96,6 +97,15 @@ def standard_arms(model, draft=None, k: int | str = "auto", stock_k: int = 5, lo
         arms.insert(2, _stock_draft_arm(model, draft, fixed or stock_k))
         arms.append(generate_arm(f"ours draft model{what}", model, draft, fixed, assistant_model=draft, **ours))
     return arms
+
+
+KERNELS = ", kernels"
+
+
+def kernel_arms(model, draft=None, k: int | str = "auto", compile: bool = False) -> list[Arm]:
+    """Plain generate and ours with `model`, whose weights are those of the benchmark's own in the layout of mx's kernels."""
+    arms = [arm for arm in standard_arms(model, draft, k, compile=compile) if not arm.name.startswith("stock")]
+    return [replace(arm, name=f"{arm.name}{KERNELS}", target=model) for arm in arms]
 
 
 def model_of(draft) -> torch.nn.Module | None:

@@ -120,7 +120,7 @@ def _repetition(model, category: str, cells: list[Cell], batches, repetition: in
     for number, batch in enumerate(batches):
         turn = (repetition + number) % len(cells)
         for cell in cells[turn:] + cells[:turn]:
-            with measured(model, cell.arm.draft, clock, hooks=not cell.arm.compiled) as cost:
+            with measured(cell.arm.target or model, cell.arm.draft, clock, hooks=not cell.arm.compiled) as cost:
                 answer = cell.arm.run(batch, max_new_tokens)
             if cell.arm.compiled and clock == "wall":  # the loop's clock
                 cost.read(answer.trace)

@@ -31,11 +31,12 @@ def bench(
     out: Path | None,
     config: Path | None = None,
     compile: bool = False,
+    kernels: bool = False,
 ) -> None:
     import torch
 
     from .. import SpeculativeConfig, enable
-    from ..bench.arms import model_of, standard_arms
+    from ..bench.arms import kernel_arms, model_of, standard_arms
     from ..bench.embedded import load_target
     from ..bench.meter import CLOCKS
     from ..bench.prompts import load_prompts
@@ -56,8 +57,14 @@ def bench(
     if compile and hasattr(assistant, "tap"):
         raise ValueError(f"--compile: the draft {draft} reads the target's states through hooks, and a model with hooks is not compiled. Leave one out.")
     arms = standard_arms(enable(model), assistant, parse_k(k), compile=compile)
+    longest = max(len(prompt.ids(tokenizer)) for prompt in chosen) + max_new_tokens
     if compile:
-        _warm(model, model_of(assistant), parse_k(k), batch, max(len(prompt.ids(tokenizer)) for prompt in chosen) + max_new_tokens)
+        _warm(model, model_of(assistant), parse_k(k), batch, longest)
+    if kernels:
+        fast, faster = in_tiles(target, draft, dtype)
+        arms += kernel_arms(fast, faster, parse_k(k), compile)
+        if compile:
+            _warm(fast, model_of(faster), parse_k(k), batch, longest)
     if tuned is not None:
         arms.append(_tuned_arm(model, tuned))
     with counting("Measuring", plan(chosen, arms, batch, repetitions)) as step:
@@ -70,6 +77,19 @@ def bench(
         _print_prediction(report, tuned, console)
     if out is not None:
         _write(report, out, console)
+
+
+def in_tiles(target: str, draft: str | None, dtype: str):
+    """(target, draft) once more, the target and a draft model in the kernels' tiles (`mx.to_tiles`)."""
+    from .. import enable, mx
+    from ..bench.embedded import load_target
+
+    model, tokenizer = load_target(target, dtype)
+    mx.to_tiles(model)
+    assistant = load_draft(draft, dtype, model, tokenizer)
+    if hasattr(assistant, "generate") and not any(isinstance(module, mx.MXLinear) for module in assistant.modules()):
+        mx.to_tiles(assistant)
+    return enable(model), assistant
 
 
 def _write(report: dict, out: Path, console: Console) -> None:

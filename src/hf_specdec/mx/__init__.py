@@ -19,6 +19,7 @@ from .quality import compare
 from .quantizer import MXConfig, load
 from .row_invariant import row_invariant
 from .swap import dequantize
+from .tiles import to_tiles
 
 __all__ = [
     "FORMATS",
@@ -31,4 +32,5 @@ __all__ = [
     "load",
     "quantize",
     "row_invariant",
+    "to_tiles",
 ]
