@@ -73,6 +73,11 @@ def test_demo_streams_times_and_compares(target_folder):
         assert words in result.stdout
 
 
+def test_bench_with_the_kernels(target_folder):
+    result = run("bench", target_folder, "--draft", target_folder, "--limit", 1, "--repetitions", 1, "--max-new-tokens", 6, "--kernels")
+    assert result.exit_code == 0 and "ours lookup, kernels" in result.stdout and "ours draft model, kernels" in result.stdout
+
+
 def test_bench_writes_table_json_and_plot(target_folder, tmp_path):
     pytest.importorskip("matplotlib")
     result = run("bench", target_folder, "--limit", 1, "--repetitions", 1, "--max-new-tokens", 6, "--out", tmp_path / "out")

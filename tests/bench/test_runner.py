@@ -4,12 +4,13 @@ import pytest
 from rich.console import Console
 
 from hf_specdec import enable
-from hf_specdec.bench.arms import PLAIN, Answer, Arm, new_tokens, padded, standard_arms
+from hf_specdec.bench.arms import KERNELS, PLAIN, Answer, Arm, kernel_arms, new_tokens, padded, standard_arms
 from hf_specdec.bench.embedded import load_target
 from hf_specdec.bench.meter import measured
 from hf_specdec.bench.prompts import Prompt
 from hf_specdec.bench.report import COLUMNS, cells, print_report, save_json, save_plot
 from hf_specdec.bench.runner import plan, run_benchmark
+from hf_specdec.commands.bench import in_tiles
 
 from .conftest import tiny_model
 
@@ -38,6 +39,17 @@ def test_every_arm_runs_on_every_prompt_and_equals_plain_generate(target_folder)
         assert row["equal"] == row["outputs"] == {"abc": 3, "xyz": 1}[row["category"]] and row["forks"] == []
         assert row["slowest"] <= row["tokens_per_second"] <= row["fastest"]
         assert 0 < row["outside_forwards"] < 1 and row["new_tokens"] > 0
+
+
+def test_the_kernels_arms_decode_with_a_model_of_their_own(target_folder):
+    model, tokenizer = load_target(target_folder, device="cpu")
+    fast, _ = in_tiles(target_folder, None, "float32")
+    arms = standard_arms(enable(model)) + kernel_arms(fast)
+    report = run_benchmark(model, tokenizer, PROMPTS, arms, repetitions=1, max_new_tokens=12)
+    rows = {row["arm"]: row for row in report["results"]}
+    assert list(rows)[-2:] == [f"{PLAIN}{KERNELS}", f"ours lookup{KERNELS}"] and not any(arm.target for arm in arms[:3])
+    assert all(row["equal"] == row["outputs"] for row in report["results"])
+    assert 0 < rows[f"ours lookup{KERNELS}"]["outside_forwards"] < 1  # its own model's forwards are watched
 
 
 def test_a_ragged_batch_leaves_out_what_stock_generate_cannot_do(target_folder):

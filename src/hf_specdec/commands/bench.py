@@ -36,7 +36,7 @@ def bench(
     import torch
 
     from .. import SpeculativeConfig, enable
-    from ..bench.arms import kernel_arms, model_of, standard_arms
+    from ..bench.arms import kernel_arms, standard_arms
     from ..bench.embedded import load_target
     from ..bench.meter import CLOCKS
     from ..bench.prompts import load_prompts
@@ -57,14 +57,12 @@ def bench(
     if compile and hasattr(assistant, "tap"):
         raise ValueError(f"--compile: the draft {draft} reads the target's states through hooks, and a model with hooks is not compiled. Leave one out.")
     arms = standard_arms(enable(model), assistant, parse_k(k), compile=compile)
-    longest = max(len(prompt.ids(tokenizer)) for prompt in chosen) + max_new_tokens
-    if compile:
-        _warm(model, model_of(assistant), parse_k(k), batch, longest)
+    pairs = [(model, assistant)]
     if kernels:
-        fast, faster = in_tiles(target, draft, dtype)
-        arms += kernel_arms(fast, faster, parse_k(k), compile)
-        if compile:
-            _warm(fast, model_of(faster), parse_k(k), batch, longest)
+        pairs.append(in_tiles(target, draft, dtype))
+        arms += kernel_arms(*pairs[1], parse_k(k), compile)
+    if compile:
+        _warm(pairs, parse_k(k), batch, max(len(prompt.ids(tokenizer)) for prompt in chosen) + max_new_tokens)
     if tuned is not None:
         arms.append(_tuned_arm(model, tuned))
     with counting("Measuring", plan(chosen, arms, batch, repetitions)) as step:
@@ -101,12 +99,14 @@ def _write(report: dict, out: Path, console: Console) -> None:
     console.print(f"Written: {out / 'bench.json'}, {out / 'bench.png'}", markup=False)
 
 
-def _warm(model, draft, k: int | str, batch: int, longest: int) -> None:
-    """Have everything compiled before a clock runs, also for the rows that are left when others have ended."""
+def _warm(pairs: list, k: int | str, batch: int, longest: int) -> None:
+    """Have everything compiled before a clock runs, also for the rows that are left when others have ended. pairs: (target, draft)."""
     from .. import warmup
+    from ..bench.arms import model_of
 
-    for rows in range(1, batch + 1):
-        warmup(model, draft, {"num_assistant_tokens": k}, longest, rows)
+    for model, draft in pairs:
+        for rows in range(1, batch + 1):
+            warmup(model, model_of(draft), {"num_assistant_tokens": k}, longest, rows)
 
 
 def _tuned_arm(model, tuned):

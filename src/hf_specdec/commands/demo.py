@@ -30,7 +30,7 @@ def demo(
     """race: show a race in the place of the streamed answer and the timing; save_race: and write it as a GIF."""
     from .. import enable
     from ..bench.arms import PLAIN, generate_arm, padded
-    from ..bench.embedded import load_target
+    from ..bench.embedded import EMBEDDED, load_target
     from ..bench.prompts import Prompt, load_prompts
     from ..bench.runner import run_benchmark
     from ..bench.terminal import counting
@@ -63,7 +63,9 @@ def demo(
     console.print()
 
     arms = [generate_arm(PLAIN, model), generate_arm("hf_specdec", model, assistant_model=assistant, **speculation)]
-    with counting("Timing both, in turns", len(arms) * repetitions) as step:
+    if target == EMBEDDED and model.device.type == "cpu":  # a second copy of a model this small does no harm
+        arms += _in_tiles(draft, dtype, speculation)
+    with counting("Timing them, in turns", len(arms) * repetitions) as step:
         report = run_benchmark(
             model, tokenizer, [question], arms, max_new_tokens=max_new_tokens, repetitions=repetitions, step=step
         )
@@ -76,14 +78,29 @@ def demo(
         )
 
 
+def _in_tiles(draft: str | None, dtype: str, speculation: dict) -> list:
+    """Ours with the same weights in the kernels' tiles, if there are kernels."""
+    from ..bench.arms import generate_arm
+    from ..bench.embedded import EMBEDDED
+    from ..mx.kernels import cpu
+    from .bench import in_tiles
+
+    if cpu.library() is None:
+        return []
+    fast, faster = in_tiles(EMBEDDED, draft, dtype)
+    return [generate_arm("hf_specdec, mx.to_tiles(model)", fast, assistant_model=faster, **speculation)]
+
+
 def _print_result(console: Console, report: dict, tokenizer) -> None:
     from ..bench.forks import Fork
     from ..bench.report import headline
 
-    plain, ours = report["results"]
-    table = Table("", "tokens/s", "speed-up", header_style="bold")
-    for row in (plain, ours):
-        table.add_row(row["arm"], f"{row['tokens_per_second']:.1f}", f"{row['speed_up']:.2f}x")
+    plain, *all_ours = report["results"]
+    ours = all_ours[0]
+    table = Table("", "tokens/s", "speed-up", "output", header_style="bold")
+    for row in (plain, *all_ours):
+        output = "" if row is plain else "identical" if row["equal"] == row["outputs"] else "differs"
+        table.add_row(row["arm"], f"{row['tokens_per_second']:.1f}", f"{row['speed_up']:.2f}x", output)
     console.print(headline(report), style="dim", soft_wrap=True)
     console.print(table)
     rate, outside = ours.get("acceptance_rate"), ours["outside_forwards"]
@@ -91,10 +108,10 @@ def _print_result(console: Console, report: dict, tokenizer) -> None:
     console.print(f"acceptance rate   {'nothing was drafted' if rate is None else format(rate, '.0%')}")
     if outside is not None and math.isfinite(outside):
         console.print(f"outside forwards  {outside:.1%} of the time after the prompt pass")
-    if ours["equal"] == ours["outputs"]:
+    if all(row["equal"] == row["outputs"] for row in all_ours):
         console.print("outputs           identical", style="bold green")
         return
     console.print("outputs           differ", style="bold yellow")
-    for fork in ours["forks"]:
+    for fork in (fork for row in all_ours for fork in row["forks"]):
         fork = Fork(**{name: fork[name] for name in Fork.__dataclass_fields__})
         console.print("  " + visible(fork.explain(tokenizer)), markup=False, soft_wrap=True)

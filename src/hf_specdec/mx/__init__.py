@@ -10,7 +10,7 @@ Importing this package registers the quantisation method "mx" and the attention 
 
 from . import passes as _passes  # noqa: F401  (registers itself)
 from .compress import compress
-from .formats import FORMATS
+from .formats import FORMATS as FORMATS
 from .kernels.cpu import kernel_info
 from .kernels.cpu import set_kernel_path as set_kernel_path
 from .linear import MXLinear
@@ -22,7 +22,6 @@ from .swap import dequantize
 from .tiles import to_tiles
 
 __all__ = [
-    "FORMATS",
     "MXConfig",
     "MXLinear",
     "compare",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from .compress import compress
@@ -13,10 +14,12 @@ def to_tiles(model: nn.Module) -> nn.Module:
     faster than torch does on a CPU, and with up to eight tokens in a pass for little more than one token costs, which is what speculation needs. That is
     `compress(model, "bf16" or "fp32", lm_head=the same)`. A tied head is untied (it is then held twice). Undo: `mx.dequantize(model)`.
 
-    Results are torch's but for rounding: float32 sums are added in another order. Raises ValueError for a model in another dtype, and what
-    `compress` raises.
+    Results are torch's but for rounding: float32 sums are added in another order. Raises ValueError for a model in another dtype or not on a CPU, and
+    what `compress` raises.
     """
     name = next((name for name, fmt in DENSE.items() if fmt.dtype == getattr(model, "dtype", None)), None)
     if name is None:
         raise ValueError(f"model is in {getattr(model, 'dtype', None)}: tiles hold bfloat16 or float32; use model.to(torch.bfloat16) first.")
+    if getattr(model, "device", torch.device("cpu")).type != "cpu":
+        raise ValueError(f"model is on {model.device}: the tiles are those of the CPU kernels; on a GPU leave the model as it is, or compress it.")
     return compress(model, name, lm_head=name, measure=False)
