@@ -6,7 +6,7 @@ Greedy, batch 1, K "auto", the packaged prompts, whole calls with their prompt p
 processor time, and what K "auto" and the mixture measure is, too. The draft model's acceptance is SIMULATED, its cost is not: the shipped drafter
 runs, and what it says is replaced by the target's own next token at --rate of all places of the text, drawn once per prompt, else by another
 token. Outputs are compared with plain generate's. --weights tiles: bfloat16 tiles of hf_specdec.mx with row-invariant attention, so that a
-wider pass gives the same bits; float32 gives the same text anyway.
+wider pass gives the same bits; float32 gives the same text anyway, in torch's own layout or, --weights fp32, in tiles.
 """
 
 from __future__ import annotations
@@ -110,16 +110,18 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--limit", type=int, help="prompts per category")
     parser.add_argument("--target", default="smollm2", help="smollm2, a hub id or a folder")
     parser.add_argument("--drafter", default="smollm2_drafter", help="the draft model whose cost is paid")
-    parser.add_argument("--weights", default="tiles", choices=("tiles", "float32"))
+    parser.add_argument("--weights", default="tiles", choices=("tiles", "float32", "fp32"))
     parser.add_argument("--rate", type=float, default=0.8, help="of all places, at how many the draft model is right")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--out", type=Path, help="keep the records as JSON")
     given = parser.parse_args(arguments)
-    target, tokenizer = load_target(given.target, "float32" if given.weights == "float32" else "bfloat16")
+    target, tokenizer = load_target(given.target, "bfloat16" if given.weights == "tiles" else "float32")
     drafter = load_drafter(given.drafter, target)
     if given.weights == "tiles":
-        target = mx.row_invariant(mx.compress(target, format="bf16", lm_head="bf16"))
+        target = mx.row_invariant(target)
+    elif given.weights == "fp32":
+        target = mx.to_tiles(target)
     clock = perf_counter
     if target.device.type == "cpu" and torch.get_num_threads() == 1:
         clock = loop.perf_counter = earning.perf_counter = process_time

@@ -3,7 +3,8 @@
     python benchmarks/mx_cpu.py [--shapes 4096x4096 ...] [--rows 1 2 4 8 16 32] [--formats mxfp6_e2m3 ...] [--json FILE]
 
 In each repetition every contestant runs once, in turn, on weights that the caches cannot hold; medians are printed, so that
-ratios stand although the machine is shared. "read" is the time to read as many bytes as the MX layer has, on the same
+ratios stand although the machine is shared. "torch" is its product in bfloat16 (for "fp32", float32 weights in
+tiles, in float32, as the activations are then). "read" is the time to read as many bytes as the MX layer has, on the same
 threads. "error" is the largest |y - y64| / sum |x||w| over all outputs, in float32, of the path that runs.
 """
 
@@ -53,7 +54,8 @@ def parse():
 
 
 def measure(n: int, k: int, name: str, options, peak: float) -> list[dict]:
-    weight = (torch.randn(n, k) * 0.02).bfloat16()
+    dtype = torch.float32 if name == "fp32" else torch.bfloat16  # of the activations and of torch's product
+    weight = (torch.randn(n, k) * 0.02).to(dtype)
     copies = max(2, COPIES_BYTES // (n * k))
     linear = torch.nn.Linear(k, n, bias=False, device="meta")
     linear.weight = torch.nn.Parameter(weight, requires_grad=False)
@@ -63,23 +65,23 @@ def measure(n: int, k: int, name: str, options, peak: float) -> list[dict]:
     dense = [weight.clone() for _ in range(max(2, copies // 2))]
     contestants = {
         "ours": lambda x, i: layers[i % copies](x),
-        "bf16": lambda x, i: torch.nn.functional.linear(x, dense[i % len(dense)]),
+        "torch": lambda x, i: torch.nn.functional.linear(x, dense[i % len(dense)]),
         "read": lambda x, i: read(probes[i % copies]),
     }
-    if not options.no_int:
+    if not options.no_int and name != "fp32":
         contestants |= integer_contestants(n, k, copies)
     error = check(layers[0], n, k)
     rows = []
     print(f"\n{name} {n} x {k}, {size / 2**20:.1f} MiB, error {error:.1e}\n rows " + "".join(f"{c:>8}" for c in contestants), end="")
-    print("   x bf16  bandwidth  dot peak  c(M)/c(1)")
+    print("  x torch  bandwidth  dot peak  c(M)/c(1)")
     for m in options.rows:
-        x = torch.randn(m, k).bfloat16()
+        x = torch.randn(m, k).to(dtype)
         ms = interleaved(contestants, x, options.repetitions)
         rows.append({"format": name, "n": n, "k": k, "rows": m, "error": error, "ms": ms, "bytes": size})
         share = n * k * m / (ms["ours"] / 1e3) / peak
         print(
             f"{m:5d} " + "".join(f"{value:8.3f}" for value in ms.values())
-            + f"{ms['bf16'] / ms['ours']:9.2f}{ms['read'] / ms['ours']:11.0%}{share:10.0%}{ms['ours'] / rows[0]['ms']['ours']:11.2f}",
+            + f"{ms['torch'] / ms['ours']:9.2f}{ms['read'] / ms['ours']:11.0%}{share:10.0%}{ms['ours'] / rows[0]['ms']['ours']:11.2f}",
             flush=True,
         )  # fmt: skip
     return rows

@@ -180,7 +180,7 @@ def tune(
 def compress(
     target: Target,
     format: Annotated[
-        str, typer.Option("--format", help="mxfp6_e2m3, mxfp6_e3m2, mxfp8_e4m3, mxfp8_e5m2, mxfp4_e2m1, mxint8 or bf16.")
+        str, typer.Option("--format", help="mxfp6_e2m3, mxfp6_e3m2, mxfp8_e4m3, mxfp8_e5m2, mxfp4_e2m1, mxint8, bf16 or fp32.")
     ] = "mxfp6_e2m3",
     scale_rule: Annotated[str, typer.Option("--scale-rule", help="even, floor, ceil or mse.")] = "even",
     skip: Annotated[

@@ -16,7 +16,7 @@ from hf_specdec.theory import expected_tokens
 from hf_specdec.tree import Tree
 from hf_specdec.tree_shapes import best_tree
 
-from ..helpers import VOCAB, perturbed, repetitive, tiny_llama
+from ..helpers import FULL, VOCAB, perturbed, repetitive, tiny_llama
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 65)
 
@@ -44,7 +44,7 @@ def speed(table: Ranked, tree: Tree, price: Costs, c: float) -> float:
     return tokens / (sizes.total() * (price.verify(len(tree) + 1) + price.rest + c * max(tree.depths)))
 
 
-@pytest.mark.parametrize("rates", [(0.5, 0.2, 0.1), (0.8, 0.1), (0.3, 0.25, 0.2, 0.1), (0.15, 0.05)])
+@pytest.mark.parametrize("rates", [(0.5, 0.2, 0.1), (0.8, 0.1), (0.3, 0.25, 0.2, 0.1), (0.15, 0.05)][:: 1 if FULL else 2])
 @pytest.mark.parametrize(("slope", "c"), [(0.1, 0.0), (0.25, 0.05), (0.06, 0.2)])
 def test_the_choice_is_within_3_percent_of_the_best_of_all_small_trees_and_chains(rates, slope, c):
     table, price = ranked(rates), costs(slope)

@@ -22,6 +22,7 @@ import torch
 PATH = Path(__file__).parents[2] / "src/hf_specdec/mx/kernels/triton_mx.py"
 FORMATS = {"mxfp6_e2m3": (6, 2, 3, 1), "mxfp6_e3m2": (6, 3, 2, 3), "mxfp4_e2m1": (4, 2, 1, 1)}  # bits, exponent, mantissa, bias
 DTYPES = {torch.bfloat16: (7, -126), torch.float16: (10, -14)}  # mantissa bits, smallest normal exponent
+FULL = os.environ.get("HF_SPECDEC_FULL") == "1"
 LOOPLESS = "only 0-dimensional arrays can be converted to Python scalars"  # Triton 3.6 with numpy 2.4 or later
 SHAPES = [(1, 32), (17, 96), (48, 160), (3, 1056), (70, 256)]
 
@@ -95,9 +96,11 @@ def near(kernel, device: str, n: int, k: int, rows: int, name: str, dtype: torch
 
 
 def check_the_product_is_within_a_millionth_of_the_terms(kernel, device: str) -> None:
-    for name in FORMATS:
-        for dtype in DTYPES:
+    for one, name in enumerate(FORMATS):
+        for two, dtype in enumerate(DTYPES):
             for number, (n, k) in enumerate(SHAPES):
+                if device == "cpu" and not FULL and (one + two + number) % 3:  # the interpreter is slow
+                    continue
                 near(kernel, device, n, k, (3, 1, 9, 2, 17)[number], name, dtype, with_bias=number % 2 == 1)
 
 
