@@ -68,6 +68,7 @@ def test_a_draft_model_and_a_tree_are_compiled_too(traced, strict):
     assert run(target, rows[:1], EarlyExitDraft(target, 1)) == texts[:1]
 
 
+@pytest.mark.skipif(not FULL, reason="make test-all")
 def test_a_draft_whose_head_lacks_tokens_is_compiled_too(traced, strict):
     """They have minus infinity, which is nothing to compare by subtraction."""
     target, rows = family("Llama").model("eager"), prompts(9, 5)
@@ -103,6 +104,7 @@ def test_what_lies_behind_the_text_is_never_seen(name, tree, traced, strict):
     check_scores(model, cached, rows, proposal(tree, 3, seed=9))
 
 
+@pytest.mark.skipif(not FULL, reason="make test-all")
 def test_the_cache_grows_from_one_power_of_two_to_the_next(traced, strict, monkeypatch):
     monkeypatch.setattr("hf_specdec.kv_cache.FEWEST", 32)
     monkeypatch.setattr("hf_specdec.kv_cache.SLACK", 4)

@@ -22,7 +22,7 @@ def greedy_rule(draft: str, k: int, batch: str) -> None:
     assert generated(out, rows) == plain(target, rows)
 
 
-def sampling_rule(draft: str, k: int, batch: str, acceptance: str = "speculative_sampling", n: int = 1_500) -> None:
+def sampling_rule(draft: str, k: int, batch: str, acceptance: str = "speculative_sampling", n: int = 1_200) -> None:
     """The law of the first three tokens."""
     target = small_vocabulary_llama(1, law.VOCAB)
     rows = [[1, 2, 3, 1, 2]] if batch == ALONE else [[1, 2, 3, 1, 2], [4], [5, 4, 5]]
