@@ -141,6 +141,15 @@ def test_drawn_branches_among_guesses_leave_the_law_what_it_is(mode, drafts):
     assert sum(trace.accepted for trace in traces) > 250
 
 
+@pytest.mark.parametrize("k", [1, 2])
+def test_a_tree_of_fewer_nodes_than_drafts_is_filled_all_the_same(k):
+    target, rows = small_vocabulary_llama(2, law.VOCAB), [[1, 2, 3, 1, 2], [4, 3]]
+    draft = MixtureDraft([PromptLookupDraft(), ModelDraft(perturbed(target, 0.1)), ModelDraft(perturbed(target, 0.5))])
+    for options in ({}, {"do_sample": True, "seed": 3}):
+        trace = speculate(target, rows, draft, k, max_new_tokens=20, **options).speculation
+        assert 0 < trace.proposed <= k * sum(len(entries) for entries in trace.rounds) and trace.accepted > 0
+
+
 def test_guesses_that_depend_on_what_was_drawn_are_rejected(monkeypatch):
     """The control: a guess is left out where the model has drawn the same token."""
     joined = merging._joined

@@ -112,8 +112,8 @@ class Merge:
 
     def propose(self, context: Context, k: list[int]) -> tuple[list[Branches], str]:
         if self.asks is None:
-            share = [min(size // len(self.wholes), self.mixture.tokens) for size in k]
-            self.drawn = self._ask({d: share for d, whole in enumerate(self.wholes) if whole is not None})
+            wholes = [d for d, whole in enumerate(self.wholes) if whole is not None]
+            self.drawn = self._ask({d: [self._share(i, size) for size in k] for i, d in enumerate(wholes)})
         elif self.asks:
             self.drawn += self._ask(self.asks)
         self.grown = self._trees(k)
@@ -123,6 +123,10 @@ class Merge:
         rows = [_joined(grown, [Branches.of(proposal, b) for proposal in self.drawn]) for b, grown in enumerate(self.grown)]
         self.earnings.shown = max((len(row.nodes) for row in rows), default=0)
         return rows, self.mixture.name
+
+    def _share(self, i: int, size: int) -> int:
+        """Tokens asked of the i-th draft that says all at once, for a tree of `size` nodes: an equal part; of a small tree one each, while it lasts."""
+        return min(max(size // len(self.wholes), int(i < size)), self.mixture.tokens)
 
     def _ask(self, wanted: dict[int, list[int]]) -> list[Proposal]:
         """Show those of the wholes what they are to say, and the others nothing new; the proposals that were drawn at random."""
