@@ -102,10 +102,9 @@ def main() -> None:
     arms = [arm for arm in standard_arms(target, draft, arguments.k) if "lookup" not in arm.name]
     arms.append(generate_arm("ours draft model, auto", target, draft, None, assistant_model=draft, speculative=True))
     if arguments.kernels:
-        form = {"float32": "fp32", "bfloat16": "bf16"}[arguments.dtype]
-        fast_target, fast_draft = (mx.compress(copy.deepcopy(m), form, lm_head=form) for m in (target, draft))
-        arms.append(generate_arm(f"plain, {form} kernels", fast_target, None, None))
-        arms.append(generate_arm(f"ours draft model, {form} kernels", fast_target, fast_draft, arguments.k,
+        fast_target, fast_draft = (mx.to_tiles(copy.deepcopy(m)) for m in (target, draft))
+        arms.append(generate_arm("plain, kernels", fast_target, None, None))
+        arms.append(generate_arm("ours draft model, kernels", fast_target, fast_draft, arguments.k,
                                  assistant_model=fast_draft, speculative=True, num_assistant_tokens=arguments.k))
     report = run_benchmark(target, None, prompts, arms, max_new_tokens=arguments.max_new_tokens,
                            repetitions=arguments.repetitions, batch=arguments.batch)

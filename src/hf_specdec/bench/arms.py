@@ -27,7 +27,7 @@ class Answer:
 @dataclass
 class Arm:
     """run(prompts, max_new_tokens) -> Answer. draft: a model whose forwards are watched. k: drafted per round, if fixed. compiled: whether passes are
-    compiled, so that no hook may watch them. target: the model that decodes, where it is not the benchmark's own."""
+    compiled, so that no hook may watch them. target: the model that decodes; None: the benchmark's own."""
 
     name: str
     run: Callable[[list[list[int]], int], Answer]
@@ -73,7 +73,7 @@ def generate_arm(name: str, model, draft=None, k: int | None = None, max_batch: 
         )
         return Answer(new_tokens(model, out.sequences, inputs["input_ids"].shape[1]), getattr(out, "speculation", None))
 
-    return Arm(name, run, draft, k, max_batch, compiled)
+    return Arm(name, run, draft, k, max_batch, compiled, model)
 
 
 def standard_arms(model, draft=None, k: int | str = "auto", stock_k: int = 5, lookup_k: int = 10, compile: bool = False) -> list[Arm]:
@@ -105,7 +105,7 @@ KERNELS = ", kernels"
 def kernel_arms(model, draft=None, k: int | str = "auto", compile: bool = False) -> list[Arm]:
     """Plain generate and ours with `model`, whose weights are those of the benchmark's own in the layout of mx's kernels."""
     arms = [arm for arm in standard_arms(model, draft, k, compile=compile) if not arm.name.startswith("stock")]
-    return [replace(arm, name=f"{arm.name}{KERNELS}", target=model) for arm in arms]
+    return [replace(arm, name=f"{arm.name}{KERNELS}") for arm in arms]
 
 
 def model_of(draft) -> torch.nn.Module | None:

@@ -7,13 +7,14 @@ from transformers import PreTrainedModel
 
 from .activation import RowActivation, needs_table
 from .attention import NAME
-from .compress import compress
 from .interface import check_attention, set_attention
 from .kernels import cpu
 from .linear import MXLinear
 from .plan import Choice, plan
 from .quantizer import MXConfig, attach
 from .swap import compress_layer, replace, untie
+from .tiles import to_tiles
+
 
 def row_invariant(model: PreTrainedModel) -> PreTrainedModel:
     """Make a bfloat16 model on a CPU row-invariant, in place, and return it: a token's logits are the same bits whatever other
@@ -43,7 +44,7 @@ def row_invariant(model: PreTrainedModel) -> PreTrainedModel:
 def _into_tiles(model: PreTrainedModel) -> None:
     """All dense layers; the output head alone, where the others are MX already."""
     if not _has_mx(model):
-        compress(model, "bf16", lm_head="bf16", measure=False)
+        to_tiles(model)
         return
     (choice,) = _dense(model)
     layer = compress_layer(model, choice, "even", False)
