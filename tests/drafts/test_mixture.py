@@ -10,6 +10,7 @@ from hf_specdec.drafts.feature_tree import FeatureTreeDraft
 from hf_specdec.drafts.features import fused, hidden_states
 from hf_specdec.drafts.growth import Branches, Grower, likeliest, together
 from hf_specdec.proposal import Proposal
+from hf_specdec.schedule import Rates
 from hf_specdec.drafts.medusa import MedusaDraft
 from hf_specdec.training import build_drafter
 from hf_specdec.tree import Tree
@@ -45,13 +46,32 @@ def test_the_likeliest_paths_come_first():
 
 
 def test_a_proposal_with_chances_is_merged_by_them():
-    whole = merging._Whole(ScriptedDraft(lambda row: []))
+    whole = merging._Whole()
     tokens, tree = torch.tensor([[7, 8, 9]]), Tree((0, 0, 1))
-    whole.show(Proposal(tree, tokens, None, [3], chances=torch.tensor([[0.2, 0.6, 0.9]])), [0])
+    whole.show(Proposal(tree, tokens, None, [3], chances=torch.tensor([[0.2, 0.6, 0.9]])), [0], [[0.7, 0.7]])
     grown = Grower().tree([(whole, (0, 0, 0))], 3, VOCAB)
     assert grown.nodes == [(0, 8), (0, 7), (2, 9)]  # .6, .2, .2 * .9
-    whole.show(Proposal(tree, tokens, None, [3]), [0])
+    whole.show(Proposal(tree, tokens, None, [3]), [0], [[0.7, 0.7]])
     assert Grower().tree([(whole, (0, 0, 0))], 1, VOCAB).nodes == [(0, 7)]
+
+
+def test_of_a_proposal_without_chances_the_first_guesses_are_as_likely_as_measured_before():
+    whole = merging._Whole()
+    whole.show(Proposal(Tree((0, 0, 1)), torch.tensor([[7, 8, 9]]), None, [3]), [2], [[0.1, 0.9]])
+    grown = Grower().tree([(whole, (0, 0, 0)), (Guessing({5: 0.3}), ())], 4, VOCAB)
+    assert grown.nodes[:2] == [(0, 5), (0, 7)] and grown.chances[1] == pytest.approx(0.1)  # a first token seldom right ...
+    assert grown.chances[grown.nodes.index((2, 9))] == pytest.approx(0.09)  # ... and after it another, mostly right
+
+
+def test_lookups_that_lead_nowhere_are_no_longer_merged_after_some_tries():
+    """Acceptance measured for matches of one length says something about those of another, in the tree, too."""
+    rates = Rates(PromptLookupDraft().prior)
+    before = rates(1)[0]
+    for _ in range(8):
+        rates.update(2, 5, 0)
+    whole = merging._Whole()
+    whole.show(Proposal(Tree((0,)), torch.tensor([[7]]), None, [1]), [1], [rates(1)])
+    assert Grower().tree([(whole, (0, 0, 0))], 1, VOCAB).chances[0] < before / 2
 
 
 class States(FeatureTreeDraft):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..draft_stop import StopRule
     from ..seq2seq import Source
 
-Guess = tuple[int, Hashable, float]
+Guess = tuple[int, Hashable | None, float]
 
 
 @dataclass
@@ -146,7 +146,7 @@ class Draft(CandidateGenerator):
 
     def guesses(self, place: Any) -> list[Guess]:
         """(token, kind, rate): the likeliest next tokens, at most 8. How often guesses of a kind are right is measured; `rate` is
-        what to expect before."""
+        what to expect before, and of kind None what counts."""
         return []
 
     def step(self, place: Any, token: int) -> Any:

@@ -106,6 +106,10 @@ class Earnings:
 
     # --- what is expected -------------------------------------------------------------------------------------------
 
+    def rate(self, b: int, d: int, strength: int) -> list[float]:
+        """Acceptance of draft d's first token, and of a later one, in row b."""
+        return self.rates[self.rows[b]][d](strength)
+
     def tokens(self, b: int, d: int, strength: int, most: int) -> list[float]:
         """Tokens that a round of row b is expected to commit with 0, 1, ... `most` tokens of draft d."""
         more = self.OPTIMISM if not self.free[d] and self.waited[d] >= self.PATIENCE else 0.0

@@ -83,10 +83,10 @@ class Grower:
         for draft, place in places:
             for token, kind, expected in draft.guesses(place):
                 if 0 <= token < vocab_size:
-                    kind = (id(draft), kind)
-                    rate = min(self.rate(kind, expected), self.MOST)
-                    known = found.get(token)
-                    found[token] = (rate, [kind]) if known is None else (max(rate, known[0]), [*known[1], kind])
+                    kinds = [] if kind is None else [(id(draft), kind)]
+                    rate = min(self.rate(kinds[0], expected) if kinds else expected, self.MOST)
+                    known = found.get(token, (0.0, []))
+                    found[token] = max(rate, known[0]), known[1] + kinds
         return found
 
     def learn(self, grown: Grown, committed: list[int]) -> None:

@@ -15,13 +15,14 @@ from .growth import Branches, Grower, Grown
 
 class _Whole(Draft):
     """The last proposal of a draft, token by token: a place is (row, node, depth). A guess is known by the chance that the draft gives
-    it, in steps of a factor of 1.4, or else by its rank among its siblings."""
+    it, in steps of a factor of 1.4, or else by its rank among its siblings; the first of them is as likely as `Earnings` has measured."""
 
-    def __init__(self, draft: Draft):
-        self.draft, self.children = draft, []
+    def __init__(self):
+        self.children: list[list[dict[int, int]]] = []
 
-    def show(self, proposal: Proposal, strengths: list[int]) -> None:
-        self.strengths, self.children = strengths, []
+    def show(self, proposal: Proposal, strengths: list[int], rates: list[list[float]]) -> None:
+        """strengths, rates: of every row, the evidence and the acceptance of a first and of a later token."""
+        self.strengths, self.rates, self.children = strengths, rates, []
         self.chances = None if proposal.chances is None else proposal.chances.tolist()
         for tokens, size in zip(proposal.tokens.tolist(), proposal.sizes):
             children: list[dict[int, int]] = [{} for _ in range(size + 1)]
@@ -34,8 +35,8 @@ class _Whole(Draft):
         if self.chances is not None:
             own = [(token, self.chances[b][child - 1]) for token, child in self.children[b][node].items()]
             return [(token, (min(depth, 8), round(-2 * log2(max(chance, 1e-4)))), chance) for token, chance in own]
-        rate = self.draft.prior(self.strengths[b])[depth > 0]
-        return [(token, (self.strengths[b], min(depth, 8), rank), rate * 0.3**rank) for rank, token in enumerate(self.children[b][node])]
+        rate = self.rates[b][depth > 0]
+        return [(token, (self.strengths[b], min(depth, 8), rank) if rank else None, rate * 0.3**rank) for rank, token in enumerate(self.children[b][node])]
 
     def step(self, place: tuple[int, int, int], token: int) -> tuple[int, int, int] | None:
         b, node, depth = place
@@ -49,7 +50,7 @@ class Merge:
 
     def __init__(self, mixture, context: Context):
         self.mixture, self.context, self.grower, self.earnings = mixture, context, Grower(), Earnings(mixture, context)
-        self.wholes = [None if type(draft).place is not Draft.place else _Whole(draft) for draft in mixture.parts]
+        self.wholes = [None if type(draft).place is not Draft.place else _Whole() for draft in mixture.parts]
         self.costly = [d for d, whole in enumerate(self.wholes) if whole is not None and not self.earnings.free[d]]
         self.grown: list[Grown] = []
         self.asks: dict[int, list[int]] | None = None
@@ -140,7 +141,8 @@ class Merge:
             if proposal.probs is not None and self.context.sampler.do_sample:
                 drawn.append(proposal)
                 proposal = nothing
-            self.wholes[d].show(proposal, self.strengths[d])
+            rates = [self.earnings.rate(b, d, max(strength, 0)) for b, strength in enumerate(self.strengths[d])]
+            self.wholes[d].show(proposal, self.strengths[d], rates)
         return drawn
 
     def _trees(self, k: list[int]) -> list[Grown]:
