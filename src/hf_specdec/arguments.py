@@ -10,7 +10,7 @@ import torch
 from . import compat
 from .config import SpeculativeConfig
 from .drafts.base import Draft
-from .probe import check_batch
+from .probe import check_batch, check_mode
 
 # Arguments that ask transformers for another way of decoding, and what to do instead.
 _OTHER_WAYS = {
@@ -30,6 +30,9 @@ _OTHER_TUNING = ("num_assistant_tokens_schedule", "assistant_confidence_threshol
 
 def check_arguments(kwargs: dict[str, Any]) -> None:
     """What `generate` was called with, before transformers does anything with it."""
+    if len(kwargs.get("adapter_names") or ()) > 1:
+        raise ValueError("adapter_names: rows leave a batch as they end, which an adapter per row does not survive. Generate the rows of one adapter at a "
+                         "time, with set_adapter, or use speculative=False.")
     for name in _OTHER_TUNING:
         if kwargs.get(name) is not None:
             raise ValueError(f"{name}={kwargs[name]!r}: this tunes transformers' own assisted decoding and means nothing to "
@@ -72,6 +75,7 @@ def check_draft_stop(draft: Draft, config: SpeculativeConfig) -> None:
 
 def check_call(model, input_ids, processors, generation, model_kwargs: dict, traits: compat.ModelTraits) -> None:
     """What transformers has made of the call, its model's own config included."""
+    check_mode(model, "target")
     _check_beams(model, generation, traits)
     if model_kwargs.get("inputs_embeds") is not None:
         raise ValueError("inputs_embeds: the draft needs token ids. Pass input_ids.")
@@ -85,26 +89,44 @@ def check_call(model, input_ids, processors, generation, model_kwargs: dict, tra
     known = {"attention_mask", "past_key_values", "use_cache", "logits_to_keep", "cache_position", "output_attentions",
              "output_hidden_states", *(("encoder_outputs", "decoder_attention_mask") if traits.encoder == "own" else ("position_ids",))}
     for name, value in model_kwargs.items():
-        if value is not None and name not in known:
+        if value is not None and name not in known and not (isinstance(value, dict) and not value):  # of images that there are none of
             raise ValueError(f"{name}: this model input is not supported with speculative=True. Drop it, or use speculative=False.")
     mask, positions = model_kwargs.get(traits.mask_name), model_kwargs.get("position_ids")
     real = torch.ones_like(input_ids).bool() if mask is None else mask[:, -input_ids.shape[1]:].bool()
     longest = int(real.sum(-1).max())
     if traits.max_positions and longest > traits.max_positions:
         raise ValueError(f"input_ids: the prompt has {longest} tokens and the target's context is {traits.max_positions}. Shorten the prompt.")
-    if positions is not None and positions.shape == real.shape and not torch.equal(positions[real], (real.cumsum(-1) - 1)[real]):
-        raise ValueError("position_ids: the loop counts positions itself, from each row's first token. Drop it, or use speculative=False.")
     cache = model_kwargs.get("past_key_values")
     if traits.encoder == "own":
         _check_encoder_decoder(model, input_ids.shape[0], real)
     elif cache is not None:
         compat.check_cache(cache)
+        width = compat.mask_width(generation, input_ids.shape[1]) if mask is None else mask.shape[1]
+        if cache.get_seq_length() and width != input_ids.shape[1]:
+            raise ValueError(f"input_ids has {input_ids.shape[1]} tokens a row and attention_mask {width}: with past_key_values, input_ids must be the whole "
+                             f"conversation, as the draft and the processors read it, not its new tokens alone.")
         if cache.get_seq_length() >= input_ids.shape[1]:
             raise ValueError(f"past_key_values holds {cache.get_seq_length()} tokens and input_ids {input_ids.shape[1]}; input_ids must be "
                              f"the whole conversation, with at least one token that is not cached yet.")
+    _check_positions(positions, real)
     compat.check_rope(compat.unwrap(model), generation.max_length, "target")
     compat.check_processors(processors)
     check_batch(compat.unwrap(model), traits, input_ids.shape[0], "target")
+
+
+def _check_positions(positions: torch.Tensor | None, real: torch.Tensor) -> None:
+    """Given ones [..., L] must be those that the loop counts, at the places of `real` [B, P] that there are."""
+    if positions is None:
+        return
+    width = min(positions.shape[-1], real.shape[1])
+    mask, counted = real[:, -width:], (real.cumsum(-1) - 1)[:, -width:]
+    shape = torch.Size([*positions.shape[:-2], *mask.shape])
+    try:
+        same = torch.equal(positions[..., -width:].expand(shape)[mask.expand(shape)], counted.expand(shape)[mask.expand(shape)])
+    except RuntimeError:  # a shape that no expansion makes fit
+        same = False
+    if not same:
+        raise ValueError("position_ids: the loop counts positions itself, from each row's first token. Drop it, or use speculative=False.")
 
 
 def _check_beams(model, generation, traits: compat.ModelTraits) -> None:

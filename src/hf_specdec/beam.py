@@ -129,7 +129,7 @@ class BeamCall(Call):
         longest = max(map(len, self.prompts)) + self.max_new
         reach = self.config.max_auto_tokens if self.config.num_assistant_tokens == "auto" else self.config.num_assistant_tokens
         target = CachedModel(self.model, longest + reach, "target", self.traits)
-        context = Context([], longest, self.traits.vocab_size, self.model.device, Sampler.greedy(), _no_noise, stop=self._stop())
+        context = Context([], longest, self.traits.vocab_size, compat.device_of(self.model), Sampler.greedy(), _no_noise, stop=self._stop())
         trace = SpeculationTrace(self.config.to_dict() | {"acceptance": "greedy"})
         scored = ScoredBeams(target, draft, self._schedule(by_row=False), context, trace)
 
@@ -137,11 +137,9 @@ class BeamCall(Call):
             rows = [tuple(row[i] for i in own) + tuple(row[prompt:]) for row, own in zip(sequences.tolist(), columns)]
             return scored(rows)
 
-        try:
+        with draft.in_use():
             output = compat.beam_search(self.model, logits, self.input_ids, self.original_processors, criteria, generation)
             scored.finish()
-        finally:
-            draft.finish()
         if not generation.return_dict_in_generate:
             return output
         output = SpeculativeBeamOutput(**output)
@@ -151,6 +149,8 @@ class BeamCall(Call):
     def _check(self, draft: Draft) -> None:
         """Refuse by name what beam search cannot be, before any work."""
         beams = f"num_beams={self.generation.num_beams}"
+        if self.decoder.streamer is not None:
+            raise ValueError(f"{beams}: beams cannot be streamed, which of them wins is known at the end. Drop streamer, or use num_beams=1.")
         if self.given:
             raise ValueError(f"{beams}: past_key_values cannot be given to a speculative beam search. Leave it out, or use speculative=False.")
         if draft.name not in (*AFRESH, *KEPT):

@@ -45,7 +45,7 @@ class CachedModel:
         self.most, self.runner = passes.runner(model, compiled=False)
         if compile and (source is not None or self.traits.own_positions):
             self.compiled.give_up("it makes its masks or positions itself")
-        self.device, self.dtype = model.device, model.dtype
+        self.device, self.dtype = compat.device_of(model), model.dtype
         self.lengths: list[int] = []
         self.fresh: list[int] = []
         self.reader: Callable[[list[int], torch.Tensor], None] | None = None

@@ -6,7 +6,7 @@ import warnings
 from typing import Any
 
 import torch
-from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
+from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput, MaxLengthCriteria
 
 from . import compat, registry
 from .arguments import check_call, check_draft_stop, check_vocabulary
@@ -71,9 +71,10 @@ class Call:
 
     def run(self, criteria: list) -> Any:
         generation, decoder = self.generation, self.decoder
-        device, batch = self.model.device, len(self.prompts)
+        device, batch = compat.device_of(self.model), len(self.prompts)
         as_dict = generation.return_dict_in_generate
         rule = self._acceptance()
+        self.max_new = _new_tokens(criteria, self.input_ids.shape[1], self.max_new)
         sequences = Sequences(self.prompts, self.max_new, criteria, device, decoder.streamer)
         longest = max(map(len, self.prompts)) + self.max_new
         reach = self.config.max_auto_tokens if self.config.num_assistant_tokens == "auto" else self.config.num_assistant_tokens
@@ -83,7 +84,7 @@ class Call:
         target.reader = decoder.draft.read if decoder.draft.reads_prompt else None
         seeds = self._seeds(batch)
         noise, gumbel = Noise(seeds, device), Gumbel(seeds, device) if rule.coupled else None
-        sampler = Sampler(self.processors, rule.samples, bool(as_dict and generation.output_scores), gumbel)
+        sampler = Sampler(self.processors, rule.samples, bool(as_dict and generation.output_scores), gumbel, sequences.eos)
         context = Context(sequences.tokens, longest, self.traits.vocab_size, device, sampler, noise.uniform, self.source, self._stop(),
                           target, self.config.seed is None)
         trace = SpeculationTrace(self.config.to_dict() | {"acceptance": self.rule_name}, rule.lossless)
@@ -168,6 +169,12 @@ class Call:
         if seed is None:
             seed = int(torch.randint(2**62, ()))
         return [(seed + row) % 2**63 for row in range(batch)]
+
+
+def _new_tokens(criteria: list, prompt: int, most: int) -> int:
+    """A caller's `MaxLengthCriteria` takes the place of the one that transformers makes."""
+    lengths = [criterion.max_length for criterion in criteria if isinstance(criterion, MaxLengthCriteria)]
+    return max(min(lengths) - prompt, 1) if lengths and most > 0 else most
 
 
 def _warn_if_nothing_is_accepted(trace: SpeculationTrace, draft: Draft) -> None:

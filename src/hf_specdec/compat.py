@@ -62,8 +62,9 @@ def processors_per_row(processors: Sequence[LogitsProcessor], input_ids: torch.T
 def _for_row(processor: LogitsProcessor, row: int, input_ids: torch.Tensor, prompt: list[int]) -> LogitsProcessor:
     batch, pad = len(input_ids), input_ids.shape[1] - len(prompt)
     if isinstance(processor, lp.PrefixConstrainedLogitsProcessor) and batch > 1:
-        allowed = processor._prefix_allowed_tokens_fn
-        return lp.PrefixConstrainedLogitsProcessor(lambda _, tokens: allowed(row, tokens), 1)
+        own, allowed = copy.copy(processor), processor._prefix_allowed_tokens_fn
+        own._prefix_allowed_tokens_fn, own._num_beams = lambda _, tokens: allowed(row, tokens), 1
+        return own
     if isinstance(processor, (lp.EncoderRepetitionPenaltyLogitsProcessor, lp.EncoderNoRepeatNGramLogitsProcessor)):
         return _for_prompt(processor, row, input_ids, input_ids.new_tensor([prompt]))
     attribute = _COUNTED_FROM_THE_PADDED_START.get(type(processor))
@@ -98,6 +99,8 @@ def _for_prompt(processor: LogitsProcessor, row: int, input_ids: torch.Tensor, p
 _KNOWN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 _KNOWN_BLOCKS = {"attention"}
 _OWN_MASK = {"bloom", "mpt", "gpt_neo"}
+_OWN_WAYS = {"moshi": "keeps its window by a cache that forgets", "cpmant": "puts a prompt of its own before every pass",
+             "paligemma": "reads its whole prompt in both directions"}
 _OWN_MASK_BEFORE_SDPA = {"ctrl"}  # takes a 4-D mask since it has sdpa attention; transformers 5.10 reads a 2-D one only
 ENCODER_DECODERS = frozenset(
     "bart blenderbot blenderbot-small led longt5 m2m_100 marian mbart mt5 mvp pegasus pegasus_x plbart t5 umt5 whisper".split()
@@ -154,7 +157,7 @@ def traits_of(model: PreTrainedModel, role: str) -> ModelTraits:
         own_positions=own_mask or encoder != "none" or "position_ids" not in forward,
         logits_to_keep="logits_to_keep" in forward,
         vocab_size=head.weight.shape[0] if getattr(head, "weight", None) is not None else config.vocab_size,
-        max_positions=next(filter(None, (getattr(config, limit, None) for limit in limits)), None),
+        max_positions=next((value for limit in limits if (value := getattr(config, limit, None)) and value > 0), None),
         encoder=encoder,
     )
 
@@ -164,17 +167,17 @@ def _refuse_what_cannot_roll_back(model: PreTrainedModel, config: Any, name: str
     if model.config.is_encoder_decoder and kind not in ENCODER_DECODERS:
         raise ValueError(f"{name} is an encoder-decoder model of type {kind!r}, whose decoder nobody has tried to roll back; those that work are "
                          f"{sorted(ENCODER_DECODERS)}. Use speculative=False.")
+    if kind in _OWN_WAYS or not model.config.is_encoder_decoder and "past_key_values" not in inspect.signature(model.forward).parameters:
+        raise ValueError(f"{name} {_OWN_WAYS.get(kind, 'takes no cache')}, so its passes cannot be ours. Use speculative=False.")
     strange = sorted(set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS) \
         or sorted(set(getattr(config, "layers_block_type", None) or ()) - _KNOWN_BLOCKS - _KNOWN_LAYERS)  # transformers 5.10
     if getattr(model, "_is_stateful", False) or strange:
         what = f"layers of type {strange}" if strange else "a recurrent state"
         raise ValueError(f"{name} has {what}, which cannot be rolled back after a rejected token. Use speculative=False.")
     attention = getattr(config, "_attn_implementation", None) or "eager"
-    if "flash" in attention or "paged" in attention:
-        raise ValueError(
-            f"{name} runs attn_implementation={attention!r}, which takes no 4-D mask and so can score neither ragged rows nor "
-            f'trees. Call model.set_attn_implementation("sdpa") (or "eager", "flex_attention").'
-        )
+    if any(word in attention for word in ("flash", "paged", "flex")):
+        raise ValueError(f"{name} runs attn_implementation={attention!r}, which takes no 4-D mask of numbers and so can score neither ragged rows "
+                         f'nor trees. Call model.set_attn_implementation("sdpa") (or "eager").')
 
 
 def own_mask_refusal(model: PreTrainedModel, role: str) -> str:
@@ -184,31 +187,13 @@ def own_mask_refusal(model: PreTrainedModel, role: str) -> str:
             f"(batch size 1) with chains, or use speculative=False.")
 
 
-def one_vocabulary(model: PreTrainedModel) -> bool:
-    """Whether the encoder and the decoder of an encoder-decoder model share their token embeddings, and so their token ids."""
-    ours, theirs = (part.get_input_embeddings() for part in (model.get_encoder(), model.get_decoder()))
-    return getattr(ours, "weight", None) is not None and getattr(ours, "weight", None) is getattr(theirs, "weight", None)
-
-
-def parameters_per_token(model: PreTrainedModel) -> int:
-    """Parameters that decoding one token reads: all but those of an encoder, which runs once a text."""
-    model = unwrap(model)
-    everything = {id(p): p.numel() for p in model.parameters()}
-    if model.config.is_encoder_decoder:
-        decoder = {id(p) for part in (model.get_decoder(), model.get_output_embeddings()) if part is not None for p in part.parameters()}
-        for p in model.get_encoder().parameters():
-            if id(p) not in decoder:
-                everything.pop(id(p), None)
-    return sum(everything.values())
-
-
-def decoder_layers(model: PreTrainedModel) -> tuple[str, torch.nn.ModuleList]:
-    """Name and modules of the model's list of decoder layers; ValueError if it has none."""
-    count = model.config.get_text_config().num_hidden_layers
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.ModuleList) and len(module) == count:
-            return name, module
-    raise ValueError(f"{type(model).__name__}: no list of its {count} layers found; a draft cannot be made from its parts.")
+def device_of(model: PreTrainedModel) -> torch.device:
+    """Where its inputs go; of one whose weights are offloaded, where it runs."""
+    if model.device.type != "meta":
+        return model.device
+    hooks = [hook for module in unwrap(model).modules() if (hook := getattr(module, "_hf_hook", None)) is not None]
+    devices = [getattr(one, "execution_device", None) for hook in hooks for one in getattr(hook, "hooks", [hook])]
+    return next((torch.device(device) for device in devices if device is not None), model.device)
 
 
 def check_rope(model: PreTrainedModel, max_length: int, role: str) -> None:
@@ -265,6 +250,11 @@ def beam_search(model: PreTrainedModel, logits: Callable[[torch.Tensor], torch.T
 
 
 # --- transformers' own caches -----------------------------------------------------------------------------------------
+
+
+def mask_width(generation: Any, otherwise: int) -> int:
+    """Columns of an attention mask that transformers has dropped because it hides nothing."""
+    return getattr(generation, "_mask_length", otherwise)
 
 
 def check_cache(cache: Any) -> None:

@@ -5,7 +5,7 @@ Glossary: p is the target's law, q the draft's, x a drafted token, V the size of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -15,7 +15,7 @@ from transformers import LogitsProcessor
 from . import compat
 from .noise import Gumbel
 
-Prefix = Callable[[int, int], torch.Tensor]
+Prefix = Callable[[int, int], torch.Tensor | None]
 
 
 class Law:
@@ -82,15 +82,18 @@ class Sampler:
     """Turns the logits of several nodes into a `Law`, running transformers' logits processors on each node's own prefix.
 
     Processors that look at scores only (temperature, top-k, ...) run once on all nodes; those that look at the prefix run
-    once per node, with the row's own tokens and no padding.
+    once per node, with the row's own tokens and no padding, and never on a text that the target cannot write: behind a token that ends
+    it, or that a processor has ruled out.
 
     processors: one list of processors per row (the rows share one list where nothing depends on the row's padding).
+    eos:        the tokens that end a text.
     do_sample:  whether tokens are drawn from the law; False where its argmax is taken, in greedy decoding and in coupled sampling.
     gumbel:     the noise of coupled sampling, else None.
     """
 
-    def __init__(self, processors: Sequence[Sequence[LogitsProcessor]], do_sample: bool, keep_scores: bool = False, gumbel: Gumbel | None = None):
-        self.rows = list(processors)
+    def __init__(self, processors: Sequence[Sequence[LogitsProcessor]], do_sample: bool, keep_scores: bool = False, gumbel: Gumbel | None = None,
+                 eos: Collection[int] = ()):
+        self.rows, self.eos = list(processors), frozenset(eos)
         self.do_sample, self.gumbel = do_sample, gumbel
         self.needs_prefix = any(not compat.is_prefix_free(p) for p in self.rows[0]) if self.rows else False
         self.exact_scores = do_sample or keep_scores or gumbel is not None or bool(self.rows and self.rows[0])
@@ -107,13 +110,18 @@ class Sampler:
         if self.gumbel is not None:
             self.gumbel.keep(rows)
 
-    def __call__(self, logits: torch.Tensor, sizes: Sequence[int], prefix: Prefix) -> Law:
-        """logits [B, n, V] -> Law. sizes[b]: how many nodes of row b count; prefix(b, i): int64 [1, L], the tokens up to and
-        including node i of row b. Half precision goes to float32 as in transformers' own loops."""
+    def text(self, row: list[int], drafted: list[int], device) -> torch.Tensor | None:
+        """int64 [1, L]: a row's tokens and those drafted after them; None where one of these ends the text."""
+        return None if self.eos.intersection(drafted) else torch.tensor([row + drafted], device=device)
+
+    def __call__(self, logits: torch.Tensor, sizes: Sequence[int], prefix: Prefix, parents: Sequence[int] = ()) -> Law:
+        """logits [B, n, V] -> Law. sizes[b]: how many nodes of row b count; prefix(b, i): what `text` makes of the tokens up to and
+        including node i of row b; parents: of the nodes after the root, where they are all of one tree. Half precision goes to float32 as in
+        transformers' own loops."""
         if self.exact_scores and logits.dtype in (torch.float16, torch.bfloat16):
             logits = logits.float()
         if self.rows and self.rows[0]:
-            logits = self._processed(logits, sizes, prefix)
+            logits = self._processed(logits, sizes, prefix, parents)
         return Law(logits, None if self.gumbel is None else self._noise(logits, sizes, prefix))
 
     def _noise(self, logits: torch.Tensor, sizes: Sequence[int], prefix: Prefix) -> torch.Tensor:
@@ -121,21 +129,35 @@ class Sampler:
         noise = torch.zeros_like(logits)
         for b, size in enumerate(sizes):
             for i in range(size):
-                noise[b, i] = self.gumbel(b, prefix(b, i).shape[1], logits.shape[-1])
+                text = prefix(b, i)
+                if text is not None:
+                    noise[b, i] = self.gumbel(b, text.shape[1], logits.shape[-1])
         return noise
 
-    def _processed(self, logits: torch.Tensor, sizes: Sequence[int], prefix: Prefix) -> torch.Tensor:
+    def _processed(self, logits: torch.Tensor, sizes: Sequence[int], prefix: Prefix, parents: Sequence[int]) -> torch.Tensor:
         batch, n, vocab = logits.shape
+        never: set[tuple[int, int]] = set()  # (row, node): no text of the target's
         for position, processor in enumerate(self.rows[0]):
             if compat.is_prefix_free(processor):
                 logits = processor(None, logits.reshape(batch * n, vocab)).view(batch, n, vocab)
             else:
                 logits = logits.clone()
                 for b in range(batch):
-                    own = self.rows[b][position]
                     for i in range(sizes[b]):
-                        logits[b, i] = own(prefix(b, i), logits[b, i : i + 1])[0]
+                        text, above = prefix(b, i), (b, parents[i - 1]) if i and parents else None
+                        if text is None or above in never or above and logits[above][text[0, -1]] == -torch.inf:
+                            never.add((b, i))
+                        elif (b, i) not in never:
+                            logits[b, i] = _one_row(self.rows[b][position], text, logits[b, i : i + 1])
         return logits
+
+
+def _one_row(processor: LogitsProcessor, text: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    found = processor(text, scores)
+    if found.shape != scores.shape:
+        raise ValueError(f"logits_processor: {type(processor).__name__} was given one row, scores {list(scores.shape)}, and returned {list(found.shape)}. "
+                         f"With speculative=True every row is processed alone; make it one that does not know the batch.")
+    return found[0]
 
 
 class ArgmaxLogitsWarper(LogitsProcessor):

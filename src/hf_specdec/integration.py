@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import copy
 import inspect
+import threading
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StopStringCriteria
-from transformers.generation import MaxLengthCriteria
 
 from . import compat, registry
 from .arguments import check_arguments
@@ -136,6 +136,7 @@ class SpeculativeDecoder:
             self._take(draft)
         self.put_prompt = self.cache_is_given = False
         self.trace: SpeculationTrace | None = None
+        self._give_back = _nothing  # to the model, when transformers has prepared the call
         if stop_strings is not None and tokenizer is None:
             raise ValueError("stop_strings needs tokenizer=, the target's tokenizer, beside it.")
 
@@ -154,9 +155,11 @@ class SpeculativeDecoder:
 
     @contextmanager
     def stop_strings_taken_over(self, model: PreTrainedModel, kwargs: dict[str, Any]):
-        """transformers refuses stop strings without a tokenizer, which it hands to no custom method: for the length of a call
-        they are ours, and neither the `generation_config` passed on nor the model's own has any."""
-        own, given = model.generation_config, kwargs.get("generation_config")
+        """transformers refuses stop strings without a tokenizer, which it hands to no custom method: while it prepares a call they are ours,
+        and neither the `generation_config` passed on nor the model's own has any. No two calls are prepared at once."""
+        given = kwargs.get("generation_config")
+        with _preparing:
+            own = model.generation_config  # of a call that is being prepared, it may lack its stop strings
         strings = [getattr(config, "stop_strings", None) for config in (given, own)]
         self.stop_strings = self.stop_strings or strings[0] or strings[1]
         if self.stop_strings is not None and self.tokenizer is None:
@@ -166,25 +169,40 @@ class SpeculativeDecoder:
         if strings[1] is None:
             yield kwargs
             return
+
+        def give_back() -> None:
+            if self._give_back is give_back:
+                self._give_back, model.generation_config = _nothing, own
+                _preparing.release()
+
+        _preparing.acquire()
+        self._give_back, model.generation_config = give_back, _without_stop_strings(own)
         try:
-            model.generation_config = _without_stop_strings(own)
             yield kwargs
         finally:
-            model.generation_config = own
+            self._give_back()
 
     @torch.no_grad()
     def __call__(self, model, input_ids, logits_processor, stopping_criteria, generation_config, inputs_tensor=None, **model_kwargs):
         """What transformers calls after it has prepared inputs, processors and criteria. Returns int64 [B, P + new], or a
         `SpeculativeOutput` with `return_dict_in_generate=True`."""
+        self._give_back()
         self.load(model)
         beams = (generation_config.num_beams or 1) > 1
         call = (BeamCall if beams else Call)(self, model, input_ids, logits_processor, generation_config, inputs_tensor, model_kwargs)
-        criteria = type(stopping_criteria)(c for c in stopping_criteria if beams or not isinstance(c, MaxLengthCriteria))
+        criteria = type(stopping_criteria)(stopping_criteria)
         if self.stop_strings is not None:
             criteria.append(StopStringCriteria(self.tokenizer, self.stop_strings))
         output = call.run(criteria)
         self.trace = getattr(output, "speculation", None)
         return output
+
+
+_preparing = threading.RLock()
+
+
+def _nothing() -> None:
+    pass
 
 
 def _without_stop_strings(config: GenerationConfig) -> GenerationConfig:

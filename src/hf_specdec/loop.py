@@ -29,12 +29,10 @@ class SpeculativeLoop:
 
     @torch.no_grad()
     def run(self) -> None:
-        try:
+        with self.draft.in_use():
             self.draft.start(self.context)
             while self.sequences.active:
                 self.round()
-        finally:
-            self.draft.finish()
 
     def round(self) -> None:
         """Draft, score all candidates in one target forward (the prompt pass, too, at first), commit a prefix and a token of its own."""
@@ -54,7 +52,7 @@ class SpeculativeLoop:
         verified = perf_counter()
         self.draft.observe(proposal, logits)
 
-        law = self.sampler(logits, [size + 1 for size in proposal.sizes], self._prefix(proposal))
+        law = self.sampler(logits, [size + 1 for size in proposal.sizes], self._prefix(proposal), proposal.tree.parents)
         coins = self.noise.uniform("accept", len(proposal.tree)) if self.acceptance.samples else None
         verdict = self.acceptance.verdict(proposal, law, coins)
         token = self._draw(verdict.next_probs, "next")
@@ -66,15 +64,17 @@ class SpeculativeLoop:
         self.trace.clock(drafted - begin, verified - drafted, end - verified, self.target.seconds + self.draft.forward_seconds)
 
     def _draw(self, law: torch.Tensor, stream: str) -> torch.Tensor:
-        return draw(law, self.noise.uniform(stream, 1)[:, 0]) if law.is_floating_point() else law
+        if not law.is_floating_point():
+            return law
+        return torch.where(law.sum(-1) > 0, draw(law, self.noise.uniform(stream, 1)[:, 0]), -1)  # -1: no law at all, see `_emit`
 
     def _prefix(self, proposal: Proposal):
-        """prefix(b, i): int64 [1, L], row b up to and including node i."""
+        """prefix(b, i): row b up to and including node i, as `Sampler.text` has it."""
         rows = self.sequences.tokens
 
-        def prefix(row: int, node: int) -> torch.Tensor:
+        def prefix(row: int, node: int) -> torch.Tensor | None:
             drafted = [int(proposal.tokens[row, step - 1]) for step in proposal.tree.path(node)]
-            return torch.tensor([rows[row] + drafted], device=self.context.device)
+            return self.sampler.text(rows[row], drafted, self.context.device)
 
         return prefix
 
@@ -91,6 +91,8 @@ class SpeculativeLoop:
                 continue
             path = [node for node in range(1, width) if numbers[node]]
             tokens = [numbers[width + node - 1] for node in path] + [numbers[-1]]
+            if tokens[-1] < 0:
+                raise RuntimeError(f"row {row.index}: the target's probabilities are nan, or its processors have left no token. Nothing can be drawn.")
             nodes = [0, *path]
             scores = [law.scores[b, node].float() for node in nodes] if self.want_scores else ()
             raw = [logits[b, node].float() for node in nodes] if self.want_logits else ()

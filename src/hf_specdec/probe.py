@@ -24,6 +24,19 @@ def check_batch(model: PreTrainedModel, traits: ModelTraits, batch: int, role: s
         raise ValueError(own_mask_refusal(model, role))
 
 
+def check_mode(model: PreTrainedModel, role: str) -> None:
+    """ValueError naming `role` if something has been done to `model` that goes by where a pass begins or ends, or that takes its cache away."""
+    name = f"{role}: {type(model).__name__}"
+    preparing = getattr(getattr(model, "prepare_inputs_for_generation", None), "__self__", model)  # PEFT puts a method of its wrapper there
+    adapters = getattr(preparing, "peft_config", None)
+    for adapter in adapters.values() if isinstance(adapters, dict) else ():
+        if getattr(adapter, "is_prompt_learning", False) or getattr(adapter, "alora_invocation_tokens", None):
+            raise ValueError(f"{name} has an adapter of type {adapter.peft_type}, which reads where a pass begins or ends, so a pass over drafted tokens would "
+                             f"differ from plain decoding. Merge it or take it off, or use speculative=False.")
+    if model.training and getattr(model, "is_gradient_checkpointing", False):
+        raise ValueError(f"{name} is in training with gradient checkpointing, which keeps no cache. Call eval(), or gradient_checkpointing_disable().")
+
+
 @torch.no_grad()
 def obeys_masks(model: PreTrainedModel, traits: ModelTraits) -> bool:
     """Whether a ragged pass gives every row the logits of a pass of its own. Costs four short forwards the first time; free for
@@ -31,7 +44,10 @@ def obeys_masks(model: PreTrainedModel, traits: ModelTraits) -> bool:
     if model.config.get_text_config().model_type in TESTED:
         return True
     if model not in _answers:
-        _answers[model] = _ragged_equals_alone(model, traits)
+        try:
+            _answers[model] = _ragged_equals_alone(model, traits)
+        except TypeError:  # some make positions of a pad token that they may not have
+            _answers[model] = False
     return _answers[model]
 
 

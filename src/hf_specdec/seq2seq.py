@@ -13,7 +13,7 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from . import compat
+from . import compat, parts
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Source:
         model, mask = compat.unwrap(model), model_kwargs.get("attention_mask")
         if inputs is None or (not inputs.is_floating_point() and int(inputs.min()) < 0):
             inputs = None  # generate() makes ids of -100 where it is given encoder_outputs
-        text = inputs is not None and inputs.ndim == 2 and not inputs.is_floating_point() and compat.one_vocabulary(model)
+        text = inputs is not None and inputs.ndim == 2 and not inputs.is_floating_point() and parts.one_vocabulary(model)
         keep = torch.ones_like(inputs) if text and mask is None else mask
         return cls(model.get_encoder(), inputs, mask, model_kwargs["encoder_outputs"], inputs[keep.bool()].tolist() if text else [])
 

@@ -80,7 +80,7 @@ class Sequences:
             return False
         ids = torch.tensor([row.tokens], device=self.device)
         scores = tuple(score[None] for score in row.scores) or None
-        return any([bool(torch.as_tensor(criterion(ids, scores)).all()) for criterion in self.criteria])
+        return any([_verdict(criterion, ids, scores) for criterion in self.criteria])
 
     def _stream(self, row: Row, count: int) -> None:
         if self.streamer is None or not count:
@@ -102,3 +102,11 @@ class Sequences:
         width = max(map(len, new))
         tail = [tokens + [pad_token_id] * (width - len(tokens)) for tokens in new]
         return torch.cat([prompt, torch.tensor(tail, dtype=prompt.dtype, device=prompt.device).reshape(len(new), width)], dim=1)
+
+
+def _verdict(criterion: StoppingCriteria, ids: torch.Tensor, scores: tuple[torch.Tensor, ...] | None) -> bool:
+    found = torch.as_tensor(criterion(ids, scores))
+    if found.numel() != 1:
+        raise ValueError(f"stopping_criteria: {type(criterion).__name__} was given one row and returned {found.numel()} verdicts. With speculative=True "
+                         f"every row is looked at alone; make it one that does not know the batch.")
+    return bool(found)

@@ -6,8 +6,9 @@ own. It does not know the target's cache, the acceptance rule or when to stop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,6 +43,7 @@ class Context:
     target:     the target's `CachedModel`, for a draft that runs the target's own layers on the target's own cache; None
                 where there is no loop of ours.
     timed:      False where a run has to repeat exactly: decide nothing by measured time.
+    stock:      stock assisted decoding asks: it takes chains, and shows no states.
     """
 
     rows: list[list[int]]
@@ -54,6 +56,11 @@ class Context:
     stop: "StopRule | None" = None
     target: "CachedModel | None" = None
     timed: bool = True
+    stock: bool = False
+
+    def of(self, part: int) -> Context:
+        """For part number `part` of a draft that is made of several: the same rows, live, and random streams of its own."""
+        return replace(self, noise=lambda stream, n: self.noise(f"draft:{part}/{stream}", n))
 
     @property
     def compiles(self) -> bool:
@@ -80,6 +87,7 @@ class Draft(CandidateGenerator):
     reads_prompt: whether `read` wants the target's logits over the prompt.
     parts:        the drafts inside this one.
     calls, forward_seconds: forwards of a draft model in this call and the time in them, its prompt pass included.
+    busy: whether a call is using it.
     """
 
     name = "draft"
@@ -91,6 +99,7 @@ class Draft(CandidateGenerator):
     parts: "tuple[Draft, ...]" = ()
     calls = 0
     forward_seconds = 0.0
+    busy = False
 
     def start(self, context: Context) -> None:
         """Called once, before the first round; the rows are the prompts."""
@@ -153,6 +162,19 @@ class Draft(CandidateGenerator):
         """The place that `token` leads to, or None."""
         return None
 
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """For the length of a call, at the end of which the draft is `finish`ed. ValueError if it is in another one."""
+        if self.busy:
+            raise ValueError(f"assistant_model: this {type(self).__name__} is in use by another call. Give every thread, and a call inside a call, a draft "
+                             f"of its own (copy.deepcopy makes one).")
+        self.busy = True
+        try:
+            yield
+        finally:
+            self.busy = False
+            self.finish()
+
     def finish(self) -> None:
         """The call is over, also after an error or Ctrl-C: release everything that belongs to it, then call this one."""
         self._stock = None
@@ -171,7 +193,7 @@ class Draft(CandidateGenerator):
         row = input_ids[0].tolist()
         stock = self._stock
         if stock is None or row[: len(stock.rows[0])] != stock.rows[0]:
-            self._stock = stock = Context([row], 2**31, self._stock_vocab_size(), input_ids.device, Sampler.greedy(), _no_noise)
+            self._stock = stock = Context([row], 2**31, self._stock_vocab_size(), input_ids.device, Sampler.greedy(), _no_noise, stock=True)
             self.start(stock)
         else:
             stock.rows[0].extend(row[len(stock.rows[0]):])

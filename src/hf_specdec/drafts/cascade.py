@@ -10,12 +10,12 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from .. import compat
+from .. import compat, parts
 from ..acceptance.greedy import GreedyMatching
 from ..acceptance.sampling import SpeculativeSampling
 from ..cached_model import CachedModel
 from ..distributions import draw
-from ..probe import check_batch
+from ..probe import check_batch, check_mode
 from ..proposal import Proposal
 from .base import Context, Draft
 from .inner import Inner, chains, refuse_encoder
@@ -45,6 +45,7 @@ class CascadeDraft(Draft):
         self.cached: CachedModel | None = None
 
     def start(self, context: Context) -> None:
+        check_mode(self.model, "model")
         check_batch(compat.unwrap(self.model), self.traits, len(context.rows), "model")
         self.rule = (SpeculativeSampling if context.sampler.do_sample else GreedyMatching)()
         self.cached = CachedModel(self.model, context.max_length + 2 * 64, "model", self.traits, compile=context.compiles)
@@ -54,12 +55,15 @@ class CascadeDraft(Draft):
         self.inner = Inner(self.draft, context, target=self.cached)
 
     def evidence(self, context: Context) -> list[int]:
+        return [0 if self._left(context) > 0 else -1] * len(context.rows)
+
+    def _left(self, context: Context) -> int:
+        """Tokens that the middle model's context still has for the longest row; the others are fed in the same passes."""
         most = self.traits.max_positions
-        return [0 if most is None or len(row) < most else -1 for row in context.rows]
+        return 2**31 if most is None else max(most - max(map(len, context.rows)), 0)
 
     def propose(self, context: Context, k: list[int]) -> Proposal:
-        most = self.traits.max_positions
-        left = k if most is None else [max(min(own, most - len(row)), 0) for own, row in zip(k, context.rows)]
+        left = [min(own, self._left(context)) for own in k]
         same = self.inner.follow(context.rows)
         self.cached.crop([min(n, len(row) - 1) for n, row in zip(same, context.rows)])
         tokens, laws = [[] for _ in k], [[] for _ in k]
@@ -75,7 +79,8 @@ class CascadeDraft(Draft):
         proposal = self.inner.propose([max(min(self.tokens, n - 1), 0) for n in left])
         logits = self._fit(self.cached.score(self._known(rows), self._known_only(proposal)))
         draft.observe(proposal, logits)
-        law = context.sampler(logits, [size + 1 for size in proposal.sizes], lambda b, node: self._prefix(proposal, b, node))
+        law = context.sampler(logits, [size + 1 for size in proposal.sizes], lambda b, node: self._prefix(proposal, b, node),
+                              proposal.tree.parents)
         verdict = self.rule.verdict(proposal, law, self.inner.noise("accept", len(proposal.tree)) if self.rule.samples else None)
         token = verdict.next_probs
         if token.is_floating_point():
@@ -92,9 +97,10 @@ class CascadeDraft(Draft):
             advance.append(len(taken))
         self.cached.commit(advance, proposal.tree, verdict.on_path)
 
-    def _prefix(self, proposal: Proposal, b: int, node: int) -> torch.Tensor:
-        drafted = [int(proposal.tokens[b, step - 1]) for step in proposal.tree.path(node)]
-        return torch.tensor([self.inner.rows[b] + drafted], device=self.inner.context.device)
+    def _prefix(self, proposal: Proposal, b: int, node: int) -> torch.Tensor | None:
+        drafted, context = [int(proposal.tokens[b, step - 1]) for step in proposal.tree.path(node)], self.inner.context
+        known = len(context.rows[b])
+        return context.sampler.text(self.inner.rows[b][:known], self.inner.rows[b][known:] + drafted, context.device)
 
     # --- vocabularies padded to different sizes -----------------------------------------------------------------------
 
@@ -112,7 +118,7 @@ class CascadeDraft(Draft):
 
     def relative_cost(self, target: PreTrainedModel) -> float:
         """By size, for a middle model that is not accelerated at all: at most."""
-        return compat.parameters_per_token(self.model) / max(compat.parameters_per_token(target), 1)
+        return parts.parameters_per_token(self.model) / max(parts.parameters_per_token(target), 1)
 
     @property
     def calls(self) -> int:

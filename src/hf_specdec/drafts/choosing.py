@@ -62,7 +62,8 @@ class Choose:
         for d, strengths in enumerate(self.strengths):
             if strengths[b] < 0 or not ks or only not in (None, d):
                 continue
-            limit = ks[-1] if not self.earnings.free[d] else min(self.proposals[d].sizes[b], ks[-1])
+            said = self.proposals[d].sizes[b] if self.earnings.free[d] and not self._drew(d) else ks[-1]
+            limit = min(said, ks[-1])
             reach = limit if self.earnings.free[d] or len(ks) == 1 else min(limit, self.earnings.reach[d])
             tokens = self.earnings.tokens(b, d, strengths[b], limit)
             for k in ks:
@@ -70,6 +71,10 @@ class Choose:
                 rate = tokens[k] / self.earnings.seconds(k, {d: k})
                 best, most = ((d, k), rate) if k and rate > most else (best, most)
         return best
+
+    def _drew(self, d: int) -> bool:
+        """Whether the draft drew its tokens at random: how many there are may then depend on which, and must not count."""
+        return self.proposals[d].probs is not None and self.context.sampler.do_sample
 
     def _rate(self, plans: list[Plan]) -> float:
         """`progress` per second of a round of all rows."""
@@ -91,7 +96,7 @@ class Choose:
         if d < 0:
             return Branches([])
         proposal = self.proposals[d]
-        if context is self.mixture._stock:
+        if context.stock:
             return Branches(list(enumerate(path_of(proposal, b)[:size])))
         found = Branches.of(proposal, b)
         return found if not self.earnings.free[d] else Branches(found.nodes[:size], found.laws and found.laws[:size])

@@ -36,7 +36,7 @@ class FeatureDraft(ModelDraft):
         super().start(context)
         self.tap = self.hooks = None
         self.known = [0] * len(context.rows)  # of every row, places whose states are there
-        if context is self._stock:  # stock decoding shows no states
+        if context.stock:  # stock decoding shows no states
             return
         self.tap = tapped(self.target, self.layers, context)
         self.hooks = [self.model.base_model.register_forward_pre_hook(self._with_states, with_kwargs=True),

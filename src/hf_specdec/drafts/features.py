@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .. import compat
+from ..parts import decoder_layers
 from .base import Context
 
 
@@ -35,7 +36,7 @@ class Tap:
     """
 
     def __init__(self, model: PreTrainedModel, layers: tuple[int, ...]):
-        base, (_, blocks) = model.base_model, compat.decoder_layers(model)
+        base, (_, blocks) = model.base_model, decoder_layers(model)
         self.base, self.own = base, False
         self.states: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
         self.starts: list[torch.Tensor] = []

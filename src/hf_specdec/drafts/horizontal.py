@@ -31,17 +31,18 @@ class HorizontalCascadeDraft(Draft):
 
     def start(self, context: Context) -> None:
         self.context, self.early = context, None  # what the first draft proposed in the last round
-        self.first.start(context)
-        self.inner = Inner(self.then, context)
+        self.own = context.of(0)
+        self.first.start(self.own)
+        self.inner = Inner(self.then, context, turn=1)
 
     def evidence(self, context: Context) -> list[int]:
         """That of the first draft; 0 where only the second may have something to say."""
-        self.strengths, self.early = self.first.evidence(context), None
+        self.strengths, self.early = self.first.evidence(self.own), None
         return [max(strength, 0) for strength in self.strengths]
 
     def propose(self, context: Context, k: list[int]) -> Proposal:
         own = [min(n, self.after) if strength >= 0 else 0 for n, strength in zip(k, self.strengths)]
-        early = self.first.propose(context, own)
+        early = self.first.propose(self.own, own)
         if not self.first.trusted:
             Proposal.check(early, len(k), context.vocab_size, self.first.name)
         self.early = early = _chain(early.within(own), "first", self.first)
@@ -80,10 +81,10 @@ class HorizontalCascadeDraft(Draft):
 
     def rewind(self, context: Context, lengths: list[int]) -> None:
         self.early = None
-        self.first.rewind(context, lengths)
+        self.first.rewind(self.own, lengths)
 
     def finish(self) -> None:
-        self.context = self.inner = self.early = self.judged = None
+        self.context = self.own = self.inner = self.early = self.judged = None
         for draft in self.parts:
             draft.finish()
         super().finish()

@@ -16,8 +16,8 @@ class Inner:
     """draft: started on a context of its own, made of `context` with `changes`. rows: its rows, token ids; they are cut and grown in
     place. turn: the number under which its random streams go; numbers of different turns are independent."""
 
-    def __init__(self, draft: Draft, context: Context, **changes):
-        self.draft, self.outer, self.turn = draft, context, 0
+    def __init__(self, draft: Draft, context: Context, turn: int = 0, **changes):
+        self.draft, self.outer, self.turn = draft, context, turn
         self.rows = [list(row) for row in context.rows]
         self.context = replace(context, rows=self.rows, noise=self.noise, stop=None, **changes)
         draft.start(self.context)

@@ -19,7 +19,7 @@ class _Row:
     def __init__(self, ngram: int):
         self.iterates: deque[dict[int, int]] = deque(maxlen=ngram - 1)
         self.pool: dict[int, list[tuple[int, ...]]] = {}
-        self.nodes: list[int] = []  # of the window, in the last proposal
+        self.window: list[int] = []  # of the last proposal
 
 
 class LookaheadDraft(Draft):
@@ -58,7 +58,7 @@ class LookaheadDraft(Draft):
         """The n-grams that go on from the last token, then the window; what they share is there once."""
         grown, room = Grown(), size - min(self.window, (size + 1) // 2)
         paths = state.pool.get(row[-1], [])
-        if context is self._stock:
+        if context.stock:
             paths, room = paths[:1], size if paths else 0
         for path in paths:
             node = 0
@@ -66,15 +66,15 @@ class LookaheadDraft(Draft):
                 if token not in grown.children[node] and len(grown.nodes) >= room:
                     break
                 node = grown.children[node].get(token) or grown.add(node, token, [])
-        state.nodes = []
-        if context is self._stock and paths:
+        state.window = []
+        if context.stock and paths:
             return grown
         node = 0
         for token in self._guessed(state, row):
             if token not in grown.children[node] and len(grown.nodes) >= size:
                 break
             node = grown.children[node].get(token) or grown.add(node, token, [])
-            state.nodes.append(node)
+            state.window.append(token)
         return grown
 
     def _guessed(self, state: _Row, row: list[int]) -> list[int]:
@@ -85,8 +85,8 @@ class LookaheadDraft(Draft):
     def observe(self, proposal: Proposal, logits: torch.Tensor) -> None:
         """What the target says after the root and after every node of the window is the next iterate."""
         words = likeliest(logits[..., : self.context.vocab_size]).tolist()
-        for state, row, said in zip(self.rows, self.context.rows, words):
-            iterate = {len(row) + i: said[node] for i, node in enumerate([0, *state.nodes])}
+        for b, (state, row, said) in enumerate(zip(self.rows, self.context.rows, words)):
+            iterate = {len(row) + i: said[node] for i, node in enumerate(_walk(proposal, b, state.window))}
             self._collect(state, iterate)
             state.iterates.append(iterate)
 
@@ -116,3 +116,15 @@ class LookaheadDraft(Draft):
     def finish(self) -> None:
         self.rows, self.context = [], None
         super().finish()
+
+
+def _walk(proposal: Proposal, b: int, tokens: list[int]) -> list[int]:
+    """The root and the nodes of row b that spell `tokens`, as far as they are there."""
+    below = {(parent, token): node for node, (parent, token) in
+             reversed(list(enumerate(zip(proposal.tree.parents[: proposal.sizes[b]], proposal.tokens[b].tolist()), start=1)))}
+    path = [0]
+    for token in tokens:
+        if (path[-1], token) not in below:
+            break
+        path.append(below[path[-1], token])
+    return path

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .. import compat
+from .. import parts
 from ..proposal import Proposal, Verdict
 from ..tree import Tree
 from ..tree_shapes import DynamicTree
@@ -122,7 +122,7 @@ class MedusaDraft(OnePassDraft):
         self.context, self.calls, self.forward_seconds = context, 0, 0.0
         self.recent: list[torch.Tensor | None] = [None] * len(context.rows)  # of every row, the last states of those that are known
         self.known = [0] * len(context.rows)  # of every row, places whose states were there
-        self.tap = None if context is self._stock else tapped(self.target, self.layers, context)  # stock decoding shows no states
+        self.tap = None if context.stock else tapped(self.target, self.layers, context)  # stock decoding shows no states
 
     # --- the target's states ------------------------------------------------------------------------------------------
 
@@ -151,7 +151,8 @@ class MedusaDraft(OnePassDraft):
     def _forget(self, b: int, start: int) -> None:
         """What is known of row b from place `start` on."""
         if self.known[b] > start:
-            left = self.recent[b][: max(len(self.recent[b]) - (self.known[b] - start), 0)]
+            old = self.recent[b]
+            left = () if old is None else old[: max(len(old) - (self.known[b] - start), 0)]
             self.recent[b], self.known[b] = left if len(left) else None, start
 
     # --- drafting -----------------------------------------------------------------------------------------------------
@@ -176,7 +177,7 @@ class MedusaDraft(OnePassDraft):
     def relative_cost(self, target: PreTrainedModel) -> float:
         """c by size: a pass reads the heads once, for K tokens."""
         size = sum(p.numel() for module in (self.heads, *self.heads.shared) for p in module.parameters())
-        return size / self.heads.depth / max(compat.parameters_per_token(target), 1)
+        return size / self.heads.depth / max(parts.parameters_per_token(target), 1)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 

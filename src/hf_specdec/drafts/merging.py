@@ -121,7 +121,7 @@ class Merge:
         if self.asks:
             size, _ = self._size([self._gains(grown) for grown in self.grown], {d: max(own) for d, own in self.asks.items()}, 1)
             self.grown = [grown.first(size) for grown in self.grown]
-        rows = [_joined(grown, [Branches.of(proposal, b) for proposal in self.drawn]) for b, grown in enumerate(self.grown)]
+        rows = [_joined(grown, [Branches.of(proposal, b) for proposal, _ in self.drawn]) for b, grown in enumerate(self.grown)]
         self.earnings.shown = max((len(row.nodes) for row in rows), default=0)
         return rows, self.mixture.name
 
@@ -129,8 +129,9 @@ class Merge:
         """Tokens asked of the i-th draft that says all at once, for a tree of `size` nodes: an equal part; of a small tree one each, while it lasts."""
         return min(max(size // len(self.wholes), int(i < size)), self.mixture.tokens)
 
-    def _ask(self, wanted: dict[int, list[int]]) -> list[Proposal]:
-        """Show those of the wholes what they are to say, and the others nothing new; the proposals that were drawn at random."""
+    def _ask(self, wanted: dict[int, list[int]]) -> list[tuple[Proposal, list[int]]]:
+        """Show those of the wholes what they are to say, and the others nothing new; the proposals that were drawn at random, each with
+        what was asked of it."""
         drawn = []
         for d, k in wanted.items():
             if self.wholes[d] is None:
@@ -139,18 +140,18 @@ class Merge:
             nothing = Proposal.from_lists([[] for _ in k], self.context.device)
             proposal = self.earnings.ask(d, own, self.strengths) if any(own) else nothing
             if proposal.probs is not None and self.context.sampler.do_sample:
-                drawn.append(proposal)
+                drawn.append((proposal, own))
                 proposal = nothing
             rates = [self.earnings.rate(b, d, max(strength, 0)) for b, strength in enumerate(self.strengths[d])]
             self.wholes[d].show(proposal, self.strengths[d], rates)
         return drawn
 
     def _trees(self, k: list[int]) -> list[Grown]:
-        branches = 1 if self.context is self.mixture._stock else self.mixture.branches
+        branches = 1 if self.context.stock else self.mixture.branches
         trees = []
         for b, size in enumerate(k):
             sources = [source for d in range(len(self.wholes)) if (source := self._source(d, b)) is not None]
-            left = size - sum(proposal.sizes[b] for proposal in self.drawn)
+            left = size - sum(own[b] for _, own in self.drawn)  # what was asked: how much was drawn may depend on which tokens were
             trees.append(self.grower.tree(sources, left, self.context.vocab_size, branches))
         return trees
 

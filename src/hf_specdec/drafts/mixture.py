@@ -62,15 +62,16 @@ class MixtureDraft(Draft):
     def start(self, context: Context) -> None:
         self.context, self.asked = context, [None] * len(self.parts)  # of every draft, what it proposed in the last round
         self.lengths = [len(row) for row in context.rows]
-        for draft in self.parts:
-            draft.start(context)
+        self.contexts = [context.of(d) for d in range(len(self.parts))]  # each draws from streams of its own
+        for draft, own in zip(self.parts, self.contexts):
+            draft.start(own)
         self.way = (Merge if self.mode == "merge" else Choose)(self, context)
 
     def evidence(self, context: Context) -> list[int]:
         self.way.learn([row[length:] for row, length in zip(context.rows, self.lengths)])
         self.lengths = [len(row) for row in context.rows]
         self.asked = [None] * len(self.parts)
-        return self.way.evidence([draft.evidence(context) for draft in self.parts])
+        return self.way.evidence([draft.evidence(own) for draft, own in zip(self.parts, self.contexts)])
 
     def propose(self, context: Context, k: list[int]) -> Proposal:
         rows, sources = self.way.propose(context, k)
@@ -84,10 +85,10 @@ class MixtureDraft(Draft):
 
     def ask(self, d: int, k: list[int]) -> Proposal:
         """Draft d's proposal, checked unless the draft is the package's own."""
-        draft, context = self.parts[d], self.context
-        proposal = draft.propose(context, k)
+        draft = self.parts[d]
+        proposal = draft.propose(self.contexts[d], k)
         if not draft.trusted:
-            Proposal.check(proposal, len(k), context.vocab_size, draft.name)
+            Proposal.check(proposal, len(k), self.context.vocab_size, draft.name)
         self.asked[d] = proposal
         return proposal
 
@@ -118,12 +119,12 @@ class MixtureDraft(Draft):
     def rewind(self, context: Context, lengths: list[int]) -> None:
         self.way.forget()
         self.lengths, self.asked = list(lengths), [None] * len(self.parts)
-        for draft in self.parts:
-            draft.rewind(context, lengths)
+        for draft, own in zip(self.parts, self.contexts):
+            draft.rewind(own, lengths)
 
     def finish(self) -> None:
         self.context = self.way = self.shown = self.judged = None
-        self.asked = []
+        self.asked, self.contexts = [], []
         for draft in self.parts:
             draft.finish()
         super().finish()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from .. import compat
+from .. import compat, parts
 from ..cached_model import CachedModel
 from ..distributions import draw
-from ..probe import check_batch
+from ..probe import check_batch, check_mode
 from ..proposal import Proposal, Verdict
 from ..seq2seq import Source
 from .base import Context, Draft
@@ -45,6 +45,7 @@ class ModelDraft(Draft):
         self.cached = CachedModel(self.model, context.max_length, "assistant_model", self.traits, self.source, compile=context.compiles)
         self.drafted: torch.Tensor | list[list[int]] = [[] for _ in context.rows]
         self.base = [len(row) for row in context.rows]
+        check_mode(self.model, "assistant_model")
         check_batch(compat.unwrap(self.model), self.traits, len(context.rows), "assistant_model")
         self.cached.lengths = [0] * len(context.rows)
         self.stop = context.stop.start(len(context.rows)) if context.stop is not None and self.stops else None
@@ -123,13 +124,12 @@ class ModelDraft(Draft):
         whole = context.sampler.exact_scores or context.sampler.needs_prefix  # else fewer logits are no harm
         return fitted(logits, context.vocab_size) if whole else logits[..., : context.vocab_size]
 
-    def _prefix(self, context: Context, tokens: list[torch.Tensor], row: int) -> torch.Tensor:
-        drafted = [int(step[row]) for step in tokens]
-        return torch.tensor([context.rows[row] + drafted], device=context.device)
+    def _prefix(self, context: Context, tokens: list[torch.Tensor], row: int) -> torch.Tensor | None:
+        return context.sampler.text(context.rows[row], [int(step[row]) for step in tokens], context.device)
 
     def relative_cost(self, target: PreTrainedModel) -> float:
         """c by size: decoding reads every weight once a token."""
-        return compat.parameters_per_token(self.model) / max(compat.parameters_per_token(target), 1)
+        return parts.parameters_per_token(self.model) / max(parts.parameters_per_token(target), 1)
 
     @property
     def calls(self) -> int:

@@ -61,13 +61,14 @@ class ModelTreeDraft(ModelDraft):
 
     def propose(self, context: Context, k: list[int]) -> Proposal:
         if self.traits.max_positions is not None:
-            k = [max(min(own, self.traits.max_positions - len(row)), 0) for own, row in zip(k, context.rows)]
-        self.cached.crop([len(row) - 1 for row in context.rows])
+            left = self.traits.max_positions - max(map(len, context.rows))  # all rows grow as deep as the deepest
+            k = [max(min(own, left), 0) for own in k]
+        self.cached.crop([len(row) - 1 for row in self._known(context)])
         self.fed, self.passed = Tree(()), {}
         if not max(k):
             return Proposal.from_lists([[] for _ in k], context.device, self.name)
         grow = self._dynamic if isinstance(self.shape, DynamicTree) else self._fixed
-        shape = Tree.chain(max(k)) if context is self._stock else self.shape  # stock decoding takes chains
+        shape = Tree.chain(max(k)) if context.stock else self.shape  # stock decoding takes chains
         tree, tokens, laws, chances = grow(context, k, shape)
         sizes = [sum(depth <= own for depth in tree.depths[1:]) for own in k]
         return Proposal(tree, tokens, laws, sizes, self.name, chances)
@@ -152,12 +153,16 @@ class ModelTreeDraft(ModelDraft):
     def _law(self, context: Context, logits: torch.Tensor, tree: Tree, tokens: torch.Tensor, level: range, k: list[int]) -> Law:
         """The model's laws after the nodes of a level, whose depth is the same."""
 
-        def prefix(b: int, i: int) -> torch.Tensor:
-            path = [int(tokens[b, node - 1]) for node in tree.path(level[i])]
-            return torch.tensor([context.rows[b] + path], device=context.device)
+        def prefix(b: int, i: int) -> torch.Tensor | None:
+            path = [(tree.parents[node - 1], int(tokens[b, node - 1])) for node in tree.path(level[i])]
+            if any(self.scores[parent][b, token] == -torch.inf for parent, token in path):
+                return None  # the processors have ruled it out
+            return context.sampler.text(context.rows[b], [token for _, token in path], context.device)
 
         depth = tree.depths[level[0]]
-        return context.sampler(logits, [len(level) if own > depth else 0 for own in k], prefix)
+        law = context.sampler(logits, [len(level) if own > depth else 0 for own in k], prefix)
+        self.scores = ({} if depth == 0 else self.scores) | {node: law.scores[:, place] for place, node in enumerate(level)}
+        return law
 
     def commit(self, verdict: Verdict) -> None:
         """The accepted path stays in the model's cache, as far as the model has seen it."""
@@ -176,5 +181,5 @@ class ModelTreeDraft(ModelDraft):
 
     def rewind(self, context: Context, lengths: list[int]) -> None:
         """Only the first lengths[b] tokens of row b stand."""
-        self.cached.crop([length - 1 for length in lengths])
+        self.cached.crop([len(row) - 1 for row in self._known(context)])
         self.fed, self.passed = Tree(()), {}

@@ -117,7 +117,7 @@ class NGramRecyclingDraft(Draft):
         return [self.contexts.find(tuple(row[-ORDERS:]))[0] or -1 for row in context.rows]
 
     def propose(self, context: Context, k: list[int]) -> Proposal:
-        branches = 1 if context is self._stock else self.branches
+        branches = 1 if context.stock else self.branches
         trees = [tree.first(own) for tree, own in zip(self.ready or self._trees(k, branches), k)]
         self.grown = [(tree, len(row)) for tree, row in zip(trees, context.rows)]
         self.shown = together([Branches(tree.nodes) for tree in trees], context.vocab_size, context.device, self.name)

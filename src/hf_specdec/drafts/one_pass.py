@@ -61,8 +61,8 @@ class OnePassDraft(Draft):
         """One token after another, each from its place's law after the target's processors; these may look at the tokens before it."""
         tokens, laws, start = [], [], torch.zeros(len(k), dtype=torch.long, device=context.device)
 
-        def prefix(b: int, _: int) -> torch.Tensor:
-            return torch.tensor([context.rows[b] + [int(step[b]) for step in tokens]], device=context.device)
+        def prefix(b: int, _: int) -> torch.Tensor | None:
+            return context.sampler.text(context.rows[b], [int(step[b]) for step in tokens], context.device)
 
         for step in range(min(max(k), len(self.shape))):
             law = context.sampler(logits[:, step : step + 1], [step < own for own in k], prefix)

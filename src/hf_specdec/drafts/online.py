@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from ..proposal import Proposal, Verdict
-from .base import Context, Draft, Guess
+from .base import Context, Draft
 from .feature import FeatureDraft
 from .features import inputs
 from .model import ModelDraft
@@ -36,6 +36,10 @@ class Lesson:
     ids: torch.Tensor
     probs: torch.Tensor
     states: torch.Tensor | None
+
+    def cloned(self) -> Lesson:
+        """Tensors made in inference mode cannot be learned from; their copies can."""
+        return replace(self, ids=self.ids.clone(), probs=self.probs.clone(), states=None if self.states is None else self.states.clone())
 
 
 class OnlineDraft(Draft):
@@ -102,6 +106,7 @@ class OnlineDraft(Draft):
         self.lessons.append(Lesson(row[start:end], start, [place - start for place, _, _ in kept], torch.stack([ids for _, ids, _ in kept]),
                                    torch.stack([probs for _, _, probs in kept]), states))
 
+    @torch.inference_mode(False)
     def learn(self) -> float | None:
         """One step on what has been kept, now; the mean loss, None if there was nothing to learn. Done every `every` rounds by itself."""
         for b in range(len(self.pending)):
@@ -115,7 +120,7 @@ class OnlineDraft(Draft):
             for p, _ in flags:
                 p.requires_grad_(id(p) in own)
             with torch.enable_grad():
-                loss = self._loss(lessons)
+                loss = self._loss([lesson.cloned() for lesson in lessons])
                 grads = torch.autograd.grad(loss, list(self.own.values()), allow_unused=True)
         finally:
             for p, flag in flags:
@@ -208,7 +213,6 @@ class OnlineDraft(Draft):
         if context.source is not None:
             raise ValueError("assistant_model: online distillation is for decoder-only targets. Pass the draft itself with an encoder-decoder.")
         self.texts, self.judged, self.proposed, self.pending = list(context.rows), None, None, [[] for _ in context.rows]
-        self.draft._stock = self._stock
         self.draft.start(context)
 
     def propose(self, context: Context, k: list[int]) -> Proposal:
@@ -238,15 +242,6 @@ class OnlineDraft(Draft):
     def forward_seconds(self) -> float:
         return self.draft.forward_seconds
 
-    def place(self, b: int) -> Any:
-        return self.draft.place(b)
-
-    def guesses(self, place: Any) -> list[Guess]:
-        return self.draft.guesses(place)
-
-    def step(self, place: Any, token: int) -> Any:
-        return self.draft.step(place, token)
-
     def keep(self, rows: list[int]) -> None:
         for b in set(range(len(self.pending))) - set(rows):
             self._gather(b)
@@ -275,6 +270,8 @@ def _own(model: PreTrainedModel, target: PreTrainedModel) -> dict[str, torch.nn.
     head = model.get_output_embeddings()
     fixed |= {id(p) for p in head.parameters()} if hasattr(head, "ids") else set()
     own = {name: p for name, p in model.named_parameters() if id(p) not in fixed and p.is_floating_point()}
+    if any(p.is_inference() for p in own.values()):
+        raise ValueError("draft: its model was made under torch.inference_mode() and cannot learn; make it outside (generate() may be called inside).")
     if not own:
         raise ValueError("draft: all of its weights are the target's own; pass a draft that has some of its own.")
     return own

@@ -6,10 +6,10 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from .. import compat
+from .. import compat, parts
 from ..cached_model import CachedModel
 from ..distributions import draw, likeliest
-from ..probe import check_batch
+from ..probe import check_batch, check_mode
 from ..proposal import Proposal
 from .base import Context, Draft
 from .inner import chains, common, refuse_encoder
@@ -43,6 +43,7 @@ class TranslatedDraft(Draft):
         self.cached: CachedModel | None = None
 
     def start(self, context: Context) -> None:
+        check_mode(self.model, "assistant_model")
         check_batch(compat.unwrap(self.model), self.model_traits, len(context.rows), "assistant_model")
         self.cached = CachedModel(self.model, 2 * min(context.max_length, 2**20) + 64, "assistant_model", self.model_traits, compile=context.compiles)
         self.cached.lengths = [0] * len(context.rows)
@@ -54,7 +55,7 @@ class TranslatedDraft(Draft):
         rows = [self._encoded(self.draft_tokenizer, self.tokenizer.decode(row)) or [0] for row in context.rows]
         most = self.model_traits.max_positions
         if most is not None:
-            k = [max(min(own, most - len(row)), 0) for own, row in zip(k, rows)]
+            k = [max(min(own, most - max(map(len, rows))), 0) for own in k]  # all rows are in every pass
         if not any(k):
             return Proposal.from_lists([[] for _ in k], context.device, self.name)
         self.cached.crop([min(common(held, row), len(row) - 1) for held, row in zip(self.held, rows)])
@@ -87,8 +88,8 @@ class TranslatedDraft(Draft):
         """float [B, V of the target]: the draft's law, processors applied, over the shared tokens."""
         scores = fitted(logits[..., self.ids[:, 1]].float(), context.vocab_size, self.ids[:, 0])
 
-        def prefix(b: int, _: int) -> torch.Tensor:
-            return torch.tensor([context.rows[b] + [int(tokens[b]) for tokens in drawn]], device=context.device)
+        def prefix(b: int, _: int) -> torch.Tensor | None:
+            return context.sampler.text(context.rows[b], [int(tokens[b]) for tokens in drawn], context.device)
 
         law = context.sampler(scores, [step < own for own in k], prefix).probs_at(torch.zeros(len(k), dtype=torch.long, device=scores.device))
         nothing = ~(law.sum(-1, keepdim=True) > 0)  # the processors have left no shared token
@@ -115,7 +116,7 @@ class TranslatedDraft(Draft):
     # --- the life of a call -----------------------------------------------------------------------------------------
 
     def relative_cost(self, target: PreTrainedModel) -> float:
-        return compat.parameters_per_token(self.model) / max(compat.parameters_per_token(target), 1)
+        return parts.parameters_per_token(self.model) / max(parts.parameters_per_token(target), 1)
 
     @property
     def calls(self) -> int:

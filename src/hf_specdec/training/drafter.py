@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from .. import compat
+from .. import parts
 from ..drafts import features
 from ..drafts.base import Draft
 from ..drafts.feature import FeatureDraft
@@ -74,8 +74,8 @@ def build(target: PreTrainedModel, layers: list[int], head_ids: torch.Tensor | N
     if not layers or not all(isinstance(layer, int) and 0 <= layer < count for layer in layers):
         raise ValueError(f"layers={layers!r}: the target has layers 0..{count - 1}; name one or more of them.")
     draft = _empty(target, _with_layers(target.config, layers))
-    prefix, own = compat.decoder_layers(target)
-    _, new = compat.decoder_layers(draft)
+    prefix, own = parts.decoder_layers(target)
+    _, new = parts.decoder_layers(draft)
     for module, layer in zip(new, layers):
         module.load_state_dict(_dense(own[layer]))
     rest = {name: p for name, p in target.state_dict().items() if not name.startswith(prefix)}
@@ -94,7 +94,7 @@ def begin(draft: PreTrainedModel, other: PreTrainedModel | FeatureDraft) -> PreT
     Raises ValueError where their layers, or what they read, differ.
     """
     other, blind = (other.model, False) if isinstance(other, FeatureDraft) else (other, True)
-    (_, own), (_, given) = compat.decoder_layers(draft), compat.decoder_layers(other)
+    (_, own), (_, given) = parts.decoder_layers(draft), parts.decoder_layers(other)
     if len(own) != len(given) or not (blind or draft.reads == other.reads):
         raise ValueError(f"begin: a drafter with {len(own)} layers that reads {draft.reads} or no hidden states is needed; this one "
                          f"has {len(given)} and reads {getattr(other, 'reads', ())}.")

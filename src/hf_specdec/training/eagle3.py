@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from .. import compat
+from .. import parts
 from ..drafts.features import EachNorm
 from . import drafter, published
 from .feature_trainer import FeatureRunConfig, FeatureTrainer
@@ -28,7 +28,7 @@ def build(target: PreTrainedModel, layer: int, ids: torch.Tensor, reads: tuple[i
 
     Raises ValueError where the target is not of the Llama family, or `reads` are not three of its layers' numbers, in rising order.
     """
-    config, (_, layers) = target.config.get_text_config(), compat.decoder_layers(target)
+    config, (_, layers) = target.config.get_text_config(), parts.decoder_layers(target)
     if len(reads) != 3 or sorted(set(reads)) != list(reads) or not 0 <= reads[0] <= reads[2] < len(layers):
         raise ValueError(f"reads={reads!r}: EAGLE-3 reads what three of the layers 0..{len(layers) - 1} put out, in rising order.")
     draft = published.empty(Path("config.json"), config.to_dict(), target, 1)
@@ -56,10 +56,10 @@ def build(target: PreTrainedModel, layer: int, ids: torch.Tensor, reads: tuple[i
 def tensors(draft: PreTrainedModel) -> dict[str, torch.Tensor]:
     """What EAGLE-3 stores, under its names: midlayer.*, fc, fc_norm.I, norm, lm_head [n, H], d2t int64 [n] (the token of row i is i + d2t[i]) and
     t2d bool [V] (whether a token has a row). The embedding is the target's."""
-    head, parts = draft.get_output_embeddings(), draft.base_model.layers[0].state_dict()
+    head, block = draft.get_output_embeddings(), draft.base_model.layers[0].state_dict()
     known = torch.zeros(head.vocab_size, dtype=torch.bool)
     known[head.ids.cpu()] = True
-    own = {f"midlayer.{name}": tensor for name, tensor in parts.items()} | {
+    own = {f"midlayer.{name}": tensor for name, tensor in block.items()} | {
         "fc.weight": draft.feature_fuse.weight, "norm.weight": head.norm.weight, "lm_head.weight": head.linear.weight,
         **{f"fc_norm.{i}.weight": weight for i, weight in enumerate(draft.feature_norm.weights)}}
     kept = {name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in own.items()}

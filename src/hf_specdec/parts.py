@@ -1,0 +1,33 @@
+"""What a model is made of: the parts that drafts are made of, and what decoding reads of it."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+
+def one_vocabulary(model: PreTrainedModel) -> bool:
+    """Whether the encoder and the decoder of an encoder-decoder model share their token embeddings, and so their token ids."""
+    ours, theirs = (part.get_input_embeddings() for part in (model.get_encoder(), model.get_decoder()))
+    return getattr(ours, "weight", None) is not None and getattr(ours, "weight", None) is getattr(theirs, "weight", None)
+
+
+def parameters_per_token(model: PreTrainedModel) -> int:
+    """Parameters that decoding one token reads: all but those of an encoder, which runs once a text."""
+    model = getattr(model, "get_base_model", lambda: model)()  # inside a PEFT wrapper
+    everything = {id(p): p.numel() for p in model.parameters()}
+    if model.config.is_encoder_decoder:
+        decoder = {id(p) for part in (model.get_decoder(), model.get_output_embeddings()) if part is not None for p in part.parameters()}
+        for p in model.get_encoder().parameters():
+            if id(p) not in decoder:
+                everything.pop(id(p), None)
+    return sum(everything.values())
+
+
+def decoder_layers(model: PreTrainedModel) -> tuple[str, torch.nn.ModuleList]:
+    """Name and modules of the model's list of decoder layers; ValueError if it has none."""
+    count = model.config.get_text_config().num_hidden_layers
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == count:
+            return name, module
+    raise ValueError(f"{type(model).__name__}: no list of its {count} layers found; a draft cannot be made from its parts.")
