@@ -43,7 +43,7 @@ def load_prompts(source: str = "shipped", limit: int | None = None) -> list[Prom
     elif source.startswith("hub:"):
         prompts = _from_hub(source.removeprefix("hub:"))
     elif Path(source).is_file():
-        prompts = _read(Path(source).read_text(encoding="utf-8").splitlines(), source)
+        prompts = _read(Path(source).read_text(encoding="utf-8-sig").split("\n"), source)
     else:
         raise ValueError(f"prompts={source!r} is neither a file nor one of {['shipped', *SHIPPED]}, nor 'hub:NAME[:SPLIT]'.")
     if not prompts:

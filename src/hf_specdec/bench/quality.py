@@ -84,7 +84,7 @@ class Outcome:
 def load_problems(path: str | Path) -> list[Problem]:
     """The tasks of a JSONL file of HumanEval; ValueError naming file, line and field otherwise."""
     problems = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8-sig").split("\n"), start=1):
         if not line.strip():
             continue
         try:

@@ -165,6 +165,9 @@ def _trees(one: Measured, costs: Costs) -> Iterator[Choice]:
     if not isinstance(one.table, Ranked) or one.draft != "model" or not sum(one.table.rates[1:]):
         return
     seen = {(nodes, depth): _shaped(one, costs, nodes, depth) for nodes in BUDGETS for depth in DEPTHS if depth < nodes}
+    seen = {key: choice for key, choice in seen.items() if choice.k}  # none where no rank that fits was ever right
+    if not seen:
+        return
     nodes, depth = max(seen, key=lambda key: seen[key].tokens_per_second)
     around = [own for own in range(2, MOST + 1) if abs(own - nodes) < 8 and (own, depth) not in seen and depth < own]
     yield from seen.values()

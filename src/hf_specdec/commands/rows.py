@@ -105,14 +105,14 @@ def _jsonl(path: Path) -> Iterator[Any]:
                 continue
             try:
                 yield json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}:{number}: not JSON ({error}); a .jsonl file has one object per line.") from None
 
 
 def _json(path: Path) -> Iterator[Any]:
     try:
         records = json.loads(path.read_text(encoding="utf-8-sig"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not JSON ({error}).") from None
     if not isinstance(records, list):
         raise ValueError(f"{path}: a .json file holds one array of objects; this one holds {type(records).__name__}.")

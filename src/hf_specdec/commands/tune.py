@@ -12,6 +12,7 @@ from rich.table import Table
 from .common import load_draft
 
 WIDTH = 150
+NEED_TOKENIZERS = ("translated",)
 BUILT_IN = ("prompt_lookup", "suffix_automaton", "recycling", "ngram_recycling", "mixture")  # always tried
 SHOWN = (1, 2, 4, 8, 16, 32)
 NOTES = (
@@ -46,12 +47,16 @@ def tune(target: str, drafts: list[str], prompts: str, limit: int | None, max_ne
     console = Console(highlight=False, width=max(Console().width, WIDTH))
     _print_passes(costs, environment(model), console)
     _print_table(measured, found, by_position, console)
-    config = config_of(found[0])
-    _print_choice(found[0], console)
-    draft = loaded.get(config.draft_source or (found[0].label if config.draft == found[0].draft else None))
+    best = next(choice for choice in found if choice.draft not in NEED_TOKENIZERS)
+    if best is not found[0] and found[0].speedup > 1:
+        console.print(f"{found[0].label} is predicted to be faster, {found[0].speedup:.2f}x, but has another tokenizer, which a config does not carry: pass "
+                      f"it to generate() with tokenizer= and assistant_tokenizer=.", markup=False)
+    config = config_of(best)
+    _print_choice(best, console)
+    draft = loaded.get(config.draft_source or (best.label if config.draft == best.draft else None))
     real = _check(model, texts, config, draft, max_new_tokens) if check else None
     if real is not None:
-        console.print(f"predicted {found[0].speedup:.2f}x, measured {real:.2f}x on the same prompts")
+        console.print(f"predicted {best.speedup:.2f}x, measured {real:.2f}x on the same prompts")
     if out is not None:
         path = config.save_pretrained(out)
         report = {"environment": environment(model), "costs": dataclasses.asdict(costs), "measured_speedup": real, "drafts": {

@@ -50,6 +50,8 @@ class FeatureDraft(ModelDraft):
 
     def observe(self, proposal: Proposal, logits: torch.Tensor) -> None:
         """Keep the states of all that was committed; those of the candidates wait for the verdict."""
+        if self.tap is None:
+            return
         for states, starts in self.tap.take(len(self.context.rows)):
             states = fused(self.model, states.to(self.model.device))
             for b, (row, start) in enumerate(zip(self.context.rows, starts)):

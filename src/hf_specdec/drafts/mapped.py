@@ -14,6 +14,7 @@ def save(path: str | Path, arrays: dict[str, np.ndarray], metadata: dict[str, st
     from safetensors.numpy import save_file
 
     path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, partial, metadata)
@@ -32,6 +33,8 @@ class Mapped:
 
     def __init__(self, path: str | Path, what: str, made_by: str, format: str, version: int):
         self.path, self.made_by = Path(path), made_by
+        if self.path.is_dir():
+            raise self.wrong(f"is a folder, not {what}")
         self.header, self.start = self._header()
         self.metadata = self.header.pop("__metadata__", None) or {}
         if self.metadata.get("format") != format:

@@ -128,6 +128,8 @@ class MedusaDraft(OnePassDraft):
 
     def observe(self, proposal: Proposal, logits: torch.Tensor) -> None:
         """The states of what was committed before; those of root and candidates wait for the verdict."""
+        if self.tap is None:
+            return
         *before, (states, starts) = self.tap.take(len(self.context.rows))
         for part, begin in before:
             for b, (row, start) in enumerate(zip(self.context.rows, begin)):

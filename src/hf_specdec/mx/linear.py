@@ -148,7 +148,7 @@ class MXLinear(nn.Linear):
     def _cpu_kernel(self) -> cpu.Kernel | None:
         bias = self.bias
         key = (self.weight.data_ptr(), None if bias is None else (bias.data_ptr(), bias.is_inference() or bias._version))
-        if self._known is not None and self._known[0] == key:
+        if self._known is not None and self._known[0] == key and (bias is None or self._known[2] is None or torch.equal(self._known[2], bias)):
             return self._known[1]
         kernel = None
         if self.weight.device.type == "cpu" and cpu.library() is not None and not self._has_specials():
@@ -157,7 +157,8 @@ class MXLinear(nn.Linear):
                 self.format.name, self.format.bits, self.out_features, self.in_features,
                 self.weight, self.weight_scale, self._tail, bias,
             )  # fmt: skip
-        self._known, self._place = (key, kernel), None if kernel is None else (kernel.bytes[None], 0)
+        copied = None if bias is None or bias.dtype == torch.float32 else bias.detach().clone()  # `.data` changes it without a trace
+        self._known, self._place = (key, kernel, copied), None if kernel is None else (kernel.bytes[None], 0)
         return kernel
 
     def _has_specials(self) -> bool:

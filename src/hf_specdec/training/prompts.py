@@ -59,7 +59,7 @@ def read_prompts(path: str | Path, column: str | None = None) -> list[str]:
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"prompts: {path} is not a file.")
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    lines = [line for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
     if path.suffix == ".txt":
         return lines
     return [_prompt(json.loads(line), column, path) for line in lines]
