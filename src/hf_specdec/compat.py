@@ -167,13 +167,13 @@ def _refuse_what_cannot_roll_back(model: PreTrainedModel, config: Any, name: str
     if model.config.is_encoder_decoder and kind not in ENCODER_DECODERS:
         raise ValueError(f"{name} is an encoder-decoder model of type {kind!r}, whose decoder nobody has tried to roll back; those that work are "
                          f"{sorted(ENCODER_DECODERS)}. Use speculative=False.")
-    if kind in _OWN_WAYS or not model.config.is_encoder_decoder and "past_key_values" not in inspect.signature(model.forward).parameters:
-        raise ValueError(f"{name} {_OWN_WAYS.get(kind, 'takes no cache')}, so its passes cannot be ours. Use speculative=False.")
     strange = sorted(set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS) \
         or sorted(set(getattr(config, "layers_block_type", None) or ()) - _KNOWN_BLOCKS - _KNOWN_LAYERS)  # transformers 5.10
     if getattr(model, "_is_stateful", False) or strange:
         what = f"layers of type {strange}" if strange else "a recurrent state"
         raise ValueError(f"{name} has {what}, which cannot be rolled back after a rejected token. Use speculative=False.")
+    if kind in _OWN_WAYS or not model.config.is_encoder_decoder and "past_key_values" not in inspect.signature(model.forward).parameters:
+        raise ValueError(f"{name} {_OWN_WAYS.get(kind, 'takes no cache')}, so its passes cannot be ours. Use speculative=False.")
     attention = getattr(config, "_attn_implementation", None) or "eager"
     if any(word in attention for word in ("flash", "paged", "flex")):
         raise ValueError(f"{name} runs attn_implementation={attention!r}, which takes no 4-D mask of numbers and so can score neither ragged rows "

@@ -74,7 +74,7 @@ class SpeculativeLoop:
 
         def prefix(row: int, node: int) -> torch.Tensor | None:
             drafted = [int(proposal.tokens[row, step - 1]) for step in proposal.tree.path(node)]
-            return self.sampler.text(rows[row], drafted, self.context.device)
+            return None if self.sequences.active[row].ended else self.sampler.text(rows[row], drafted, self.context.device)
 
         return prefix
 

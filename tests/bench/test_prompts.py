@@ -4,6 +4,8 @@ import pytest
 
 from hf_specdec.bench.prompts import SHIPPED, by_category, load_prompts
 
+from hf_specdec.training.prompts import read_prompts
+
 from .conftest import byte_tokenizer
 
 
@@ -68,3 +70,14 @@ def test_a_broken_prompt_file_is_refused_with_the_line(tmp_path, content, messag
 def test_an_unknown_source_lists_the_known_ones():
     with pytest.raises(ValueError, match="shipped.*code_edit.*hub:NAME"):
         load_prompts("no_such_file.jsonl")
+
+
+def test_lines_end_at_line_feeds_alone_and_a_byte_order_mark_is_no_text(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    texts = ["one\u2028two", "three\u0085four"]
+    path.write_text("\ufeff" + "".join(json.dumps({"prompt": text}, ensure_ascii=False) + "\r\n" for text in texts), encoding="utf-8", newline="")
+    assert [prompt.text for prompt in load_prompts(str(path))] == texts
+    assert read_prompts(path) == texts
+    lines = tmp_path / "prompts.txt"
+    lines.write_text("one\u2028two\nthree\n", encoding="utf-8")
+    assert read_prompts(lines) == ["one\u2028two", "three"]

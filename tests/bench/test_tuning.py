@@ -157,3 +157,9 @@ def test_a_record_is_of_the_real_rounds_and_changes_nothing(make):
 def test_the_right_path_through_a_tree_is_found():
     proposal = Proposal(Tree((0, 0, 1, 2, 4)), torch.tensor([[5, 6, 7, 8, 9]]), None, [4])
     assert right_path(proposal, [6, 8, 9]) == (2, 4) and right_path(proposal, [5, 8]) == (1,) and right_path(proposal, [9]) == ()
+
+
+def test_a_model_whose_first_ranks_are_never_right_makes_no_tree():
+    measured = [Measured("bad", "model", Ranked(((3, 3, 3, 3), (5, 3, 8))), 0.2, 0.0, {}, "x")]
+    found = choices(measured, Costs((1, 2, 65), (0.5, 5.6, 60.0), 1.0, 0.0))
+    assert found and all(choice.k >= 1 for choice in found)

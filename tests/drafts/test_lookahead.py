@@ -14,7 +14,7 @@ def test_the_window_is_the_jacobi_iteration():
 
     def watched(proposal, logits):
         row, state = list(draft.context.rows[0]), draft.rows[0]
-        guessed = draft._guessed(state, row)[: len(state.nodes)]
+        guessed = draft._guessed(state, row)[: len(state.window)]
         observe(proposal, logits)
         seen.append((row, guessed, dict(state.iterates[-1])))
 

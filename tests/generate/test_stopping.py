@@ -1,11 +1,12 @@
 """Where a row ends: at the first token that ends it, also in the middle of an accepted block, and nothing after it is seen anywhere."""
 
+import threading
 import time
 
 import pytest
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, StoppingCriteria, StoppingCriteriaList
+from transformers import MaxLengthCriteria, PreTrainedTokenizerFast, StoppingCriteria, StoppingCriteriaList
 
 from tests.helpers import (
     VOCAB, KnowingTreeDraft, ScriptedDraft, enabled, generated, padded, perturbed, plain, prompts, repetitive, speculate, tiny_llama,
@@ -271,3 +272,31 @@ def test_stop_strings_end_each_row_of_a_batch_on_its_own():
     expected = plain(target, ROWS, max_new_tokens=MAX_NEW, stop_strings=stop, tokenizer=letters())
     out = speculate(target, ROWS, draft, 7, max_new_tokens=MAX_NEW, stop_strings=stop, tokenizer=letters())
     assert generated(out, ROWS) == expected
+
+
+def test_a_call_in_another_thread_finds_the_models_own_stop_strings():
+    target, row = enabled(tiny_llama(6)), ROWS[:1]
+    (text,) = plain(target, row, max_new_tokens=MAX_NEW)
+    target.generation_config.stop_strings, found = [text_of(text[2:4])], []
+    expected = target.generate(**padded(row), tokenizer=letters(), max_new_tokens=MAX_NEW, pad_token_id=0)
+
+    def work():
+        for _ in range(6):
+            found.append(target.generate(**padded(row), tokenizer=letters(), speculative=True, max_new_tokens=MAX_NEW, pad_token_id=0))
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 18 and all(torch.equal(out, expected) for out in found)
+    assert target.generation_config.stop_strings == [text_of(text[2:4])]
+
+
+@pytest.mark.parametrize("length, options", [(13, {"max_new_tokens": 20}), (40, {"max_new_tokens": 20}), (15, {})])
+def test_a_max_length_criterion_of_the_callers_own_replaces_the_one_of_the_config(length, options):
+    target, row = tiny_llama(6), ROWS[:1]
+    criteria = StoppingCriteriaList([MaxLengthCriteria(length)])
+    expected = enabled(target).generate(**padded(row), do_sample=False, pad_token_id=0, stopping_criteria=criteria, **options)
+    out = enabled(target).generate(**padded(row), do_sample=False, pad_token_id=0, stopping_criteria=criteria, speculative=True, **options)
+    assert torch.equal(out, expected)

@@ -221,3 +221,12 @@ def test_weights_made_in_inference_mode_are_used_and_saved_outside_of_it(kernels
     assert torch.equal(other(x), y) and torch.equal(copy.deepcopy(layer)(x), y)
     layer.to_stored()
     assert torch.equal(layer(x), y)
+
+
+@each_dtype
+def test_a_bias_that_is_written_through_data_counts(dtype, kernels):
+    layer, x = MXLinear.from_linear(dense().to(dtype)), torch.zeros(1, 96, dtype=dtype)
+    with torch.no_grad():
+        before = layer(x)
+        layer.bias.data.add_(1)
+        torch.testing.assert_close(layer(x), before + 1, atol=0.02, rtol=0.02)

@@ -171,7 +171,7 @@ def _trees(one: Measured, costs: Costs) -> Iterator[Choice]:
     nodes, depth = max(seen, key=lambda key: seen[key].tokens_per_second)
     around = [own for own in range(2, MOST + 1) if abs(own - nodes) < 8 and (own, depth) not in seen and depth < own]
     yield from seen.values()
-    yield from (_shaped(one, costs, own, depth) for own in around)
+    yield from (choice for own in around if (choice := _shaped(one, costs, own, depth)).k)
 
 
 def _shaped(one: Measured, costs: Costs, nodes: int, depth: int) -> Choice:

@@ -79,7 +79,7 @@ class CascadeDraft(Draft):
         proposal = self.inner.propose([max(min(self.tokens, n - 1), 0) for n in left])
         logits = self._fit(self.cached.score(self._known(rows), self._known_only(proposal)))
         draft.observe(proposal, logits)
-        law = context.sampler(logits, [size + 1 for size in proposal.sizes], lambda b, node: self._prefix(proposal, b, node),
+        law = context.sampler(logits, [size + 1 if n else 0 for size, n in zip(proposal.sizes, left)], lambda b, node: self._prefix(proposal, b, node),
                               proposal.tree.parents)
         verdict = self.rule.verdict(proposal, law, self.inner.noise("accept", len(proposal.tree)) if self.rule.samples else None)
         token = verdict.next_probs
@@ -98,7 +98,7 @@ class CascadeDraft(Draft):
         self.cached.commit(advance, proposal.tree, verdict.on_path)
 
     def _prefix(self, proposal: Proposal, b: int, node: int) -> torch.Tensor | None:
-        drafted, context = [int(proposal.tokens[b, step - 1]) for step in proposal.tree.path(node)], self.inner.context
+        drafted, context = [int(proposal.tokens[b, step - 1]) for step in proposal.tree.path(node)], self.inner.outer
         known = len(context.rows[b])
         return context.sampler.text(self.inner.rows[b][:known], self.inner.rows[b][known:] + drafted, context.device)
 

@@ -1,0 +1,205 @@
+"""What cannot be exact, or cannot be done, is refused by name before any work; what looks like it and can, is not."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
+
+import hf_specdec
+from hf_specdec import SpeculativeDecoder
+from hf_specdec.drafts import ModelDraft, PromptLookupDraft
+from tests.helpers import VOCAB, build, generated, padded, perturbed, plain, prompts, repetitive, speculate, tiny_llama
+
+ROWS = repetitive(13) + prompts(7, seed=2)
+
+
+def ours(model, rows, **options):
+    return model.generate(**padded(rows), **{"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "speculative": True, **options})
+
+
+# --- adapters ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def peft():
+    return pytest.importorskip("peft")
+
+
+def test_adapters_that_read_the_ends_of_a_pass_are_refused(peft):
+    adapters = [peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)]
+    if "alora_invocation_tokens" in peft.LoraConfig.__dataclass_fields__:
+        adapters.append(peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[3, 4]))
+    for adapter in adapters:
+        model = hf_specdec.enable(peft.get_peft_model(tiny_llama(3), adapter))
+        with pytest.raises(ValueError, match="adapter of type .* reads where a pass begins or ends.*speculative=False"):
+            ours(model, ROWS[:1])
+        with pytest.raises(ValueError, match="adapter of type"):
+            model.generate(**padded(ROWS[:1]), max_new_tokens=4, custom_generate=SpeculativeDecoder(PromptLookupDraft()))
+    drafts = peft.get_peft_model(tiny_llama(3), adapters[0])
+    with pytest.raises(ValueError, match="assistant_model: .*adapter of type"):
+        speculate(tiny_llama(3), ROWS[:1], drafts)
+
+
+def test_ordinary_adapters_are_not_refused_but_one_per_row_is(peft):
+    model = peft.get_peft_model(tiny_llama(3), peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], init_lora_weights=False)).eval()
+    assert generated(speculate(model, ROWS, None, max_new_tokens=12), ROWS) == plain(model, ROWS, max_new_tokens=12)
+    with pytest.raises(ValueError, match="adapter_names.*set_adapter"):
+        ours(hf_specdec.enable(model), ROWS, adapter_names=["default", "__base__"])
+
+
+# --- the state of a model ---------------------------------------------------------------------------------------------------
+
+
+def test_a_model_in_training_with_gradient_checkpointing_keeps_no_cache():
+    model = tiny_llama(3)
+    model.gradient_checkpointing_enable()
+    model.train()
+    with pytest.raises(ValueError, match=r"target: .*gradient checkpointing.*eval\(\)"):
+        speculate(model, ROWS, None)
+    with pytest.raises(ValueError, match="assistant_model: .*gradient checkpointing"):
+        speculate(tiny_llama(3), ROWS, model)
+    model.eval()
+    assert generated(speculate(model, ROWS, None, max_new_tokens=12), ROWS) == plain(model, ROWS, max_new_tokens=12)
+
+
+def test_flex_attention_is_refused():
+    model = tiny_llama(3)
+    model.config._attn_implementation = "flex_attention"
+    with pytest.raises(ValueError, match='flex_attention.*set_attn_implementation\\("sdpa"\\)'):
+        hf_specdec.enable(model)
+
+
+@pytest.mark.parametrize("config, settings, why", [
+    ("openai-gpt", dict(vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=2, n_positions=64), "takes no cache"),
+    ("moshi", dict(), "forgets"),
+])
+def test_models_with_ways_of_their_own_are_refused(config, settings, why):
+    if config == "moshi":
+        model = tiny_llama(3)
+        model.config.model_type = "moshi"
+    else:
+        model = build(config, attn="eager", **settings)
+    with pytest.raises(ValueError, match=f"{why}.*speculative=False"):
+        hf_specdec.enable(model)
+
+
+def test_offloaded_models_run_where_their_hooks_say(tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    expected = plain(tiny_llama(3), ROWS, max_new_tokens=12)
+    offloaded = accelerate.cpu_offload(tiny_llama(3), execution_device=torch.device("cpu"))
+    assert offloaded.device.type == "meta"
+    assert generated(speculate(offloaded, ROWS, None, max_new_tokens=12), ROWS) == expected
+    assert generated(speculate(tiny_llama(3), ROWS, offloaded, max_new_tokens=12), ROWS) == expected
+    on_disk = accelerate.disk_offload(tiny_llama(3), tmp_path, execution_device=torch.device("cpu"))
+    assert generated(speculate(on_disk, ROWS, None, max_new_tokens=12), ROWS) == expected
+
+
+# --- inputs -----------------------------------------------------------------------------------------------------------------
+
+
+def test_given_positions_are_compared_in_whatever_shape_they_come():
+    model, inputs = hf_specdec.enable(tiny_llama(3)), padded(repetitive(9) + prompts(9, seed=2))
+    counted = torch.arange(9)
+    expected = plain(model, [row.tolist() for row in inputs["input_ids"]], max_new_tokens=8)
+    for positions in (counted[None], counted[None].repeat(2, 1)):
+        out = model.generate(**inputs, position_ids=positions, max_new_tokens=8, do_sample=False, pad_token_id=0, speculative=True)
+        assert out[:, 9:].tolist() == expected
+    for wrong in (counted[None] * 2, torch.arange(10)[None] + 3, (counted + 1)[None].repeat(2, 1), counted[None].repeat(3, 1)):
+        with pytest.raises(ValueError, match="position_ids: the loop counts positions itself"):
+            model.generate(**inputs, position_ids=wrong, max_new_tokens=8, do_sample=False, pad_token_id=0, speculative=True)
+
+
+@pytest.mark.parametrize("new", [3, 12])
+def test_a_second_turn_needs_the_whole_conversation(new):
+    model = hf_specdec.enable(tiny_llama(3))
+    first = ours(model, ROWS[:1], return_dict_in_generate=True)
+    more = torch.tensor(prompts(new, seed=9))
+    mask = torch.ones((1, first.sequences.shape[1] + new), dtype=torch.long)
+    with pytest.raises(ValueError, match="whole conversation"):
+        model.generate(input_ids=more, attention_mask=mask, past_key_values=copy.deepcopy(first.past_key_values), max_new_tokens=6, do_sample=False,
+                       pad_token_id=0, speculative=True)
+    whole = torch.cat([first.sequences, more], dim=1)
+    out = model.generate(input_ids=whole, attention_mask=mask, past_key_values=first.past_key_values, max_new_tokens=6, do_sample=False, pad_token_id=0,
+                         speculative=True)
+    assert out[0, whole.shape[1]:].tolist() == plain(model, [whole[0].tolist()], max_new_tokens=6)[0]
+
+
+def test_beams_are_not_streamed():
+    with pytest.raises(ValueError, match="num_beams=2: beams cannot be streamed"):
+        ours(hf_specdec.enable(tiny_llama(3)), ROWS[:1], num_beams=2, streamer=lambda row, tokens, drafted: None)
+
+
+# --- processors and criteria that know the batch ---------------------------------------------------------------------------
+
+
+class PerRow(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        return scores + torch.eye(len(ROWS), scores.shape[1]) * 9
+
+
+class Limits(StoppingCriteria):
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.tensor([input_ids.shape[1] > 15, False])
+
+
+def test_what_knows_the_batch_is_refused():
+    model = hf_specdec.enable(tiny_llama(3))
+    with pytest.raises(ValueError, match="logits_processor: PerRow was given one row.*does not know the batch"):
+        ours(model, ROWS, logits_processor=LogitsProcessorList([PerRow()]))
+    with pytest.raises(ValueError, match="stopping_criteria: Limits was given one row and returned 2 verdicts"):
+        ours(model, ROWS, stopping_criteria=[Limits()])
+
+
+class Nothing(LogitsProcessor):
+    def __init__(self, value: float):
+        self.value = value
+
+    def __call__(self, input_ids, scores):
+        return torch.full_like(scores, self.value)
+
+
+@pytest.mark.parametrize("value", [-torch.inf, torch.nan])
+def test_nothing_to_draw_from_is_an_error_and_no_short_answer(value):
+    model = hf_specdec.enable(tiny_llama(3))
+    with pytest.raises(RuntimeError, match="row 0: the target's probabilities are nan, or its processors have left no token"):
+        ours(model, ROWS, do_sample=True, logits_processor=LogitsProcessorList([Nothing(value)]))
+
+
+# --- one draft, two calls -----------------------------------------------------------------------------------------------------
+
+
+class Nested(LogitsProcessor):
+    """Calls generate() with the same draft from within."""
+
+    def __init__(self, model, draft):
+        self.model, self.draft = model, draft
+
+    def __call__(self, input_ids, scores):
+        ours(hf_specdec.enable(self.model), ROWS[:1], max_new_tokens=2, assistant_model=self.draft)
+        return scores
+
+
+@pytest.mark.parametrize("make", [PromptLookupDraft, lambda: ModelDraft(perturbed(tiny_llama(3)))], ids=["lookup", "model"])
+def test_a_draft_serves_one_call_at_a_time_and_the_next_one_after_an_error(make):
+    model, draft = hf_specdec.enable(tiny_llama(3)), make()
+    with pytest.raises(ValueError, match="is in use by another call.*a draft of its own"):
+        ours(model, ROWS[:1], assistant_model=draft, logits_processor=LogitsProcessorList([Nested(tiny_llama(3), draft)]))
+    assert generated(speculate(model, ROWS, draft, max_new_tokens=12), ROWS) == plain(model, ROWS, max_new_tokens=12)
+    assert not draft.busy
+
+
+def test_threads_with_drafts_of_their_own_get_their_own_texts():
+    model, found = hf_specdec.enable(tiny_llama(3)), {}
+    expected = plain(model, ROWS, max_new_tokens=12)
+
+    def work(number: int) -> None:
+        found[number] = generated(speculate(model, ROWS, PromptLookupDraft(), max_new_tokens=12), ROWS)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(texts == expected for texts in found.values()) and len(found) == 3
