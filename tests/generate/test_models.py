@@ -8,12 +8,13 @@ import warnings
 
 import pytest
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaForCausalLM
 
 import hf_specdec
-from hf_specdec.drafts import ModelDraft, PromptLookupDraft
+from hf_specdec.drafts import ModelDraft, ModelTreeDraft, PromptLookupDraft
 from tests.helpers import (
-    ScriptedDraft, assert_unchanged, enabled, generated, padded, perturbed, plain, prompts, repetitive, snapshot, speculate, tiny_llama,
+    VOCAB, ScriptedDraft, assert_unchanged, enabled, generated, padded, perturbed, plain, prompts, repetitive, snapshot, speculate, tiny_llama,
 )
 
 ROWS = repetitive(13) + prompts(2, 7, seed=2)
@@ -368,3 +369,40 @@ def test_a_wrapped_model_can_be_disabled(target):
     model = adapted(target)
     kind = type(model)
     assert type(hf_specdec.disable(hf_specdec.enable(model))) is kind
+
+
+# --- the text of vision-language models -----------------------------------------------------------------------------------------
+
+TEXT = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+            max_position_embeddings=128, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+VISION = dict(hidden_size=32, embed_dim=32, intermediate_size=32, num_hidden_layers=1, depth=1, num_attention_heads=2, num_heads=2, image_size=16, patch_size=8,
+              out_hidden_size=32)
+SECTIONS = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}}
+IMAGES = dict(image_token_id=VOCAB - 1, image_token_index=VOCAB - 1)
+VISUAL = {
+    "Llava": ({"model_type": "llama"}, {"model_type": "clip_vision_model"}),
+    "Gemma3": ({"model_type": "gemma3_text", "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}, {"model_type": "siglip_vision_model"}),
+    "Qwen2_5_VL": ({"model_type": "qwen2_5_vl_text", **SECTIONS}, {"fullatt_block_indexes": [0]}),
+}
+
+
+def visual(name: str, text: dict, vision: dict):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(text_config={**TEXT, **text}, vision_config={**VISION, **vision}, **IMAGES)
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).float().eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@pytest.mark.parametrize("name", VISUAL)
+def test_a_vision_language_model_without_images_is_a_text_model(name):
+    model, rows = visual(name, *VISUAL[name]), [[token % 60 + 1 for token in row] for row in repetitive(12) + prompts(5, seed=3)]
+    expected = plain(model, rows, max_new_tokens=12)
+    for draft in (None, ModelDraft(perturbed(model)), ModelTreeDraft(perturbed(model))):
+        assert generated(speculate(model, rows, draft, max_new_tokens=12), rows) == expected
+
+
+def test_a_model_that_reads_its_prompt_in_both_directions_is_refused():
+    model = visual("PaliGemma", {"model_type": "gemma"}, {"model_type": "siglip_vision_model", "projection_dim": 32})
+    with pytest.raises(ValueError, match="PaliGemma.*both directions.*speculative=False"):
+        hf_specdec.enable(model)
