@@ -187,7 +187,18 @@ def test_a_draft_serves_one_call_at_a_time_and_the_next_one_after_an_error(make)
     with pytest.raises(ValueError, match="is in use by another call.*a draft of its own"):
         ours(model, ROWS[:1], assistant_model=draft, logits_processor=LogitsProcessorList([Nested(tiny_llama(3), draft)]))
     assert generated(speculate(model, ROWS, draft, max_new_tokens=12), ROWS) == plain(model, ROWS, max_new_tokens=12)
-    assert not draft.busy
+
+
+def test_a_copy_made_while_its_draft_is_in_use_serves_a_call_inside_the_call():
+    model, draft = hf_specdec.enable(tiny_llama(3)), PromptLookupDraft()
+
+    class Copying(Nested):
+        def __call__(self, input_ids, scores):
+            ours(hf_specdec.enable(self.model), ROWS[:1], max_new_tokens=2, assistant_model=copy.deepcopy(draft))
+            return scores
+
+    out = ours(model, ROWS[:1], assistant_model=draft, logits_processor=LogitsProcessorList([Copying(tiny_llama(3), None)]))
+    assert out[0, len(ROWS[0]):].tolist() == plain(model, ROWS[:1], max_new_tokens=12)[0]
 
 
 def test_threads_with_drafts_of_their_own_get_their_own_texts():

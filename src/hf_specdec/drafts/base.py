@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from transformers.generation import CandidateGenerator
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from ..draft_stop import StopRule
     from ..seq2seq import Source
 
+_in_use: WeakSet[Draft] = WeakSet()  # not an attribute: a copy of a draft that is in use is not in use
 Guess = tuple[int, Hashable | None, float]
 
 
@@ -87,7 +89,6 @@ class Draft(CandidateGenerator):
     reads_prompt: whether `read` wants the target's logits over the prompt.
     parts:        the drafts inside this one.
     calls, forward_seconds: forwards of a draft model in this call and the time in them, its prompt pass included.
-    busy: whether a call is using it.
     """
 
     name = "draft"
@@ -99,7 +100,6 @@ class Draft(CandidateGenerator):
     parts: "tuple[Draft, ...]" = ()
     calls = 0
     forward_seconds = 0.0
-    busy = False
 
     def start(self, context: Context) -> None:
         """Called once, before the first round; the rows are the prompts."""
@@ -165,14 +165,14 @@ class Draft(CandidateGenerator):
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """For the length of a call, at the end of which the draft is `finish`ed. ValueError if it is in another one."""
-        if self.busy:
+        if self in _in_use:
             raise ValueError(f"assistant_model: this {type(self).__name__} is in use by another call. Give every thread, and a call inside a call, a draft "
                              f"of its own (copy.deepcopy makes one).")
-        self.busy = True
+        _in_use.add(self)
         try:
             yield
         finally:
-            self.busy = False
+            _in_use.discard(self)
             self.finish()
 
     def finish(self) -> None:
