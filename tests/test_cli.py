@@ -1,7 +1,10 @@
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from hf_specdec import compiled
@@ -13,6 +16,7 @@ from hf_specdec.training.drafter import save
 from .bench import conftest as saved
 from .helpers import FULL, word_tokenizer
 
+ROOT = Path(__file__).parent.parent
 target_folder, draft_folder = saved.target_folder, saved.draft_folder
 
 
@@ -238,3 +242,31 @@ def test_verify_explains_forks_of_a_16_bit_target(target_folder, draft_folder):
     assert "sampling in float32 with the draft under test" in result.stdout
     if "8 of 8 outputs equal" not in result.stdout:
         assert "rule sound, arithmetic differs" in result.stdout and "the rule is sound" in result.stdout
+
+
+@pytest.mark.parametrize("arguments", [("bench",), ("tune",), ("train",)], ids=lambda arguments: arguments[0])
+def test_an_output_folder_that_is_a_file_is_refused_before_anything_is_loaded(arguments, tmp_path):
+    taken = tmp_path / "taken"
+    taken.write_text("mine")
+    for out in (taken, taken / "below"):
+        result = run(*arguments, tmp_path / "no model", "--out", out)
+        assert result.exit_code == 2 and f"--out {out}: {taken} is a file; name a folder." in " ".join(result.output.split())
+    assert taken.read_text() == "mine"
+
+
+def test_a_json_file_that_is_a_folder_is_refused_before_anything_is_loaded(tmp_path):
+    result = run("compress", tmp_path / "no model", "--report", "--json", tmp_path)
+    assert result.exit_code == 2 and "is a folder; name a file" in " ".join(result.output.split())
+
+
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "notebooks").glob("*.ipynb"))]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_every_command_in_the_documents_has_the_options_it_is_shown_with(path):
+    commands = get_command(app).commands
+    for name, rest in re.findall(r"hf-specdec (\w+)((?: (?:-{1,2})?[\w./:\"-]+)*)", path.read_text(encoding="utf-8").split("## Sources")[0]):
+        if name not in commands:
+            continue
+        known = {option for parameter in commands[name].params for option in (*parameter.opts, *parameter.secondary_opts)}
+        assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", rest)) <= known, (name, rest)

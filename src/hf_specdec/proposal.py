@@ -20,6 +20,7 @@ class Proposal:
             earlier siblings; None says that every token is a point mass (it was not drawn at all).
     sizes:  per row, how many of the N nodes (the first ones) are meant; the rest is padding.
     source: a word for the trace, one for all rows or one per row.
+    fillers: bool [B, N] or None. Nodes that a row has only because others do: point masses of any token.
     chances: float [B, N] or None. How likely the draft thinks node i to be right where its parent is; a mixture goes by it, a verdict
             never does.
     """
@@ -30,6 +31,7 @@ class Proposal:
     sizes: list[int]
     source: str | list[str] = ""
     chances: torch.Tensor | None = None
+    fillers: torch.Tensor | None = None
 
     @classmethod
     def chain(cls, tokens: torch.Tensor, probs: torch.Tensor | None = None, sizes: list[int] | None = None,
@@ -64,7 +66,8 @@ class Proposal:
                  for size, most in zip(self.sizes, depths)]
         n = max(sizes)
         probs = None if self.probs is None else self.probs[:, :n]
-        return Proposal(self.tree.truncate(n), self.tokens[:, :n], probs, sizes, self.source)
+        fillers = None if self.fillers is None else self.fillers[:, :n]
+        return Proposal(self.tree.truncate(n), self.tokens[:, :n], probs, sizes, self.source, fillers=fillers)
 
     def check(self, batch: int, vocab_size: int, draft: str) -> None:
         """Raise ValueError, naming the draft, unless shapes, ids and laws are what they have to be."""

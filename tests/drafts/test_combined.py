@@ -5,8 +5,8 @@ import torch
 from transformers import GenerationMixin
 
 from hf_specdec.drafts import (
-    CascadeDraft, HorizontalCascadeDraft, LookaheadDraft, MixtureDraft, ModelDraft, ModelTreeDraft, NGramDraft, OnlineDraft, PromptLookupDraft,
-    RetrievalDraft, TranslatedDraft, UniformDraft,
+    CascadeDraft, HorizontalCascadeDraft, LookaheadDraft, MixtureDraft, ModelDraft, ModelTreeDraft, NGramDraft, NGramRecyclingDraft, OnlineDraft,
+    PromptLookupDraft, RecyclingDraft, RetrievalDraft, SuffixAutomatonDraft, TranslatedDraft, UniformDraft,
 )
 from hf_specdec.drafts import merging
 from hf_specdec.drafts.base import Context
@@ -174,3 +174,22 @@ def test_stock_decoding_gets_chains_and_leaves_no_hooks(make, monkeypatch):
         assert out[0, len(row):].tolist() == plain(target, [row], max_new_tokens=24)[0]
         draft.finish()
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in target.modules())
+
+
+def test_rows_may_leave_before_a_middle_model_has_run():
+    target, rows = tiny_llama(3), prompts(12, 12, seed=4)
+    middle = tiny_llama(4, max_position_embeddings=8)  # the prompts are longer than its context
+    eos = int(plain(target, rows)[0][3])
+    for inside in (RecyclingDraft(), NGramRecyclingDraft(), SuffixAutomatonDraft(), LookaheadDraft(), MixtureDraft([RecyclingDraft(), PromptLookupDraft()]),
+                   MedusaDraft(medusa_heads(middle), middle), FeatureDraft(feature_drafter(middle), middle)):
+        assert same_text(target, rows, CascadeDraft(middle, inside), 5, eos_token_id=eos)
+
+
+def test_k_sequential_selection_judges_the_siblings_that_a_row_has_not_those_of_its_neighbours():
+    target, row = small_vocabulary_llama(2, law.VOCAB), [1, 2, 3, 1, 2]
+    model = perturbed(target, 0.4)
+    for seed in range(0, 40, 4):
+        draft = MixtureDraft([ModelTreeDraft(model, (3, 2), siblings="independent"), PromptLookupDraft()], "choose")
+        speculate(target, [row] * 4, draft, 6, seed=[seed, seed + 1, seed + 2, seed + 3], do_sample=True, max_new_tokens=8, acceptance="spectr")
+    draft = MixtureDraft([ModelTreeDraft(model, (3, 2), siblings="independent"), PromptLookupDraft()], "choose")
+    assert p_value(target, row, draft, 6, acceptance="spectr") > law.THRESHOLD

@@ -23,7 +23,8 @@ class KSequentialSelection(SpeculativeSampling):
     lenient = False
 
     def _walk(self, proposal: Proposal, law: Law, coins: torch.Tensor) -> Verdict:
-        tree, tokens, valid = proposal.tree, proposal.tokens, proposal.valid
+        tree, tokens = proposal.tree, proposal.tokens
+        valid = proposal.valid if proposal.fillers is None else proposal.valid & ~proposal.fillers  # these are of no draft's law
         rows = torch.arange(len(tokens), device=tokens.device)
         last = torch.zeros_like(rows)
         on_path = torch.zeros((len(rows), len(tree) + 1), dtype=torch.bool, device=tokens.device)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from .common import load_draft, parse_k
+from .common import check_folder, load_draft, parse_k
 
 WIDTH = 150
 TUNED = "ours tuned"
@@ -44,6 +44,7 @@ def bench(
     from ..bench.runner import plan, run_benchmark
     from ..bench.terminal import counting
 
+    check_folder(out, "--out")
     if clock not in CLOCKS:
         raise ValueError(f"--clock {clock}: choose one of {sorted(CLOCKS)}.")
     if min(max_new_tokens, repetitions, batch) < 1:

@@ -92,6 +92,13 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     return text
 
 
+def check_folder(path: Path | None, option: str) -> None:
+    """Before any work: that `path` is a folder, or can become one."""
+    there = next((own for own in (path, *path.absolute().parents) if own.exists()), None) if path else None
+    if there is not None and not there.is_dir():
+        raise ValueError(f"{option} {path}: {there} is a file; name a folder.")
+
+
 def check_length(model, ids: list[int], max_new_tokens: int) -> None:
     """Prompt and answer have to fit into the target's context."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)

@@ -67,6 +67,8 @@ def _check(out: Path | None, report: bool, text: Path | None, json_file: Path | 
         raise ValueError(f"--text {text}: there is no such file.")
     if json_file is not None and not json_file.absolute().parent.is_dir():
         raise ValueError(f"--json {json_file}: its folder does not exist.")
+    if json_file is not None and json_file.is_dir():
+        raise ValueError(f"--json {json_file} is a folder; name a file.")
     if out is not None and out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(f"--out {out} exists and is not an empty folder: name another one, or remove it first.")
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from .common import check_folder
+
 
 def train(target: str, out: Path, data: Path | None, tokens: int, prompts: str | None, column: str | None, layers: str | None, head: int,
           losses: str, steps: int, batch_tokens: int, lr: float, on_policy: int, format: str, new_tokens: int, seed: int,
@@ -26,6 +28,7 @@ def train(target: str, out: Path, data: Path | None, tokens: int, prompts: str |
     from ..training.trainer import RunConfig, need_accelerate
 
     need_accelerate()
+    check_folder(out, "--out")
     features, format = features or eagle3, "bf16" if eagle3 else format
     names = [name.strip() for name in losses.split(",")]
     for name in names:

@@ -101,7 +101,7 @@ class RecyclingDraft(Draft):
         return 0.27, 0.5
 
     def keep(self, rows: list[int]) -> None:
-        self.matrices = [self.matrices[row] for row in rows]
+        self.matrices = [self.matrices[row] for row in rows] if self.matrices else []  # none before the first pass
 
     def rewind(self, context: Context, lengths: list[int]) -> None:
         """What the matrices have learned stays true."""
