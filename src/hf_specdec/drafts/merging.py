@@ -151,7 +151,7 @@ class Merge:
         trees = []
         for b, size in enumerate(k):
             sources = [source for d in range(len(self.wholes)) if (source := self._source(d, b)) is not None]
-            left = size - sum(own[b] for _, own in self.drawn)  # what was asked: how much was drawn may depend on which tokens were
+            left = size - sum(_nodes(proposal, own, b) for proposal, own in self.drawn)
             trees.append(self.grower.tree(sources, left, self.context.vocab_size, branches))
         return trees
 
@@ -165,6 +165,12 @@ class Merge:
     def keep(self, rows: list[int]) -> None:
         self.grown = [self.grown[row] for row in rows] if self.grown else []
         self.earnings.keep(rows)
+
+
+def _nodes(drawn: Proposal, asked: list[int], b: int) -> int:
+    """How many nodes of a drawn proposal count: of a chain what was asked, for how much was drawn may depend on which tokens were; a tree
+    has its shape."""
+    return asked[b] if drawn.tree.is_chain else drawn.sizes[b]
 
 
 def _joined(grown: Grown, tails: list[Branches]) -> Branches:
