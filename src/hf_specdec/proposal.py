@@ -20,9 +20,9 @@ class Proposal:
             earlier siblings; None says that every token is a point mass (it was not drawn at all).
     sizes:  per row, how many of the N nodes (the first ones) are meant; the rest is padding.
     source: a word for the trace, one for all rows or one per row.
-    fillers: bool [B, N] or None. Nodes that a row has only because others do: point masses of any token.
     chances: float [B, N] or None. How likely the draft thinks node i to be right where its parent is; a mixture goes by it, a verdict
             never does.
+    fillers: bool [B, N] or None. Nodes that a row has only because others do: point masses of any token.
     """
 
     tree: Tree

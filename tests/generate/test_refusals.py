@@ -2,6 +2,7 @@
 
 import copy
 import threading
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
 
 import hf_specdec
 from hf_specdec import SpeculativeDecoder
-from hf_specdec.drafts import ModelDraft, PromptLookupDraft
+from hf_specdec.drafts import Draft, ModelDraft, PromptLookupDraft
+from hf_specdec.proposal import Proposal
 from tests.helpers import VOCAB, build, generated, padded, perturbed, plain, prompts, repetitive, speculate, tiny_llama
 
 ROWS = repetitive(13) + prompts(7, seed=2)
@@ -214,3 +216,18 @@ def test_threads_with_drafts_of_their_own_get_their_own_texts():
     for thread in threads:
         thread.join()
     assert all(texts == expected for texts in found.values()) and len(found) == 3
+
+
+@dataclass
+class Plain(Draft):
+    """A draft of the caller's own that compares by value, and so has no hash."""
+
+    token: int = 5
+
+    def propose(self, context, k):
+        return Proposal.from_lists([[self.token] * own for own in k], context.device, "plain")
+
+
+def test_a_draft_of_the_callers_own_needs_no_hash():
+    target = tiny_llama(3)
+    assert generated(speculate(target, ROWS, Plain(), max_new_tokens=12), ROWS) == plain(target, ROWS, max_new_tokens=12)

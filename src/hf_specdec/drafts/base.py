@@ -10,7 +10,6 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 import torch
 from transformers.generation import CandidateGenerator
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from ..draft_stop import StopRule
     from ..seq2seq import Source
 
-_in_use: WeakSet[Draft] = WeakSet()  # not an attribute: a copy of a draft that is in use is not in use
+_in_use: set[int] = set()  # ids of drafts; no attribute, for a copy of one that is in use is not in use
 Guess = tuple[int, Hashable | None, float]
 
 
@@ -165,14 +164,14 @@ class Draft(CandidateGenerator):
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """For the length of a call, at the end of which the draft is `finish`ed. ValueError if it is in another one."""
-        if self in _in_use:
+        if id(self) in _in_use:
             raise ValueError(f"assistant_model: this {type(self).__name__} is in use by another call. Give every thread, and a call inside a call, a draft "
                              f"of its own (copy.deepcopy makes one).")
-        _in_use.add(self)
+        _in_use.add(id(self))
         try:
             yield
         finally:
-            _in_use.discard(self)
+            _in_use.discard(id(self))
             self.finish()
 
     def finish(self) -> None:
