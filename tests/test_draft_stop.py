@@ -39,7 +39,7 @@ def test_greedy_text_is_that_of_plain_generate(kind, k):
 @pytest.mark.parametrize("kind", ["heuristic", *STOPS])
 def test_sampled_text_follows_the_targets_law(kind, acceptance):
     target, rows = small_vocabulary_llama(2, law.VOCAB), [[1, 2, 3, 1, 2], [4, 3]]
-    found, traces = law.counts(target, rows, Cheap(perturbed(target, 0.3)), 50_000 if FULL else 1_500, 3, 4, acceptance=acceptance,
+    found, traces = law.counts(target, rows, Cheap(perturbed(target, 0.3)), 50_000 if FULL else 1_200, 3, 4, acceptance=acceptance,
                                **with_stop(kind, draft_confidence=0.35))
     assert law.worst_p_value(found, [law.joint(target, row, 3) for row in rows], 3) > law.THRESHOLD
     assert kind == "heuristic" or len({entry.proposed for trace in traces for entries in trace.rounds for entry in entries}) > 2

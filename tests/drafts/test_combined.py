@@ -21,7 +21,7 @@ from tests.helpers import (
 )
 
 ROW = [1, 2, 3, 1, 2]
-N = 50_000 if FULL else 1_500
+N = 50_000 if FULL else 1_200
 
 
 def far(target, seed: int, by: float = 0.5) -> ModelDraft:

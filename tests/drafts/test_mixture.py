@@ -156,7 +156,7 @@ def test_a_mixture_accepts_at_least_what_a_draft_that_knows_the_text_gives():
 def test_drawn_branches_among_guesses_leave_the_law_what_it_is(mode, drafts):
     target = small_vocabulary_llama(2, law.VOCAB)
     rows = [[1, 2, 3, 1, 2], [4, 3]]
-    found, traces = law.counts(target, rows, MixtureDraft(drafts(target), mode, tokens=3), 50_000 if FULL else 1_500, 3, 7)
+    found, traces = law.counts(target, rows, MixtureDraft(drafts(target), mode, tokens=3), 50_000 if FULL else 1_200, 3, 7)
     assert law.worst_p_value(found, [law.joint(target, row, 3) for row in rows], 3) > law.THRESHOLD
     assert sum(trace.accepted for trace in traces) > 250
 
@@ -181,7 +181,7 @@ def test_guesses_that_depend_on_what_was_drawn_are_rejected(monkeypatch):
 
     def p_value():
         draft = MixtureDraft([PromptLookupDraft(), ModelDraft(perturbed(target, 0.3))], tokens=3)
-        found, _ = law.counts(target, [[1, 2, 3, 1, 2]], draft, 5_000, 2, 4)
+        found, _ = law.counts(target, [[1, 2, 3, 1, 2]], draft, 50_000 if FULL else 3_000, 2, 4)
         return law.worst_p_value(found, [law.joint(target, [1, 2, 3, 1, 2], 2)], 2)
 
     target = small_vocabulary_llama(2, law.VOCAB)

@@ -193,7 +193,7 @@ CASES = {
 def test_the_first_tokens_follow_the_targets_law(case, options):
     target, rows = small_vocabulary_llama(2, law.VOCAB), [[1, 2, 3, 1, 2], [4, 3]]
     draft = ModelTreeDraft(perturbed(target, 0.3), *CASES[case])
-    found, _ = law.counts(target, rows, draft, 50_000 if FULL else 2_000, 3, 2, **options)
+    found, _ = law.counts(target, rows, draft, 50_000 if FULL else 1_500, 3, 2, **options)
     assert law.worst_p_value(found, [law.joint(target, row, 3, **options) for row in rows], 3) > law.THRESHOLD
 
 

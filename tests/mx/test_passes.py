@@ -256,7 +256,7 @@ def test_compiled_passes_agree_with_eager_ones(direct, dtype, error, monkeypatch
     assert (found - eager).float().norm() < error * eager.float().norm()
 
 
-@pytest.mark.parametrize("format", ["mxfp6_e2m3", *DENSE] if FULL else ["mxfp6_e2m3", "fp32"])
+@pytest.mark.parametrize("format", ["mxfp6_e2m3", *DENSE] if FULL else ["mxfp6_e2m3"])
 def test_a_token_has_the_same_bits_in_compiled_passes_of_every_width(format):
     """In bfloat16: speculation then gives the text of the same model without a draft, compiled as well."""
     model, text, k = compressed(format=format), list(range(1, 40)), 7

@@ -14,6 +14,13 @@ from hf_specdec.training import drafter
 
 BLOCKED = "import sys; sys.modules['accelerate'] = None\n"
 RUN = BLOCKED + "from hf_specdec.cli import app; app(sys.argv[1:])"
+FUNCTION = BLOCKED + """
+from hf_specdec import training
+try:
+    training.train(None, None, 'data', sys.argv[-1], training.RunConfig())
+except ImportError as error:
+    print('ImportError:', error)
+"""
 
 
 def run(program: str, *arguments) -> subprocess.CompletedProcess:
@@ -39,9 +46,7 @@ def test_a_drafter_is_loaded_and_drafts(folders):
 
 def test_training_names_the_extra_before_any_work(folders, tmp_path):
     """The function, then the command."""
-    function = "from hf_specdec import training\ntry:\n    training.train(None, None, 'data', sys.argv[-1], training.RunConfig())\n"
-    function += "except ImportError as error:\n    print('ImportError:', error)\n"
-    done = run(BLOCKED + function + RUN, "train", folders / "target", "--out", tmp_path / "out")
+    done = run(FUNCTION + RUN, "train", folders / "target", "--out", tmp_path / "out")
     assert "ImportError: training needs the package accelerate: pip install 'hf-specdec[train]'" in done.stdout
     assert done.returncode == 2 and "pip install 'hf-specdec[train]'" in done.stderr
     assert not (tmp_path / "out").exists()
