@@ -5,7 +5,7 @@ import torch
 
 from hf_specdec import SpeculativeConfig
 from hf_specdec.draft_stop import CHOICES, Calibration, DraftStop, StopRule
-from hf_specdec.drafts import ModelDraft, PromptLookupDraft
+from hf_specdec.drafts import CascadeDraft, HorizontalCascadeDraft, ModelDraft, PromptLookupDraft
 from hf_specdec.proposal import Proposal
 from hf_specdec.schedule import HeuristicSchedule
 from tests.conformance import law
@@ -151,4 +151,8 @@ def test_a_draft_without_confidence_is_refused_before_any_work(kind):
     target = tiny_llama(3)
     with pytest.raises(ValueError, match=f"^draft_stop='{kind}': the draft 'prompt_lookup' does not draft token by token"):
         speculate(target, ROWS, PromptLookupDraft(), 4, **with_stop(kind))
+    small = perturbed(target, 0.1)
+    for unheard in (CascadeDraft(small, ModelDraft(small)), HorizontalCascadeDraft(PromptLookupDraft(), ModelDraft(small))):
+        with pytest.raises(ValueError, match=f"^draft_stop='{kind}': the draft '{unheard.name}'"):
+            speculate(target, ROWS, unheard, 4, **with_stop(kind))
     assert torch.is_tensor(target.generate(torch.tensor([ROWS[0]]), max_new_tokens=2, pad_token_id=0))

@@ -20,22 +20,30 @@ _OTHER_WAYS = {
     "use_mtp": "the model's own prediction heads cannot be the draft. Drop it, or use speculative=False.",
     "penalty_alpha": "contrastive search is another way of decoding. Drop it, or use speculative=False.",
     "dola_layers": "DoLa is another way of decoding. Drop it, or use speculative=False.",
+    "token_healing": "the tokenizer does not reach transformers. Heal the prompt first, input_ids = model.heal_tokens(input_ids, tokenizer), and drop it.",
     "constraints": "constrained beam search is another way of decoding. Drop it, or use speculative=False.",
     "force_words_ids": "constrained beam search is another way of decoding. Drop it, or use speculative=False.",
 }
-# Arguments that tune transformers' own drafting. Configs carry defaults of them, so they are refused as arguments only.
+# Arguments that tune transformers' own drafting. A model's own config may carry them, so they are refused where the caller gives them.
 _OTHER_TUNING = ("num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind",
                  "max_matching_ngram_size")
 
 
-def check_arguments(kwargs: dict[str, Any]) -> None:
-    """What `generate` was called with, before transformers does anything with it."""
+def given_in_config(kwargs: dict[str, Any], own, name: str) -> Any:
+    """What the caller's `generation_config` says of `name`, None if it is what the model's own config says, too."""
+    value = getattr(kwargs.get("generation_config"), name, None)
+    return None if value == getattr(own, name, None) else value
+
+
+def check_arguments(kwargs: dict[str, Any], own) -> None:
+    """What `generate` was called with, before transformers does anything with it. own: the model's own generation config."""
     if len(kwargs.get("adapter_names") or ()) > 1:
         raise ValueError("adapter_names: rows leave a batch as they end, which an adapter per row does not survive. Generate the rows of one adapter at a "
                          "time, with set_adapter, or use speculative=False.")
     for name in _OTHER_TUNING:
-        if kwargs.get(name) is not None:
-            raise ValueError(f"{name}={kwargs[name]!r}: this tunes transformers' own assisted decoding and means nothing to "
+        value = kwargs.get(name, given_in_config(kwargs, own, name))
+        if value is not None:
+            raise ValueError(f"{name}={value!r}: this tunes transformers' own assisted decoding and means nothing to "
                              f"speculative=True. Drop it; num_assistant_tokens says how many tokens are drafted.")
     config = kwargs.get("generation_config")
     for option in (kwargs.get, lambda name: getattr(config, name, None)):
@@ -68,7 +76,7 @@ def check_vocabulary(draft: Draft, traits: compat.ModelTraits) -> None:
 
 def check_draft_stop(draft: Draft, config: SpeculativeConfig) -> None:
     """Only a draft that goes token by token can stop by what it thinks of them."""
-    if config.draft_stop in ("confidence", "expected_gain") and not any(part.stops for part in (draft, *getattr(draft, "parts", ()))):
+    if config.draft_stop in ("confidence", "expected_gain") and not draft.stops:
         raise ValueError(f"draft_stop={config.draft_stop!r}: the draft {draft.name!r} does not draft token by token with a confidence of its "
                          f'own. Pass a smaller model as assistant_model, or leave draft_stop="constant" (or "heuristic").')
 

@@ -159,6 +159,9 @@ class BeamCall(Call):
         if self.config.lenience != 1.0 or self.config.acceptance not in ("auto", "greedy"):
             raise ValueError(f"{beams}: beam search is exact, it takes lenience=1.0 and acceptance=\"auto\" (here {self.config.lenience} and "
                              f"{self.config.acceptance!r}). Drop them, or use num_beams=1.")
+        for option in ("compile", "record_probs"):
+            if getattr(self.config, option):
+                raise ValueError(f"{beams}: {option}=True is not there for beam search. Drop it, or use num_beams=1.")
         if hasattr(draft, "traits"):
             check_batch(compat.unwrap(draft.model), draft.traits, len(self.prompts), "assistant_model")
 

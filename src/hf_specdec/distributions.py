@@ -114,6 +114,14 @@ class Sampler:
         """int64 [1, L]: a row's tokens and those drafted after them; None where one of these ends the text."""
         return None if self.eos.intersection(drafted) else torch.tensor([row + drafted], device=device)
 
+    def leaves(self, b: int, text: torch.Tensor, token: int, vocab: int) -> bool:
+        """Whether the processors of row b that look at prefixes leave `token` of 0 <= token < vocab after this text."""
+        scores = torch.zeros((1, vocab), device=text.device)
+        for processor in self.rows[b]:
+            if not compat.is_prefix_free(processor):
+                scores = _one_row(processor, text, scores)[None]
+        return bool(scores[0, token] > -torch.inf)
+
     def __call__(self, logits: torch.Tensor, sizes: Sequence[int], prefix: Prefix, parents: Sequence[int] = ()) -> Law:
         """logits [B, n, V] -> Law. sizes[b]: how many nodes of row b count; prefix(b, i): what `text` makes of the tokens up to and
         including node i of row b; parents: of the nodes after the root, where they are all of one tree. Half precision goes to float32 as in

@@ -17,7 +17,7 @@ import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StopStringCriteria
 
 from . import compat, registry
-from .arguments import check_arguments
+from .arguments import check_arguments, given_in_config
 from .beam import BeamCall
 from .call import Call
 from .config import SpeculativeConfig
@@ -91,12 +91,15 @@ def _generate(model, stock, *args, speculative=None, assistant_model=None, **kwa
         return stock(*args, **given, **kwargs)
     kwargs = _named(stock, args, kwargs)
     assistant_model = kwargs.pop("assistant_model", assistant_model)
-    options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
+    options, own = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}, compat.unwrap(model).generation_config
+    said = {**speculative, **options} if isinstance(speculative, dict) else options
+    if not isinstance(speculative, SpeculativeConfig) and "num_assistant_tokens" not in said:
+        options["num_assistant_tokens"] = given_in_config(kwargs, own, "num_assistant_tokens")
     config = SpeculativeConfig.resolve(speculative, **options)
     bound = {name: kwargs.pop(name, None) for name in ("streamer", "tokenizer", "assistant_tokenizer", "stop_strings")}
     if kwargs.pop("custom_generate", None) is not None:
         raise ValueError("custom_generate cannot be combined with speculative=; pass custom_generate=SpeculativeDecoder(...) alone.")
-    check_arguments(kwargs)
+    check_arguments(kwargs, own)
     decoder = SpeculativeDecoder(assistant_model, config, **bound)
     decoder.load(model)
     decoder.put_prompt, decoder.cache_is_given = True, kwargs.get("past_key_values") is not None

@@ -1,5 +1,7 @@
 """Drafts made of others: what each draws is its own, what is judged never depends on what was drawn, and none minds where it is."""
 
+import copy
+
 import pytest
 import torch
 from transformers import GenerationMixin
@@ -8,11 +10,12 @@ from hf_specdec.drafts import (
     CascadeDraft, HorizontalCascadeDraft, LookaheadDraft, MixtureDraft, ModelDraft, ModelTreeDraft, NGramDraft, NGramRecyclingDraft, OnlineDraft,
     PromptLookupDraft, RecyclingDraft, RetrievalDraft, SuffixAutomatonDraft, TranslatedDraft, UniformDraft,
 )
-from hf_specdec.drafts import merging
-from hf_specdec.drafts.base import Context
+from hf_specdec.drafts import merging, mixture
+from hf_specdec.drafts.base import Context, Draft
 from hf_specdec.drafts.feature import FeatureDraft
 from hf_specdec.drafts.feature_tree import FeatureTreeDraft
 from hf_specdec.drafts.medusa import MedusaDraft
+from hf_specdec.proposal import Proposal
 from hf_specdec.tree import Tree
 from tests.conformance import law
 from tests.conformance.builders import feature_drafter, medusa_heads
@@ -87,9 +90,70 @@ def test_a_draft_that_stops_by_its_confidence_does_not_decide_how_many_guesses_a
 def test_counting_what_was_drawn_is_rejected(monkeypatch):
     """The control: as many guesses as what was drawn leaves room for."""
     asked = merging.Merge._ask
-    monkeypatch.setattr(merging.Merge, "_ask", lambda self, wanted: [(drawn, drawn.sizes) for drawn, _ in asked(self, wanted)])
+    monkeypatch.setattr(merging.Merge, "_ask", lambda self, wanted: [(d, drawn, drawn.sizes) for d, drawn, _ in asked(self, wanted)])
     target, row = small_vocabulary_llama(2, law.VOCAB, spread=0.25), [5, 0, 3, 1, 2]
     assert p_value(target, row, MixtureDraft(drawing_and_guessing(target, row)), 5, 3_000, tokens=2) < law.THRESHOLD
+
+
+class Star(Draft):
+    """A draft of somebody's own: guesses for the first token alone."""
+
+    name, cost_ratio = "star", 0.0
+
+    def __init__(self, tokens: list[int], at: int):
+        self.tokens, self.at = tokens, at
+
+    def start(self, context):
+        self.context = context
+
+    def place(self, b):
+        return len(self.context.rows[b]) == self.at or None
+
+    def guesses(self, place):
+        return [(token, None, 0.5 - 0.01 * i) for i, token in enumerate(self.tokens)]
+
+    def step(self, place, token):
+        return None
+
+    def rewind(self, context, lengths):
+        pass
+
+    def propose(self, context, k):
+        return Proposal.from_lists([self.tokens[:1][:n] for n in k], context.device, self.name)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_mixture_in_a_mixture_counts_as_what_was_asked_of_it(seed):
+    """Its tree is as large as what its parts have drawn; the guesses beside it are the same ones all the same."""
+    target, row = small_vocabulary_llama(2, 8, spread=0.25), [5, 0, 3, 1, 2]
+    table = NGramDraft.from_tokens([[1, 2, 0]] * 4 + [[1, 2, 6, *([6, 3] * 4)]] * 4, order=3, vocab_size=8, sample=True)
+    inner = MixtureDraft([table, RetrievalDraft.from_tokens([[1, 2, 2]] * 3, vocab_size=8)])
+    seen, together = [], mixture.together
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mixture, "together", lambda rows, *rest: seen.append(rows) or together(rows, *rest))
+        speculate(target, [row], MixtureDraft([Star([2, 1, 5, 7, 3, 4, 6], 5), inner]), 8, seed=seed, do_sample=True, max_new_tokens=20)
+    guesses = [token for (parent, token), law_of in zip(seen[1][0].nodes, seen[1][0].laws) if parent == 0 and law_of is None]
+    assert guesses == [2, 1, 5, 7]  # of eight nodes four are the inner mixture's, whatever it has drawn
+
+
+@pytest.mark.parametrize("k", [6, "auto"])
+def test_a_mixture_of_one_branch_proposes_chains_while_sampling(k, monkeypatch):
+    target, row = small_vocabulary_llama(2, law.VOCAB), [1, 2, 3, 1, 2]
+    shapes, propose = [], MixtureDraft.propose
+    monkeypatch.setattr(MixtureDraft, "propose", lambda self, context, k: shapes.append(propose(self, context, k)) or shapes[-1])
+    draft = MixtureDraft([PromptLookupDraft(), far(target, 1)], branches=1)
+    found, _ = law.counts(target, [row], draft, N, 3, k)
+    assert law.worst_p_value(found, [law.joint(target, row, 3)], 3) > law.THRESHOLD
+    assert all(shape.tree.is_chain for shape in shapes) and any(len(shape.tree) > 1 for shape in shapes)
+
+
+def test_two_drafts_over_one_feature_drafter_are_refused():
+    target = tiny_llama(3)
+    drafter = feature_drafter(target)
+    with pytest.raises(ValueError, match="share one drafter.*deepcopy"):
+        speculate(target, repetitive(12), MixtureDraft([FeatureDraft(drafter, target), HorizontalCascadeDraft(FeatureDraft(drafter, target), PromptLookupDraft())]), 4)
+    assert not drafter.base_model._forward_pre_hooks and not any(module._forward_hooks for module in target.modules())
+    assert same_text(target, repetitive(12), MixtureDraft([FeatureDraft(drafter, target), FeatureDraft(copy.deepcopy(drafter), target)], "choose"), 4)
 
 
 # --- a draft need not know where it is -------------------------------------------------------------------------------------

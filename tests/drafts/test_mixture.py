@@ -253,11 +253,11 @@ def test_in_a_batch_a_gain_of_the_row_that_ends_last_counts_most(room, pays):
     merge, choose = object.__new__(merging.Merge), object.__new__(choosing.Choose)
     for way in (merge, choose):
         way.earnings, way.room, way.strengths = Priced(), room, [[0, 0]]
-    nodes, rate = merge._size([[0.0, 0.0, 0.0], [0.0, 0.9, 1.8]], {}, 0)
+    nodes, rate = merge._size([[0.0, 0.0, 0.0], [0.0, 0.9, 1.8]], 0)
     assert (nodes > 0) == pays == (rate > 1.1)
     assert (choose._rate([(-1, 0), (0, 2)]) > 1.1 * choose._rate([(-1, 0)] * 2)) == pays
     merge.room = room[:1]
-    assert merge._size([[0.0, 0.9, 1.8]], {}, 0) == (2, pytest.approx(2.8 / 1.2))  # alone, a token is a token
+    assert merge._size([[0.0, 0.9, 1.8]], 0) == (2, pytest.approx(2.8 / 1.2))  # alone, a token is a token
 
 
 @pytest.mark.parametrize(("arguments", "error", "words"), [

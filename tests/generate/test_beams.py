@@ -113,6 +113,8 @@ def test_stopping_criteria_see_every_candidate():
     (dict(do_sample=True), "do_sample=True"),
     (dict(speculative={"lenience": 0.5}), "lenience=1.0"),
     (dict(speculative={"acceptance": "typical"}), "typical"),
+    (dict(speculative={"compile": True}), "compile=True"),
+    (dict(speculative={"record_probs": True}), "record_probs=True"),
     (dict(assistant_model=UniformDraft()), "'uniform' does not follow beams"),
 ])
 def test_what_is_no_plain_beam_search_is_refused_by_name(options, words):

@@ -4,10 +4,8 @@ import pytest
 import torch
 from transformers import (
     EncoderNoRepeatNGramLogitsProcessor, EncoderRepetitionPenaltyLogitsProcessor, LogitsProcessor, LogitsProcessorList,
-    PrefixConstrainedLogitsProcessor, WatermarkingConfig,
+    WatermarkingConfig,
 )
-
-from hf_specdec.drafts import CascadeDraft, MixtureDraft, ModelDraft, ModelTreeDraft, NGramRecyclingDraft, PromptLookupDraft
 
 from tests.helpers import (
     VOCAB, KnowingTreeDraft, ScriptedDraft, generated, padded, perturbed, plain, prompts, repetitive, speculate, tiny_llama,
@@ -216,73 +214,3 @@ def test_a_sampled_token_is_one_that_the_warpers_allow(options):
             for processor in processors:
                 scores = processor(torch.tensor([row + text[:i]]), scores)
             assert scores[0, token].isfinite()
-
-
-# --- texts that the target cannot write ---------------------------------------------------------------------------------------
-
-ANSWER = [5, 9, 2, 7]
-EOS = 3
-
-
-def trie(row, ids):
-    """Only one answer, then the end: what comes after any other token is not defined, as in most constraints."""
-    written = ids.tolist()[len(ROWS[row]):]
-    return [(*ANSWER, EOS)[len(written)]] if written == ANSWER[: len(written)] else []
-
-
-class Grammar(LogitsProcessor):
-    """A state per prefix that has been allowed; any other is a KeyError."""
-
-    def __init__(self, length: int):
-        self.length, self.states = length, {(): 0}
-
-    def __call__(self, input_ids, scores):
-        written = tuple(input_ids[0, self.length:].tolist())
-        state = self.states[written]
-        allowed = [token for token in range(VOCAB) if token % 3 == state]
-        self.states.update({(*written, token): (state + token) % 3 for token in allowed})
-        return torch.full_like(scores, -torch.inf).index_copy(1, torch.tensor(allowed), scores[:, allowed])
-
-
-DRAFTS = {
-    "lookup": lambda target: None,
-    "knowing": lambda target: ScriptedDraft(lambda row: [*ANSWER, EOS, 8, 1]),
-    "tree": lambda target: KnowingTreeDraft([[*row, *ANSWER, EOS, 8, 1] for row in ROWS]),
-    "model": lambda target: ModelDraft(perturbed(target)),
-    "model tree": lambda target: ModelTreeDraft(perturbed(target)),
-    "cascade": lambda target: CascadeDraft(perturbed(target), PromptLookupDraft(), 3),
-    "recycling": lambda target: NGramRecyclingDraft(),
-    "mixture": lambda target: MixtureDraft([PromptLookupDraft(), ModelDraft(perturbed(target))]),
-}
-
-
-@pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize("sampled", [{}, {"do_sample": True, "seed": 1}], ids=["greedy", "sampled"])
-def test_a_constraint_never_sees_a_text_that_it_has_ruled_out_or_that_has_ended(draft, sampled):
-    target = tiny_llama(1)
-    out = speculate(target, ROWS, DRAFTS[draft](target), 6, max_new_tokens=12, prefix_allowed_tokens_fn=trie, eos_token_id=EOS, **sampled)
-    assert generated(out, ROWS) == [[*ANSWER, EOS]] * len(ROWS)
-
-
-@pytest.mark.parametrize("draft", DRAFTS)
-def test_a_grammar_with_a_state_per_prefix_gives_plain_generates_text(draft):
-    target, rows = tiny_llama(1), repetitive(13)
-    expected = plain(target, rows, max_new_tokens=16, logits_processor=LogitsProcessorList([Grammar(13)]))
-    out = speculate(target, rows, DRAFTS[draft](target), 6, max_new_tokens=16, logits_processor=LogitsProcessorList([Grammar(13)]))
-    assert generated(out, rows) == expected
-
-
-class OwnConstraint(PrefixConstrainedLogitsProcessor):
-    """A subclass with a __call__ of its own, which counts in a batch, too."""
-
-    def __call__(self, input_ids, scores):
-        scores = super().__call__(input_ids, scores)
-        return scores.index_fill(1, torch.arange(0, VOCAB, 2), -torch.inf)
-
-
-def test_a_constraint_of_the_callers_own_class_keeps_it_in_a_batch():
-    target = tiny_llama(1)
-    processors = LogitsProcessorList([OwnConstraint(lambda row, ids: list(range(30)), 1)])
-    out = speculate(target, ROWS, None, 4, max_new_tokens=12, logits_processor=processors)
-    assert generated(out, ROWS) == plain(target, ROWS, max_new_tokens=12, logits_processor=processors)
-    assert all(token % 2 and token < 30 for text in generated(out, ROWS) for token in text)

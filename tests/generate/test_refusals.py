@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria
 
 import hf_specdec
 from hf_specdec import SpeculativeDecoder
@@ -231,3 +231,26 @@ class Plain(Draft):
 def test_a_draft_of_the_callers_own_needs_no_hash():
     target = tiny_llama(3)
     assert generated(speculate(target, ROWS, Plain(), max_new_tokens=12), ROWS) == plain(target, ROWS, max_new_tokens=12)
+
+
+# --- what a generation config says --------------------------------------------------------------------------------------------
+
+
+def test_a_generation_config_of_the_callers_means_what_arguments_mean():
+    model, row = hf_specdec.enable(tiny_llama(3)), repetitive(13)[:1]
+    draft = perturbed(model, 0.05)
+
+    def proposed(options, **settings):
+        config = GenerationConfig(max_new_tokens=12, do_sample=False, pad_token_id=0, **settings)
+        out = model.generate(**padded(row), generation_config=config, assistant_model=draft, return_dict_in_generate=True, **options)
+        return max(entry.proposed for entries in out.speculation.rounds for entry in entries)
+
+    assert proposed({"speculative": True}, num_assistant_tokens=7) == 7
+    assert proposed({"speculative": {"num_assistant_tokens": 3}}, num_assistant_tokens=7) == 3
+    assert proposed({"speculative": {"seed": 1}, "num_assistant_tokens": 2}, num_assistant_tokens=7) == 2
+    with pytest.raises(ValueError, match="^assistant_confidence_threshold=0.4"):
+        proposed({"speculative": True}, assistant_confidence_threshold=0.4)
+    with pytest.raises(ValueError, match="^token_healing=True: .*heal_tokens"):
+        proposed({"speculative": True}, token_healing=True)
+    model.generation_config.assistant_confidence_threshold = 0.4  # what a checkpoint carries is nobody's wish
+    assert proposed({"speculative": {"num_assistant_tokens": 3}}, assistant_confidence_threshold=0.4) == 3

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,6 +45,8 @@ class Context:
                 where there is no loop of ours.
     timed:      False where a run has to repeat exactly: decide nothing by measured time.
     stock:      stock assisted decoding asks: it takes chains, and shows no states.
+    outer:      the context that a draft inside another one was made of; its own rows may run ahead of that one's.
+    barred:     rows whose text, as far as it runs ahead, the target cannot write.
     """
 
     rows: list[list[int]]
@@ -58,6 +60,25 @@ class Context:
     target: "CachedModel | None" = None
     timed: bool = True
     stock: bool = False
+    outer: "Context | None" = None
+    barred: set[int] = field(default_factory=set)
+
+    def text(self, b: int, drafted: list[int]) -> torch.Tensor | None:
+        """Row b and what is drafted after it, as `Sampler.text` has them: what is not committed counts as drafted."""
+        root, barred = self, b in self.barred
+        while root.outer is not None:
+            root = root.outer
+            barred = barred or b in root.barred
+        row, known = self.rows[b], len(root.rows[b])
+        return None if barred else self.sampler.text(row[:known], row[known:] + drafted, self.device)
+
+    def allows(self, b: int, drafted: list[int]) -> bool:
+        """Whether the target can write these tokens after row b: none before the last ends the text, and no processor that looks at prefixes
+        rules one out."""
+        if not self.sampler.needs_prefix:
+            return True
+        texts = (self.text(b, drafted[:i]) for i in range(len(drafted)))
+        return all(text is not None and self.sampler.leaves(b, text, token, self.vocab_size) for text, token in zip(texts, drafted))
 
     def of(self, part: int) -> Context:
         """For part number `part` of a draft that is made of several: the same rows, live, and random streams of its own."""
@@ -82,7 +103,7 @@ class Draft(CandidateGenerator):
     cost_ratio:   c of Leviathan et al. 2023: cost of drafting one token / cost of one target step, None = not known.
     trusted:      True spares the checks of every proposal (ids in range, laws that sum to 1); the package's own drafts say
                   so, because the conformance tests check them.
-    stops:        whether the draft drafts token by token and heeds `Context.stop`.
+    stops:        whether the draft, or one inside it that is shown `Context.stop`, drafts token by token and heeds it.
     reads_pass:   whether `commit` is about the nodes of the target's pass, whoever proposed them, as `observe` is; of a draft inside
                   another one it is else about the nodes of its own proposal, where it made one. True of a draft with others inside.
     reads_prompt: whether `read` wants the target's logits over the prompt.

@@ -98,9 +98,7 @@ class CascadeDraft(Draft):
         self.cached.commit(advance, proposal.tree, verdict.on_path)
 
     def _prefix(self, proposal: Proposal, b: int, node: int) -> torch.Tensor | None:
-        drafted, context = [int(proposal.tokens[b, step - 1]) for step in proposal.tree.path(node)], self.inner.outer
-        known = len(context.rows[b])
-        return context.sampler.text(self.inner.rows[b][:known], self.inner.rows[b][known:] + drafted, context.device)
+        return self.inner.context.text(b, [int(proposal.tokens[b, step - 1]) for step in proposal.tree.path(node)])
 
     # --- vocabularies padded to different sizes -----------------------------------------------------------------------
 

@@ -38,7 +38,10 @@ class FeatureDraft(ModelDraft):
         self.known = [0] * len(context.rows)  # of every row, places whose states are there
         if context.stock:  # stock decoding shows no states
             return
-        self.tap = tapped(self.target, self.layers, context)
+        if getattr(self.model, "in_a_draft", False):
+            raise ValueError(f"draft: two {self.name!r} drafts that are in use share one drafter, whose states they would mix up. Give one of them "
+                             f"a copy: copy.deepcopy(drafter).")
+        self.tap, self.model.in_a_draft = tapped(self.target, self.layers, context), True
         self.hooks = [self.model.base_model.register_forward_pre_hook(self._with_states, with_kwargs=True),
                       self.model.base_model.register_forward_hook(self._keep_output)]
         width = self.model.feature_fuse.weight.shape[0]
@@ -128,6 +131,7 @@ class FeatureDraft(ModelDraft):
     def finish(self) -> None:
         if self.tap is not None:
             self.tap.close()
+            self.model.in_a_draft = False
             for hook in self.hooks:
                 hook.remove()
         self.tap, self.states, self.judged, self.output, self.hooks = None, None, None, None, None

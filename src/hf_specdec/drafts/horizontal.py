@@ -48,6 +48,7 @@ class HorizontalCascadeDraft(Draft):
         self.early = early = _chain(early.within(own), "first", self.first)
         rows = [row + tokens[:size] for row, tokens, size in zip(context.rows, early.tokens.tolist(), early.sizes)]
         self.inner.follow(rows)
+        self.inner.context.barred = {b for b, (row, own) in enumerate(zip(rows, context.rows)) if not self.own.allows(b, row[len(own):])}
         late = _chain(self.inner.propose([n - size for n, size in zip(k, early.sizes)]), "then", self.then)
         tokens = [one[:n] + other[:m] for one, other, n, m in
                   zip(early.tokens.tolist(), late.tokens.tolist(), early.sizes, late.sizes)]
@@ -90,6 +91,11 @@ class HorizontalCascadeDraft(Draft):
         super().finish()
 
     # --- what is asked of it between ----------------------------------------------------------------------------------
+
+    @property
+    def stops(self) -> bool:
+        """The second draft's tokens count as many as were asked for."""
+        return self.first.stops
 
     def prior(self, strength: int) -> tuple[float, float]:
         return self.first.prior(strength)

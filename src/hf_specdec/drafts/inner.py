@@ -19,7 +19,7 @@ class Inner:
     def __init__(self, draft: Draft, context: Context, turn: int = 0, **changes):
         self.draft, self.outer, self.turn = draft, context, turn
         self.rows = [list(row) for row in context.rows]
-        self.context = replace(context, rows=self.rows, noise=self.noise, stop=None, **changes)
+        self.context = replace(context, rows=self.rows, noise=self.noise, stop=None, outer=context, barred=set(), **changes)
         draft.start(self.context)
 
     def noise(self, stream: str, n: int) -> torch.Tensor:

@@ -52,6 +52,7 @@ class Merge:
         self.mixture, self.context, self.grower, self.earnings = mixture, context, Grower(), Earnings(mixture, context)
         self.wholes = [None if type(draft).place is not Draft.place else _Whole() for draft in mixture.parts]
         self.costly = [d for d, whole in enumerate(self.wholes) if whole is not None and not self.earnings.free[d]]
+        self.branches = 1 if context.stock else mixture.branches
         self.grown: list[Grown] = []
         self.asks: dict[int, list[int]] | None = None
 
@@ -79,7 +80,7 @@ class Merge:
             return [0] * len(caps)
         self.drawn = self._ask({d: caps for d, free in enumerate(self.earnings.free) if free})
         gains = [self._gains(grown) for grown in self._trees(caps)]
-        nodes, most = self._size(gains, {}, 0)
+        nodes, most = self._size(gains, 0)
         most = max(most, self.earnings.margin / self.earnings.seconds(0, {}))
         for d in self.costly:
             for k in range(1, min(self.earnings.reach[d], max(caps)) + 1):
@@ -100,12 +101,13 @@ class Merge:
         """Drafted tokens expected to be accepted of the first 0, 1, ... nodes."""
         return list(accumulate(grown.chances, initial=0.0))
 
-    def _size(self, gains: list[list[float]], asked: dict[int, int], least: int) -> tuple[int, float]:
-        """(nodes, `progress` per second) of the trees that earn most; (0, rate of a plain step) if none earns more."""
+    def _size(self, gains: list[list[float]], least: int, drafting: float = 0.0) -> tuple[int, float]:
+        """(nodes, `progress` per second) of the trees that earn most; (0, rate of a plain step) if none earns more. drafting: seconds of the
+        drafts that are asked."""
         found = 0, 0.0
         for n in range(least, max(map(len, gains))):
-            rate = progress([1 + gain[min(n, len(gain) - 1)] for gain in gains], self.room) / self.earnings.seconds(n, asked)
-            margin = self.earnings.margin if not found[0] and not asked else 1.0
+            rate = progress([1 + gain[min(n, len(gain) - 1)] for gain in gains], self.room) / (self.earnings.seconds(n, {}) + drafting)
+            margin = self.earnings.margin if not found[0] and not drafting else 1.0
             found = (n, rate) if rate > margin * found[1] else found
         return found
 
@@ -116,12 +118,13 @@ class Merge:
             wholes = [d for d, whole in enumerate(self.wholes) if whole is not None]
             self.drawn = self._ask({d: [self._share(i, size) for size in k] for i, d in enumerate(wholes)})
         elif self.asks:
-            self.drawn += self._ask(self.asks)
+            drafting = self.earnings.seconds(0, {d: max(own) for d, own in self.asks.items()}) - self.earnings.seconds(0, {})
+            self.drawn += self._ask(self.asks)  # how long this one took may depend on what was drawn: the size of the tree does not
         self.grown = self._trees(k)
         if self.asks:
-            size, _ = self._size([self._gains(grown) for grown in self.grown], {d: max(own) for d, own in self.asks.items()}, 1)
+            size, _ = self._size([self._gains(grown) for grown in self.grown], 1, drafting)
             self.grown = [grown.first(size) for grown in self.grown]
-        rows = [_joined(grown, [Branches.of(proposal, b) for proposal, _ in self.drawn]) for b, grown in enumerate(self.grown)]
+        rows = [self._row(b, grown) for b, grown in enumerate(self.grown)]
         self.earnings.shown = max((len(row.nodes) for row in rows), default=0)
         return rows, self.mixture.name
 
@@ -129,9 +132,9 @@ class Merge:
         """Tokens asked of the i-th draft that says all at once, for a tree of `size` nodes: an equal part; of a small tree one each, while it lasts."""
         return min(max(size // len(self.wholes), int(i < size)), self.mixture.tokens)
 
-    def _ask(self, wanted: dict[int, list[int]]) -> list[tuple[Proposal, list[int]]]:
+    def _ask(self, wanted: dict[int, list[int]]) -> list[tuple[int, Proposal, list[int]]]:
         """Show those of the wholes what they are to say, and the others nothing new; the proposals that were drawn at random, each with
-        what was asked of it."""
+        the nodes that it counts for in every row."""
         drawn = []
         for d, k in wanted.items():
             if self.wholes[d] is None:
@@ -140,19 +143,18 @@ class Merge:
             nothing = Proposal.from_lists([[] for _ in k], self.context.device)
             proposal = self.earnings.ask(d, own, self.strengths) if any(own) else nothing
             if proposal.probs is not None and self.context.sampler.do_sample:
-                drawn.append((proposal, own))
+                drawn.append((d, proposal, _nodes(self.mixture.parts[d], proposal, own)))
                 proposal = nothing
             rates = [self.earnings.rate(b, d, max(strength, 0)) for b, strength in enumerate(self.strengths[d])]
             self.wholes[d].show(proposal, self.strengths[d], rates)
         return drawn
 
     def _trees(self, k: list[int]) -> list[Grown]:
-        branches = 1 if self.context.stock else self.mixture.branches
         trees = []
         for b, size in enumerate(k):
             sources = [source for d in range(len(self.wholes)) if (source := self._source(d, b)) is not None]
-            left = size - sum(_nodes(proposal, own, b) for proposal, own in self.drawn)
-            trees.append(self.grower.tree(sources, left, self.context.vocab_size, branches))
+            left = size if self.branches == 1 else size - sum(nodes[b] for _, _, nodes in self.drawn)
+            trees.append(self.grower.tree(sources, left, self.context.vocab_size, self.branches))
         return trees
 
     def _source(self, d: int, b: int) -> tuple[Draft, Any] | None:
@@ -162,15 +164,27 @@ class Merge:
         place = self.mixture.parts[d].place(b) if whole is None else (b, 0, 0)
         return None if place is None else (whole or self.mixture.parts[d], place)
 
+    def _row(self, b: int, grown: Grown) -> Branches:
+        """Row b's guesses and what was drawn, in one tree; of a chain, the one of them that is expected to earn most. Which tokens were drawn
+        plays no part in that."""
+        tails = [Branches.of(proposal, b) for _, proposal, _ in self.drawn]
+        if self.branches > 1:
+            return _joined(grown, tails)
+        earns = [self._tokens(b, d, nodes[b]) - 1 for d, _, nodes in self.drawn]
+        if self._gains(grown)[-1] >= max(earns, default=0.0):
+            return _joined(grown, [])
+        return tails[earns.index(max(earns))]
+
     def keep(self, rows: list[int]) -> None:
         self.grown = [self.grown[row] for row in rows] if self.grown else []
         self.earnings.keep(rows)
 
 
-def _nodes(drawn: Proposal, asked: list[int], b: int) -> int:
-    """How many nodes of a drawn proposal count: of a chain what was asked, for how much was drawn may depend on which tokens were; a tree
-    has its shape."""
-    return asked[b] if drawn.tree.is_chain else drawn.sizes[b]
+def _nodes(draft: Draft, drawn: Proposal, asked: list[int]) -> list[int]:
+    """Per row, how many nodes a drawn proposal counts for: what was asked, for how much was drawn may depend on which tokens were. A model's
+    tree has its shape; not so one put together of several drafts', which has fillers, and nothing is known of a draft that is not ours."""
+    shaped = draft.trusted and not drawn.tree.is_chain and drawn.fillers is None
+    return drawn.sizes if shaped else asked
 
 
 def _joined(grown: Grown, tails: list[Branches]) -> Branches:

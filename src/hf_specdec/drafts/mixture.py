@@ -131,6 +131,10 @@ class MixtureDraft(Draft):
 
     # --- what is asked of it between ----------------------------------------------------------------------------------
 
+    @property
+    def stops(self) -> bool:
+        return any(draft.stops for draft in self.parts)
+
     def prior(self, strength: int) -> tuple[float, float]:
         return 0.4, 0.6
 

@@ -76,7 +76,7 @@ class ModelDraft(Draft):
         tokens, laws, step = [], [], 0
         while step < max(k):
             scores = self._scores(context, tokens, k, step)
-            law = context.sampler(scores, [step < own for own in k], lambda b, _: self._prefix(context, tokens, b))
+            law = context.sampler(scores, [step < own for own in k], lambda b, _: context.text(b, [int(each[b]) for each in tokens]))
             if context.sampler.do_sample:
                 laws.append(law.probs_at(torch.zeros(len(k), dtype=torch.long, device=scores.device)))
                 tokens.append(draw(laws[-1], context.noise(f"draft:{step}", 1)[:, 0]))
@@ -123,9 +123,6 @@ class ModelDraft(Draft):
     def _common_vocabulary(self, logits: torch.Tensor, context: Context) -> torch.Tensor:
         whole = context.sampler.exact_scores or context.sampler.needs_prefix  # else fewer logits are no harm
         return fitted(logits, context.vocab_size) if whole else logits[..., : context.vocab_size]
-
-    def _prefix(self, context: Context, tokens: list[torch.Tensor], row: int) -> torch.Tensor | None:
-        return context.sampler.text(context.rows[row], [int(step[row]) for step in tokens], context.device)
 
     def relative_cost(self, target: PreTrainedModel) -> float:
         """c by size: decoding reads every weight once a token."""

@@ -157,7 +157,7 @@ class ModelTreeDraft(ModelDraft):
             path = [(tree.parents[node - 1], int(tokens[b, node - 1])) for node in tree.path(level[i])]
             if any(self.scores[parent][b, token] == -torch.inf for parent, token in path):
                 return None  # the processors have ruled it out
-            return context.sampler.text(context.rows[b], [token for _, token in path], context.device)
+            return context.text(b, [token for _, token in path])
 
         depth = tree.depths[level[0]]
         law = context.sampler(logits, [len(level) if own > depth else 0 for own in k], prefix)

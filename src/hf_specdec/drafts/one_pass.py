@@ -62,7 +62,7 @@ class OnePassDraft(Draft):
         tokens, laws, start = [], [], torch.zeros(len(k), dtype=torch.long, device=context.device)
 
         def prefix(b: int, _: int) -> torch.Tensor | None:
-            return context.sampler.text(context.rows[b], [int(step[b]) for step in tokens], context.device)
+            return context.text(b, [int(step[b]) for step in tokens])
 
         for step in range(min(max(k), len(self.shape))):
             law = context.sampler(logits[:, step : step + 1], [step < own for own in k], prefix)

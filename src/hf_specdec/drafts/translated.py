@@ -89,7 +89,7 @@ class TranslatedDraft(Draft):
         scores = fitted(logits[..., self.ids[:, 1]].float(), context.vocab_size, self.ids[:, 0])
 
         def prefix(b: int, _: int) -> torch.Tensor | None:
-            return context.sampler.text(context.rows[b], [int(tokens[b]) for tokens in drawn], context.device)
+            return context.text(b, [int(tokens[b]) for tokens in drawn])
 
         law = context.sampler(scores, [step < own for own in k], prefix).probs_at(torch.zeros(len(k), dtype=torch.long, device=scores.device))
         nothing = ~(law.sum(-1, keepdim=True) > 0)  # the processors have left no shared token

@@ -11,10 +11,10 @@ from torch import nn
 from .attention import use_for_few
 from .formats import DEFAULT_FORMAT, DEFAULT_RULE, Format, check_rule, get_format
 from .linear import MXLinear
-from .plan import Choice, check_skip, check_some, plan
+from .plan import Choice, check_skip, check_some, plan, recorded
 from .quantizer import MXConfig, attach
 from .report import CompressionReport
-from .swap import NOT_FINITE, compress_layer, untie
+from .swap import NOT_FINITE, compress_layer, own_config, untie
 
 
 def compress(
@@ -40,6 +40,8 @@ def compress(
     skip = check_skip(skip)
     choices = plan(model, format, skip, lm_head)
     _check(model, choices)
+    kept = recorded(choices, skip)
+    own_config(model)
     report = CompressionReport()
     console = Console(stderr=True)
     for _ in track(range(len(choices)), "Compressing", console=console, transient=True, disable=not console.is_terminal):
@@ -48,7 +50,7 @@ def compress(
     use_for_few(model)
     model.mx_report = report
     if hasattr(model, "config") and hasattr(model, "save_pretrained"):
-        attach(model, MXConfig(get_format(format).name, scale_rule, skip, lm_head and get_format(lm_head).name))
+        attach(model, MXConfig(get_format(format).name, scale_rule, kept, lm_head and get_format(lm_head).name))
     return model
 
 

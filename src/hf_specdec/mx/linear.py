@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from .formats import BLOCK, DEFAULT_FORMAT, DEFAULT_RULE, SCALE_NAN, Format, get_format
 from .kernels import cpu, gpu
@@ -198,7 +197,8 @@ class MXLinear(nn.Linear):
         full = self.out_features // cpu.ROWS * cpu.ROWS
         codes, scales = self.weight.detach(), self.weight_scale.detach()
         if full < self.out_features:
-            rows = [F.pad(part[full:], (0, 0, 0, full + cpu.ROWS - self.out_features)) for part in (codes, scales)]
+            missing = full + cpu.ROWS - self.out_features
+            rows = [torch.cat([part[full:], part.new_zeros(missing, part.shape[1])]) for part in (codes, scales)]
             self._tail = cpu.tile(*rows, self.format.bits)
         tiled = self._reordered(codes, scales)
         codes.copy_(tiled[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -10,6 +11,10 @@ from torch import nn
 
 from .formats import BLOCK, Format, get_format
 from .linear import MXLinear
+from .readers import looks_at_ties, weights_read_by
+
+READ = "the model reads its weight itself"
+TIED = "the model computes something else where its head is not the embedding"
 
 
 @dataclass(frozen=True)
@@ -22,26 +27,48 @@ class Choice:
     reason: str = ""
 
 
-def plan(model: nn.Module, format: str | Format, skip: Iterable[str], lm_head: str | Format | None) -> list[Choice]:
+def plan(model: nn.Module, format: str | Format, skip: Iterable[str], lm_head: str | Format | None, stored: bool = False) -> list[Choice]:
     """A choice for every Linear layer, and for other modules that hold large matrices, in the model's own order.
 
-    `skip` has module names: whole ones, their last parts (`down_proj`) or patterns (`model.layers.0.*`). The output head is
-    left dense unless `lm_head` names a format for it.
+    `skip` has module names: whole ones, their last parts (`down_proj`) or patterns (`model.layers.0.*`); a warning names those that no
+    module has. The output head (a classifier's, too) is left dense unless `lm_head` names a format for it, and so is a layer whose weight
+    the model reads itself. stored: the model is that of a compressed checkpoint, whose `skip` has all of these by name (`recorded`).
     """
     fmt, head_format = get_format(format), None if lm_head is None else get_format(lm_head)
-    patterns = check_skip(skip)
-    head = _head(model)
-    return [_choose(name, module, fmt, patterns, head, head_format) for name, module in model.named_modules() if _weighs(module)]
+    patterns, modules = check_skip(skip), dict(model.named_modules())
+    unknown = [pattern for pattern in patterns if not any(_matches(name, (pattern,)) for name in modules)]
+    if unknown and not stored:
+        warnings.warn(f"skip: the model has no module {', '.join(map(repr, unknown))}; nothing is left out for it.", stacklevel=3)
+    heads = _heads(model)
+    bound = {} if stored else _bound(model, heads)
+    return [_choose(name, module, fmt, patterns, heads, head_format, bound) for name, module in modules.items() if _weighs(module)]
 
 
-def _choose(name, module, fmt, patterns, head, head_format) -> Choice:
+def _bound(model: nn.Module, heads: set[int]) -> dict[int, str]:
+    """Layers, by id, that are more to the model than something to call, and what."""
+    bound = {id(owner._modules.get(name)): READ for owner in model.modules() for name in weights_read_by(type(owner))}
+    if looks_at_ties(type(model)) and getattr(getattr(model, "config", None), "tie_word_embeddings", False):
+        bound |= dict.fromkeys(heads, TIED)
+    return bound
+
+
+def recorded(choices: Iterable[Choice], skip: Iterable[str]) -> list[str]:
+    """`skip` with the layers that stay dense because the model reads their weights: another version of the model may not."""
+    return [*skip, *(choice.name for choice in choices if choice.reason in (READ, TIED) and choice.name not in skip)]
+
+
+def _choose(name, module, fmt, patterns, heads, head_format, bound) -> Choice:
     if isinstance(module, MXLinear):
         return Choice(name, module, None, f"already {module.format.name}")
     if not isinstance(module, nn.Linear):
         return Choice(name, module, None, f"{type(module).__name__} is no nn.Linear")
     if type(module) is not nn.Linear:
         return Choice(name, module, None, f"{type(module).__module__}.{type(module).__name__} is a Linear of its own kind")
-    if module is head or (head is None and name.rpartition(".")[2] == "lm_head"):
+    if id(module) in bound:
+        return Choice(name, module, None, bound[id(module)])
+    if name in patterns:
+        return Choice(name, module, None, "skipped on request")
+    if id(module) in heads:
         if head_format is None:
             return Choice(name, module, None, "the output head: pass lm_head=FORMAT to compress it")
         fmt = head_format
@@ -61,12 +88,17 @@ def _weighs(module: nn.Module) -> bool:
     return any(p.dim() >= 2 and p.is_floating_point() and p.numel() >= 32 * BLOCK for p in module._parameters.values() if p is not None)
 
 
-def _head(model: nn.Module) -> nn.Module | None:
+def _heads(model: nn.Module) -> set[int]:
+    """The output head; of a model without one (a classifier), what is not part of its base model."""
     find = getattr(model, "get_output_embeddings", None)
     try:
-        return find() if find is not None else None
+        head = find() if find is not None else None
     except (AttributeError, NotImplementedError):
-        return None
+        head = None
+    if head is not None:
+        return {id(head)}
+    base = set(map(id, getattr(model, "base_model", model).modules()))
+    return {id(module) for name, module in model.named_modules() if id(module) not in base or name.rpartition(".")[2] == "lm_head"}
 
 
 def check_skip(skip: Iterable[str]) -> tuple[str, ...]:

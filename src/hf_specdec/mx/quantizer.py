@@ -14,7 +14,7 @@ from .attention import use_for_few
 from .formats import DEFAULT_FORMAT, DEFAULT_RULE, check_rule, get_format
 from .linear import MXLinear
 from .packed import quantize
-from .plan import check_skip, check_some, plan
+from .plan import check_skip, check_some, plan, recorded
 from .report import CompressionReport, LayerReport, weight_error
 from .stored import check_files
 from .swap import NOT_FINITE, compress_layer, dense_report, dequantize, replace, untie
@@ -89,9 +89,10 @@ class MXQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model, checkpoint_files=None, **kwargs):
         config = self.quantization_config
-        choices = plan(model, config.format, config.skip, config.lm_head)
+        choices = plan(model, config.format, config.skip, config.lm_head, stored=self.pre_quantized)
         if not self.pre_quantized:
             check_some(choices)
+            config.skip = recorded(choices, config.skip)
         self.notes = {choice.name: choice.reason for choice in choices if choice.format is None}
         self.formats = {choice.name: choice.format for choice in choices if choice.format is not None}
         tied = getattr(model, "all_tied_weights_keys", None) or {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import nn
 
@@ -46,6 +48,17 @@ def replace(model: nn.Module, name: str, module: nn.Module) -> None:
     """Put `module` in the place of that name."""
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, module)
+
+
+def own_config(model: nn.Module) -> None:
+    """Give the model a config that no other model shares, its submodules included: what is written there is about this one."""
+    if not hasattr(model, "config") or not hasattr(model, "save_pretrained"):
+        return
+    copies: dict[int, object] = {}
+    copy.deepcopy(model.config, copies)
+    for module in model.modules():
+        if id(getattr(module, "config", None)) in copies:
+            module.config = copies[id(module.config)]
 
 
 def untie(model: nn.Module) -> None:

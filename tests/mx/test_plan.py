@@ -1,0 +1,88 @@
+"""Which layers are left dense because they are more to the model than something to call; and a config that is the model's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
+
+from hf_specdec import mx
+from hf_specdec.mx.plan import plan
+from hf_specdec.mx.readers import weights_read_by
+
+from .models import mx_layers, same, tiny
+from .test_compress import report_of
+
+
+
+def t5(kind: str = "t5", **settings):
+    settings = dict(vocab_size=61, d_model=64, d_ff=96, num_layers=2, num_heads=4, d_kv=16, decoder_start_token_id=0, **settings)
+    config = AutoConfig.for_model(kind, **settings)
+    torch.manual_seed(0)
+    return AutoModelForSeq2SeqLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize("make", [t5, lambda: t5(feed_forward_proj="gated-gelu"), lambda: t5("umt5"), lambda: t5("longt5")])
+def test_a_layer_whose_weight_the_model_reads_stays_dense(make, tmp_path):
+    """T5's `wo` says which type its input gets; UMT5 scales what a tied head gets."""
+    model, ids = make(), torch.tensor([[3, 4, 5, 6]])
+    before = model(input_ids=ids, decoder_input_ids=ids).logits
+    mx.compress(model, "mxint8", lm_head="mxint8")
+    notes = {layer.name: layer.note for layer in model.mx_report.layers}
+    assert all(note == "the model reads its weight itself" for name, note in notes.items() if name.endswith(".wo"))
+    after = model(input_ids=ids, decoder_input_ids=ids).logits
+    assert torch.allclose(before, after, atol=0.05 * float(before.abs().max()))
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    assert torch.equal(again(input_ids=ids, decoder_input_ids=ids).logits, after)
+    assert [name for name in notes if name.endswith(".wo")] == [name for name in again.config.quantization_config.skip if name.endswith(".wo")]
+
+
+def test_which_weights_are_read():
+    class Base(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c, self.d = (nn.Linear(64, 64) for _ in range(4))
+            self.a.weight = self.b.weight
+
+        def forward(self, x):
+            x = self.c(x).to(self.c.weight.device).view(-1, self.b.weight.shape[0])
+            return x @ self.helper() if x.dtype == self.d.weight.dtype else x
+
+    class Reader(Base):
+        def helper(self):
+            return self.b.weight.t()
+
+        def reset_parameters(self):
+            self.c.weight.zero_()
+
+    assert weights_read_by(Base) == {"d"} and weights_read_by(Reader) == {"b", "d"} and weights_read_by(nn.Linear) == set()
+    choices = plan(nn.Sequential(Reader(), nn.Linear(64, 64)), "mxint8", (), None)
+    assert [(choice.name, choice.format is None) for choice in choices] == [("0.a", False), ("0.b", True), ("0.c", False), ("0.d", True), ("1", False)]
+
+
+def test_a_classifiers_head_stays_dense_like_any_other(tmp_path):
+    tiny().save_pretrained(tmp_path / "dense")
+    mx.compress(tiny()).save_pretrained(tmp_path / "packed")
+    for folder, options in ((tmp_path / "dense", {"quantization_config": mx.MXConfig()}), (tmp_path / "packed", {})):
+        model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=5, **options)
+        assert type(model.score) is nn.Linear and len(mx_layers(model)) == 14
+    assert report_of(mx.compress(AutoModelForSequenceClassification.from_pretrained(tmp_path / "dense"), lm_head="mxint8"))["score"].format == "mxint8"
+
+
+def test_a_config_that_two_models_share_stays_the_other_ones(tmp_path):
+    one = tiny()
+    two = type(one)(one.config)
+    assert two.config is one.config
+    mx.to_tiles(two)
+    assert not hasattr(one.config, "quantization_config") and one.config._attn_implementation == "sdpa"
+    assert two.model.config is two.config and two.model.layers[0].self_attn.config is two.config
+    one.save_pretrained(tmp_path)
+    assert same(one, type(one).from_pretrained(tmp_path))
+    assert mx_layers(mx.compress(type(one)(one.config)))
+
+
+def test_names_to_skip_that_no_module_has_are_named():
+    with pytest.warns(UserWarning, match="skip: the model has no module 'dwon_proj'"):
+        mx.compress(tiny(), skip=["dwon_proj", "up_proj"])
