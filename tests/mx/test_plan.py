@@ -83,6 +83,11 @@ def test_a_config_that_two_models_share_stays_the_other_ones(tmp_path):
     assert mx_layers(mx.compress(type(one)(one.config)))
 
 
+def test_what_is_no_model_is_refused():
+    with pytest.raises(TypeError, match="model: expected a model, got str"):
+        mx.compress("smollm2")
+
+
 def test_names_to_skip_that_no_module_has_are_named():
     with pytest.warns(UserWarning, match="skip: the model has no module 'dwon_proj'"):
         mx.compress(tiny(), skip=["dwon_proj", "up_proj"])

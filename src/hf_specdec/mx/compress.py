@@ -36,6 +36,8 @@ def compress(
     Raises ValueError, before anything is changed, for an unknown format or rule, a model that another method or an earlier
     call has quantised, weights that are not finite (it names the layer), and a model in which nothing can be compressed.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a model, got {type(model).__name__}; load one with from_pretrained.")
     check_rule(scale_rule)
     skip = check_skip(skip)
     choices = plan(model, format, skip, lm_head)
