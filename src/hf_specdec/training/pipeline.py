@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from ..bench.terminal import counting
 from .batches import split
 from .card import write_card
 from .data import make_data, make_on_policy
@@ -25,17 +25,13 @@ from .trainer import RunConfig, Trainer, need_accelerate
 
 KINDS = {RunConfig: Trainer, FeatureRunConfig: FeatureTrainer, Eagle3RunConfig: Eagle3Trainer, HeadsRunConfig: HeadsTrainer, ParallelRunConfig: ParallelTrainer,
          LookAheadRunConfig: LookAheadTrainer, JointRunConfig: JointTrainer}
-COLUMNS = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:,.0f} of {task.total:,.0f}"),
-           TimeElapsedColumn(), TimeRemainingColumn())
 
 
 def prepare(folder: str | Path, model, tokenizer, tokens: int, prompts: list[str] | None = None, new_tokens: int = 160,
             rows: int = 48, seed: int = 0, console: Console | None = None) -> list[Path]:
-    """`make_data` with a progress bar."""
-    with Progress(*COLUMNS, console=console, transient=True) as bar:
-        task = bar.add_task("Tokens written by the target", total=tokens)
-        return make_data(folder, model, tokenizer, tokens, rows, new_tokens, seed, prompts,
-                         lambda done, _: bar.update(task, completed=min(done, tokens)))
+    """`make_data` with its progress on `console`, standard error without it."""
+    with counting("Tokens written by the target", tokens, console=console) as count:
+        return make_data(folder, model, tokenizer, tokens, rows, new_tokens, seed, prompts, lambda done, _: count.reach(min(done, tokens)))
 
 
 def train(target, tokenizer, data: str | Path, out: str | Path, config: RunConfig, losses: Sequence[str] = (), target_name: str = "",
@@ -73,9 +69,8 @@ def _trainer(target, data: str | Path, out: Path, config: RunConfig, target_name
     kind = KINDS[type(config)]
     if not issubclass(kind, FeatureTrainer):
         return kind(target, data, out, config, target_name)
-    with Progress(*COLUMNS, console=console, transient=True) as bar:
-        task = bar.add_task("The target's hidden states, by shard", total=1)
-        return kind(target, data, out, config, target_name, lambda done, total: bar.update(task, completed=done, total=total))
+    with counting("The target's hidden states, by shard", 1, console=console) as count:
+        return kind(target, data, out, config, target_name, count.reach_of)
 
 
 def _on_policy(trainer: Trainer, target, tokenizer, data: str | Path, tokens: int) -> Callable[[], list[Path]]:
@@ -87,17 +82,15 @@ def _on_policy(trainer: Trainer, target, tokenizer, data: str | Path, tokens: in
 
 
 def _run(trainer: Trainer, console: Console, every: int, on_policy: Callable[[], list[Path]] | None) -> None:
-    with Progress(*COLUMNS, TextColumn("{task.fields[note]}"), console=console, transient=True) as bar:
-        task = bar.add_task(f"Training, {trainer.config.loss}", total=trainer.config.steps, completed=trainer.progress.step, note="")
+    with counting(f"Training, {trainer.config.loss}", trainer.config.steps, trainer.progress.step, console) as count:
 
         def report(progress, loss: float) -> None:
             held = progress.history[-1] if progress.history else None
-            note = f"loss {loss:.3f}" + (f", held out {held['greedy_acceptance']:.3f}" if held else "")
-            bar.update(task, completed=progress.step, note=note)
+            count.reach(progress.step, f"loss {loss:.3f}" + (f", held out {held['greedy_acceptance']:.3f}" if held else ""))
 
         if on_policy is not None:
             trainer.run(report, every, until=trainer.config.steps // 2)
-            bar.update(task, note="the draft writes, the target judges")
+            count.say("the draft writes, the target judges")
             trainer.use(on_policy())
         trainer.run(report, every)
         trainer.finish()
