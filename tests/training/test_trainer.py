@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from hf_specdec.cli import app
 from hf_specdec.commands.train import _features
-from hf_specdec.training import LOSSES, RunConfig, Trainer, load_drafter, train
+from hf_specdec.training import LOSSES, FeatureRunConfig, FeatureTrainer, RunConfig, Trainer, load_drafter, train
 from hf_specdec.training.batches import Corpus, frequent_tokens, split
 from hf_specdec.training.drafter import own_parameters
 from hf_specdec.training.shards import shard_files
@@ -119,7 +119,8 @@ def test_the_head_keeps_what_the_target_likes_most(data):
     assert len(ids) == 30 and torch.equal(ids, ids.sort().values) and 0.3 < coverage < more == pytest.approx(1)
 
 
-@pytest.mark.parametrize("change", [{"loss": "guess"}, {"precision": "int4"}, {"steps": 0}, {"batch_tokens": 0}])
+@pytest.mark.parametrize("change", [{"loss": "guess"}, {"precision": "int4"}, {"steps": 0}, {"batch_tokens": 0},
+                                    {"lr": float("nan")}, {"lr": -1.0}, {"lr": 0.0}, {"lr": float("inf")}])
 def test_bad_settings_are_named(change):
     with pytest.raises(ValueError, match=next(iter(change))):
         RunConfig(**change)
@@ -171,12 +172,24 @@ def test_the_command_trains_a_feature_drafter_that_the_other_commands_take(targe
     assert {name: float((weight - two[name]).abs().max()) for name, weight in one.items() if not torch.allclose(weight, two[name], atol=1e-6)} == {}
 
 
+@pytest.mark.parametrize("arguments", [("--layers", "0,9"), ("--layers=-9",), ("--features", "--layers", "7")], ids=" ".join)
+def test_layers_that_the_target_lacks_are_refused_before_any_text_is_written(target, tokenizer, data, tmp_path, arguments):
+    target.save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    bad = CliRunner().invoke(app, ["train", str(tmp_path / "target"), "--out", str(tmp_path / "out"), *arguments])
+    assert bad.exit_code == 2 and "the target has layers 0..1, or -2..-1 from its end" in bad.output and not (tmp_path / "out").exists()
+    kind, config = (FeatureTrainer, FeatureRunConfig) if "--features" in arguments else (Trainer, RunConfig)
+    with pytest.raises(ValueError, match="layers=9: the target has"):
+        kind(target, data, tmp_path, config(layers=(0, 9)))
+    assert not (data / "states").exists()
+
+
 @pytest.mark.parametrize(("arguments", "words"), [
     (("--begin", "smollm2_drafter"), "--begin smollm2_drafter: a feature drafter is trained so"), (("--single", "3"), "--single 3: a feature drafter"),
     (("--features", "--begin", "nowhere"), "--begin nowhere is no drafter"), (("--features", "--single", "9", "--steps", "8"), "--single 9"),
-    (("--heads", "2", "--begin", "smollm2_drafter"), "--begin smollm2_drafter: a feature drafter"),
+    (("--heads", "2", "--begin", "smollm2_drafter"), "--begin smollm2_drafter: a feature drafter"), (("--lr", "nan"), "lr=nan must be"),
 ])
-def test_what_is_for_feature_drafters_alone_is_refused_before_anything_is_loaded(arguments, words):
+def test_what_does_not_go_together_is_refused_before_anything_is_loaded(arguments, words):
     bad = CliRunner().invoke(app, ["train", "no/such/target", *arguments])
     assert bad.exit_code == 2 and words in bad.output
     assert _features(True, None, 2, 4) == {"begin": "", "single": 2} and _features(False, None, 0, 4) == {}

@@ -25,7 +25,7 @@ def train(target: str, out: Path, data: Path | None, tokens: int, prompts: str |
     from ..training.pipeline import prepare
     from ..training.pipeline import train as run
     from ..training.prompts import dataset_prompts, read_prompts
-    from ..training.trainer import RunConfig, need_accelerate
+    from ..training.trainer import RunConfig, layer_numbers, need_accelerate
 
     need_accelerate()
     check_folder(out, "--out")
@@ -54,6 +54,7 @@ def train(target: str, out: Path, data: Path | None, tokens: int, prompts: str |
         asked = read_prompts(prompts, column) if Path(prompts).is_file() else dataset_prompts(prompts.removeprefix("hub:"), column)
     console, data = Console(stderr=True), data or out / "data"
     writer, tokenizer = load_target(target, "bfloat16")
+    layer_numbers(config.layers, writer)
     prepare(data, writer, tokenizer, tokens, asked, new_tokens, seed=seed, console=console)
     del writer
     model, _ = load_target(target, "float32")

@@ -14,7 +14,7 @@ from . import drafter
 from .batches import Batch, split
 from .features import make_features
 from .losses import LOSSES
-from .trainer import RunConfig, Trainer, need_accelerate
+from .trainer import RunConfig, Trainer, layer_numbers, need_accelerate
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,7 @@ class FeatureTrainer(Trainer):
         need_accelerate()
         if config.begin and not drafter.is_drafter(config.begin):
             raise ValueError(f"begin={config.begin!r} is no drafter; name a folder that training wrote, or one of {drafter.shipped()}.")
+        layer_numbers(config.layers, target)
         count = target.config.get_text_config().num_hidden_layers
         self.reads = self._reads(config, count)
         files = [path for part in split(Path(data)) for path in part]

@@ -56,6 +56,17 @@ class RunConfig:
         for name in ("steps", "batch_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be at least 1.")
+        if not 0 < self.lr < math.inf:
+            raise ValueError(f"lr={self.lr!r} must be a finite learning rate above 0.")
+
+
+def layer_numbers(layers: tuple[int, ...], target) -> list[int]:
+    """The numbers of the target's layers, those below 0 counted from its end; ValueError for one that it does not have."""
+    count = target.config.get_text_config().num_hidden_layers
+    wrong = [layer for layer in layers if not -count <= layer < count]
+    if wrong or not layers:
+        raise ValueError(f"layers={','.join(map(str, wrong))}: the target has layers 0..{count - 1}, or -{count}..-1 from its end; name one or more of them.")
+    return [layer % count for layer in layers]
 
 
 @dataclass
@@ -98,6 +109,7 @@ class Trainer:
         self.config, self.out, self.target_name = config, Path(out), target_name
         if target.dtype != torch.float32:
             raise ValueError(f"target: weights in {target.dtype}; load it in float32 to train a draft from its parts.")
+        layers = layer_numbers(config.layers, target)
         self.accelerator = need_accelerate().Accelerator(cpu=target.device.type == "cpu")
         files, held = split(Path(data))
         vocab = target.config.get_text_config().vocab_size
@@ -105,8 +117,7 @@ class Trainer:
         ids, self.coverage = (torch.arange(vocab), 1.0) if config.head is None else frequent_tokens(files, vocab, config.head)
         self.ids = ids.to(target.device)
         self.place = torch.full((vocab,), -1).index_put((ids,), torch.arange(len(ids))).to(target.device)
-        count = target.config.get_text_config().num_hidden_layers
-        self.draft = self._build(target, [layer % count for layer in config.layers], None if config.head is None else ids)
+        self.draft = self._build(target, layers, None if config.head is None else ids)
         own = self._own()
         for p in self.draft.parameters():
             p.requires_grad_(any(p is mine for mine in own))
