@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 import pytest
 import torch
@@ -104,6 +105,17 @@ def test_expected_tokens_is_continuous_where_alpha_reaches_one():
         assert theory.expected_tokens(alpha, 7) == pytest.approx(8, abs=28.1 * (1 - alpha) + 1e-9)
 
 
+@pytest.mark.parametrize("alpha", [0.4999, 0.5, 0.5001, 0.9, *(1 - 10.0**-n for n in range(2, 16)), 1 - 2**-53, 1.0])
+def test_expected_tokens_keeps_its_digits(alpha):
+    for k in (0, 1, 5, 64, 1000):
+        assert theory.expected_tokens(alpha, k) == pytest.approx(math.fsum(alpha**i for i in range(k + 1)), rel=1e-12)
+
+
+def test_a_wide_choice_of_k_takes_no_time():
+    begin = time.process_time()
+    assert theory.optimal_k(1, 0, 10_000) == 10_000 and time.process_time() - begin < 1
+
+
 def test_expected_tokens_agrees_with_a_simulation_of_the_rule_on_two_laws():
     p, q = random_laws(1)[0], random_laws(1, seed=1)[0]
     generator, k, rounds = torch.Generator().manual_seed(0), 4, 200_000
@@ -170,7 +182,9 @@ def test_speedup_with_a_target_whose_cost_is_its_width_never_exceeds_one():
     lambda: theory.expected_tokens(0.5, -1), lambda: theory.walltime_improvement(0.5, 3, -0.1),
     lambda: theory.operations_factor(0.5, 3, math.inf), lambda: theory.oracle_improvement(0.5, math.nan),
     lambda: theory.speedup(0.5, 3, 0.1, lambda width: math.nan), lambda: theory.acceptance_rate(torch.ones(1), torch.ones(1), 0.0),
+    lambda: theory.expected_tokens(0.5, 2.5), lambda: theory.expected_tokens(1.0, 2.5), lambda: theory.optimal_k(0.5, 0.1, -1),
+    lambda: theory.optimal_k(0.5, 0.1, 2.5), lambda: theory.speedup(0.5, 3, 0.0, lambda width: 0.0), lambda: theory.speedup(0.5, 2.5, 0.1),
 ])  # fmt: skip
 def test_numbers_that_are_no_rates_or_ratios_are_refused_by_name(call):
-    with pytest.raises(ValueError, match=r"^(alpha|k|c|c_hat|lenience|verify_cost\(4\))=.* must be"):
+    with pytest.raises(ValueError, match=r"^(alpha|k|k_max|c|c_hat|lenience|verify_cost\(4\))=.* must (be|not)"):
         call()

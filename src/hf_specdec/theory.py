@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from numbers import Integral
 
 import torch
 
@@ -41,9 +42,10 @@ def expected_tokens(alpha: float, k: int) -> float:
     Section 3.1, Equation 1.
     """
     _check(alpha, k)
-    if 1 - alpha < 1e-6:  # the quotient loses its digits here; the sum it stands for does not
-        return math.fsum(alpha**i for i in range(k + 1))
-    return (1 - alpha ** (k + 1)) / (1 - alpha)
+    rest = 1 - alpha
+    if alpha <= 0.5:
+        return (1 - alpha ** (k + 1)) / rest
+    return -math.expm1((k + 1) * math.log1p(-rest)) / rest if rest else k + 1.0  # keeps the digits that the quotient loses near 1
 
 
 def walltime_improvement(alpha: float, k: int, c: float) -> float:
@@ -69,6 +71,7 @@ def optimal_k(alpha: float, c: float, k_max: int = 64) -> int:
 
     Section 3.5.
     """
+    _drafted("k_max", k_max)
     return max(range(k_max + 1), key=lambda k: walltime_improvement(alpha, k, c))
 
 
@@ -91,7 +94,10 @@ def speedup(alpha: float, k: int, draft_cost: float, verify_cost: Callable[[int]
     assumption, 1 at every width. draft_cost: c.
     """
     verify = 1.0 if verify_cost is None else _ratio(f"verify_cost({k + 1})", verify_cost(k + 1))
-    return expected_tokens(alpha, k) / (verify + k * _ratio("draft_cost", draft_cost))
+    cost = verify + k * _ratio("draft_cost", draft_cost)
+    if not cost:
+        raise ValueError(f"verify_cost({k + 1})={verify!r} and draft_cost={draft_cost!r} must not both be 0: a round takes some time.")
+    return expected_tokens(alpha, k) / cost
 
 
 def memory_bound_speedup(block_efficiency: float, k: float, c: float) -> float:
@@ -108,8 +114,12 @@ def memory_bound_speedup(block_efficiency: float, k: float, c: float) -> float:
 def _check(alpha: float, k: int) -> None:
     if not 0 <= alpha <= 1:
         raise ValueError(f"alpha={alpha!r} must be an acceptance rate in 0..1.")
-    if k < 0:
-        raise ValueError(f"k={k!r} must be a number of drafted tokens, 0 or more.")
+    _drafted("k", k)
+
+
+def _drafted(name: str, k: int) -> None:
+    if isinstance(k, bool) or not isinstance(k, Integral) or k < 0:
+        raise ValueError(f"{name}={k!r} must be a whole number of drafted tokens, 0 or more.")
 
 
 def _ratio(name: str, value: float) -> float:
