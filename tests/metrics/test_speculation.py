@@ -40,6 +40,7 @@ def test_it_agrees_with_the_traces_of_calls_of_one_row_and_of_several(metric):
                              pad_token_id=0, return_dict_in_generate=True)
         traces.append(out.speculation)
         found = metric.compute(**metric.columns([out.speculation]))
+        assert metric.columns([out]) == metric.columns([out.speculation])
         assert found["acceptance_rate"] == out.speculation.acceptance_rate
         assert found["block_efficiency"] == found["mbsu"] == out.speculation.block_efficiency
     together = metric.compute(**metric.columns(traces), c=0.5)
@@ -49,6 +50,12 @@ def test_it_agrees_with_the_traces_of_calls_of_one_row_and_of_several(metric):
 def test_nothing_drafted_has_no_acceptance_rate(metric):
     found = metric.compute(proposed=[[0, 0]], accepted=[[0, 0]], committed=[[1, 1]])
     assert found["acceptance_rate"] is None and found["alpha"] is None and found["block_efficiency"] == found["mbsu"] == 1
+
+
+def test_what_holds_no_trace_is_refused(metric):
+    for one in (torch.zeros(1), None, "text"):
+        with pytest.raises(ValueError, match="^traces: expected SpeculationTraces"):
+            metric.columns([one])
 
 
 @pytest.mark.parametrize("proposed, accepted, committed", [([[2]], [[3]], [[3]]), ([[2]], [[1]], [[4]]), ([[2, 2]], [[1]], [[2]])])
