@@ -90,6 +90,10 @@ def test_what_vllm_has_no_method_for_is_refused(target, tmp_path):
         export(str(tmp_path / "features"), target, tmp_path / "out", 4)
     with pytest.raises(ValueError, match="no method for uniform"):
         export("uniform", target, tmp_path / "out", 4)
+    for name in ("mixture", "cascade", "nope", "./nope", "no/such/folder"):
+        bad = CliRunner().invoke(app, ["export", name, "--target", "no/such/target", "--out", str(tmp_path / "out")])
+        words = f"draft: {name} is no folder" if "no" in name else f"draft: vLLM has no method for {name};"
+        assert bad.exit_code == 2 and words in bad.stderr and "Loading" not in bad.stderr
     heads_folder(target, tmp_path / "heads", None, "bf16")
     with pytest.raises(ValueError, match="3 heads"):
         export(str(tmp_path / "heads"), target, tmp_path / "out", 4)

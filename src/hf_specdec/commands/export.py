@@ -8,14 +8,17 @@ from pathlib import Path
 
 import typer
 
+from .common import check_folder
+
 
 def export(draft: str, target: str, out: Path, k: int, dtype: str) -> None:
     from ..bench.embedded import load_model
-    from ..training.export import CONFIG
+    from ..training.export import CONFIG, LOOKUP, check
     from ..training.export import export as write
 
-    needed = draft not in ("prompt_lookup", "uniform")
-    config = write(draft, load_model(target, dtype) if needed else None, out, k)
+    check_folder(out, "--out")
+    check(draft, out, k)
+    config = write(draft, None if draft == LOOKUP else load_model(target, dtype), out, k)
     typer.echo(json.dumps(config))
     typer.echo(f"Layout written from vLLM's documentation and source, not loaded here. To serve it:\n"
                f"vllm serve {shlex.quote(target)} --speculative-config \"$(cat {shlex.quote(str(out / CONFIG))})\"", err=True)

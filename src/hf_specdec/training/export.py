@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import torch
@@ -17,34 +18,47 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ..drafts.medusa import MedusaDraft
 from ..drafts.one_pass import OnePassDraft
 from ..mx.linear import MXLinear
+from ..registry import DRAFTS
 from . import drafter, published
 
 CONFIG = "vllm_speculative_config.json"
 WEIGHTS = "draft"
+LOOKUP = "prompt_lookup"
+HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 
 
 def export(name: str, target: PreTrainedModel, out: str | Path, k: int) -> dict:
     """Write the draft `name` (prompt_lookup, a drafter's name or folder, a published checkpoint, a draft model's folder or hub id) for
     `target` into the new folder `out`; returns the `speculative_config`, which lies there as vllm_speculative_config.json.
 
-    Raises ValueError for a K outside of 1..64 or above the heads, a folder that is not empty, and drafts that vLLM has no method for.
+    Raises ValueError for a K outside of 1..64 or above the heads, a folder that is not empty, a name that is none, and drafts that
+    vLLM has no method for.
     """
     out = Path(out)
-    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= 64:
-        raise ValueError(f"k={k!r} must be an int in 1..64.")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"out: {out} is not an empty folder; name a new one.")
+    check(name, out, k)
     config = _config(name, target, out / WEIGHTS, k)
     out.mkdir(parents=True, exist_ok=True)
     (out / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
     return config
 
 
-def _config(name: str, target: PreTrainedModel, folder: Path, k: int) -> dict:
-    if name == "prompt_lookup":
-        return {"method": "ngram", "num_speculative_tokens": k, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-    if name == "uniform" or name.endswith(".safetensors"):
+def check(name: str, out: Path, k: int) -> None:
+    """What `export` refuses before it reads any weights."""
+    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= 64:
+        raise ValueError(f"k={k!r} must be an int in 1..64.")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"out: {out} is not an empty folder; name a new one.")
+    if name == LOOKUP or Path(name).is_dir() or drafter.is_drafter(name):
+        return
+    if name in DRAFTS or name.endswith(".safetensors"):
         raise ValueError(f"draft: vLLM has no method for {name}; export prompt_lookup, a drafter, heads or a draft model.")
+    if not HUB_ID.fullmatch(name):
+        raise ValueError(f"draft: {name} is no folder, no drafter's name ({', '.join(drafter.shipped())}) and no hub id, which is OWNER/NAME.")
+
+
+def _config(name: str, target: PreTrainedModel, folder: Path, k: int) -> dict:
+    if name == LOOKUP:
+        return {"method": "ngram", "num_speculative_tokens": k, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     if not drafter.is_drafter(name):
         return {"method": "draft_model", "model": _place(name), "num_speculative_tokens": k}
     draft = drafter.load(name, target)
