@@ -257,7 +257,8 @@ def test_a_missing_file_a_folder_and_a_missing_column_are_named(tmp_path, data):
     (tmp_path / "folder.jsonl").mkdir()
     assert "there is no such file" in error_of(run("x", "--dataset", tmp_path / "folder.jsonl", "--output", tmp_path / "out"))
     message = error_of(run("x", "--dataset", data, "--output", tmp_path / "out", "--column", "question"))
-    assert "no column 'question'; its columns are ['prompt', 'other']" in message
+    assert "no column 'question'; its columns are ['prompt', 'other']. Name another with --column NAME." in message
+    assert "the data set's name is missing" in error_of(run("x", "--dataset", "hub:", "--output", tmp_path / "out"))
 
 
 BAD = {

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from hf_specdec.training.answers import continue_texts, judge_texts
 from hf_specdec.training.data import make_data, make_on_policy
-from hf_specdec.training.prompts import OPENINGS, TURNS, chat_parts, openings, read_prompts
+from hf_specdec.training.prompts import OPENINGS, TURNS, chat_parts, dataset_prompts, openings, read_prompts
 from hf_specdec.training.shards import TOP, Shard, shard_files
 
 from ..helpers import tiny_llama
@@ -120,6 +120,14 @@ def test_prompts_come_from_lines_columns_and_turns(tmp_path):
         read_prompts(tmp_path / "c.jsonl")
     with pytest.raises(ValueError, match="not a file"):
         read_prompts(tmp_path / "none.txt")
+    (tmp_path / "empty.txt").write_text(" \n\n")
+    with pytest.raises(ValueError, match="empty.txt is empty"):
+        read_prompts(tmp_path / "empty.txt")
+    (tmp_path / "latin.txt").write_bytes(b"gr\xfcn")
+    with pytest.raises(ValueError, match="latin.txt is not text in UTF-8"):
+        read_prompts(tmp_path / "latin.txt")
+    with pytest.raises(ValueError, match="name is missing"):
+        dataset_prompts("")
 
 
 def test_a_tokenizer_without_a_chat_template_is_refused(tokenizer):

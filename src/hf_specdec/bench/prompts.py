@@ -43,12 +43,19 @@ def load_prompts(source: str = "shipped", limit: int | None = None) -> list[Prom
     elif source.startswith("hub:"):
         prompts = _from_hub(source.removeprefix("hub:"))
     elif Path(source).is_file():
-        prompts = _read(Path(source).read_text(encoding="utf-8-sig").split("\n"), source)
+        prompts = _read(_text(Path(source)).split("\n"), source)
     else:
         raise ValueError(f"prompts={source!r} is neither a file nor one of {['shipped', *SHIPPED]}, nor 'hub:NAME[:SPLIT]'.")
     if not prompts:
         raise ValueError(f"prompts={source!r} holds no prompt.")
     return prompts if limit is None else list(_first_of_each(prompts, limit))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not text in UTF-8 ({error}); store it in UTF-8.") from None
 
 
 def by_category(prompts: Iterable[Prompt]) -> dict[str, list[Prompt]]:
@@ -79,12 +86,14 @@ def _read(lines: list[str], source: str) -> list[Prompt]:
 
 
 def _from_hub(name: str) -> list[Prompt]:
+    name, _, split = name.partition(":")
+    if not name:
+        raise ValueError("prompts='hub:': the data set's name is missing; give hub:NAME[:SPLIT].")
     try:
         from datasets import load_dataset
     except ImportError:
         raise ImportError("prompts from the hub need the package datasets: pip install 'hf-specdec[train]'") from None
 
-    name, _, split = name.partition(":")
     data = load_dataset(name)
     split = split or ("test" if "test" in data else next(iter(data)))
     return [_prompt(record, f"{name}:{split}:{i}", name.rsplit("/", 1)[-1]) for i, record in enumerate(data[split])]

@@ -51,7 +51,7 @@ def read_rows(source: str, column: str | None = None, limit: int | None = None) 
             raise ValueError(f"{source}: row {index} is no JSON object, but {type(record).__name__}.")
         column = column or next((name for name in COLUMNS if name in record), None)
         if column not in record:
-            wanted = "--column" if asked else "the prompt's column"
+            wanted = "another" if asked else "the prompt's column"
             what = f"no column {column!r}" if column else f"no column of {', '.join(COLUMNS)}"
             raise ValueError(f"{source}: row {index} has {what}; its columns are {list(record)}. Name {wanted} with --column NAME.")
         rows.append(_row(index, record[column]))
@@ -142,12 +142,14 @@ def _parquet(path: Path) -> Iterator[Any]:
 
 
 def _hub(name: str) -> Iterator[Any]:
+    name, _, split = name.partition(":")
+    if not name:
+        raise ValueError("--dataset hub: the data set's name is missing; give hub:NAME[:SPLIT].")
     try:
         from datasets import load_dataset
     except ImportError:
         raise ImportError("data sets of the hub need the package datasets: pip install 'hf-specdec[train]'") from None
 
-    name, _, split = name.partition(":")
     if split:
         return iter(load_dataset(name, split=split))
     data = load_dataset(name)

@@ -59,7 +59,12 @@ def read_prompts(path: str | Path, column: str | None = None) -> list[str]:
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"prompts: {path} is not a file.")
-    lines = [line for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"prompts: {path} is not text in UTF-8 ({error}); store it in UTF-8.") from None
+    if not lines:
+        raise ValueError(f"prompts: {path} is empty; write one prompt a line, or leave prompts out.")
     if path.suffix == ".txt":
         return lines
     return [_prompt(json.loads(line), column, path) for line in lines]
@@ -76,9 +81,13 @@ def _prompt(row: dict, column: str | None, source) -> str:
 
 def dataset_prompts(name: str, column: str | None = None, split: str = "train", limit: int | None = None) -> list[str]:
     """The prompts of a data set of the hub, or of a folder that `datasets.load_from_disk` wrote."""
+    if not name:
+        raise ValueError("prompts: the data set's name is missing; give hub:NAME, a folder or a file.")
     try:
         import datasets
     except ImportError as error:
         raise ImportError('prompts: reading data sets needs the extra "train": pip install "hf-specdec[train]".') from error
     data = datasets.load_from_disk(name) if Path(name).is_dir() else datasets.load_dataset(name, split=split)
+    if not len(data):
+        raise ValueError(f"prompts: {name} is empty; name another data set.")
     return [_prompt(data[i], column, name) for i in range(min(len(data), limit or len(data)))]
