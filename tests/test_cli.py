@@ -1,5 +1,8 @@
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -7,9 +10,10 @@ import torch
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from hf_specdec import compiled
+from hf_specdec import __version__, compiled
 from hf_specdec.bench.embedded import load_target
 from hf_specdec.cli import app
+from hf_specdec.commands.common import drafts_by_name, load_draft
 from hf_specdec.training import build_drafter
 from hf_specdec.training.drafter import save
 
@@ -46,8 +50,24 @@ def test_generate_prints_text_or_json_with_the_trace(target_folder, draft_folder
     assert len(answer["tokens"]) == answer["speculation"]["new_tokens"][0] <= 12
 
 
+def test_the_version():
+    result = run("--version")
+    assert result.exit_code == 0 and result.stdout == f"hf-specdec {__version__}\n"
+
+
+def test_where_nothing_was_drafted_there_is_no_acceptance_rate(target_folder):
+    result = run("generate", target_folder, "--prompt", "abc", "--max-new-tokens", 1)
+    assert result.exit_code == 0 and "nothing was drafted" in result.stderr and "nan" not in result.stderr
+
+
+def test_an_answer_is_not_lost_on_a_stream_that_lacks_its_characters():
+    program = "from hf_specdec.commands.common import guarded\nguarded(lambda: print('gr\\xfcn'))()"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert done.stdout == "gr\\xfcn\n", done.stderr
+
+
 def test_generate_reads_a_file_or_standard_input_alike(target_folder, tmp_path):
-    (tmp_path / "prompt.txt").write_text("abc")
+    (tmp_path / "prompt.txt").write_text("abc", encoding="utf-8-sig")
     settings = ("--max-new-tokens", 8, "--json", "--sample", "--seed", 3, "--temperature", 0.8, "--top-k", 20)
     answers = [
         run("generate", target_folder, "--file", tmp_path / "prompt.txt", *settings),
@@ -55,6 +75,29 @@ def test_generate_reads_a_file_or_standard_input_alike(target_folder, tmp_path):
     ]
     first, second = (json.loads(answer.stdout)["tokens"] for answer in answers)
     assert first == second
+
+
+def test_a_file_in_another_encoding_is_named(tmp_path):
+    (tmp_path / "latin.txt").write_bytes(b"gr\xfcn")
+    result = run("generate", "no/such/model", "--file", tmp_path / "latin.txt")
+    assert result.exit_code == 2 and f"--file {tmp_path / 'latin.txt'}: not text in UTF-8" in " ".join(result.stderr.split())
+
+
+def test_a_folder_without_a_tokenizer_is_said_to_have_none(tmp_path):
+    saved.tiny_model(1).save_pretrained(tmp_path)
+    result = run("generate", tmp_path, "--prompt", "abc")
+    assert result.exit_code == 2 and f"{tmp_path}: the folder has no tokenizer that can be loaded; save the model's own there" in result.stderr
+
+
+def test_drafts_without_weights_go_by_name_and_a_folder_of_that_name_before_them(target_folder, monkeypatch, tmp_path):
+    model, tokenizer = load_target(target_folder)
+    assert {name: load_draft(name, "float32", model, tokenizer).name for name in drafts_by_name() if name != "prompt_lookup"} == {
+        name: name for name in ("lookahead", "mixture", "ngram_recycling", "recycling", "suffix_automaton", "uniform")}
+    told = next(parameter.help for parameter in get_command(app).commands["bench"].params if parameter.name == "draft")
+    assert all(name in told for name in drafts_by_name()) and load_draft("prompt_lookup", "float32", model, tokenizer) is None
+    monkeypatch.chdir(tmp_path)
+    model.save_pretrained("mixture")
+    assert type(load_draft("mixture", "float32", model, tokenizer)) is type(model)
 
 
 def test_lenience_is_reported_as_not_lossless(target_folder):
@@ -132,7 +175,9 @@ def test_verify_fails_when_the_rule_is_wrong(target_folder, monkeypatch):
         (("--lenience", "nan"), "lenience=nan"),
         (("--temperature", "0.5"), "--temperature has no meaning without --sample"),
         (("--file", "no_such_file.txt"), "--prompt and --file"),
-        (("--draft", "no/such/folder"), "no/such/folder"),
+        (("--draft", "no/such/folder"), "--draft no/such/folder: no such folder and no draft of that name; the names are lookahead, mixture"),
+        (("--draft", "medusa"), "--draft medusa: a draft of that name is made of weights"),
+        (("--batch", "3"), "--batch has no meaning without --dataset"),
         (("--max-new-tokens", "5000"), "the target's context holds 1024"),
     ],
 )
@@ -151,6 +196,11 @@ def test_bad_arguments_of_generate_end_in_one_line_and_exit_code_2(target_folder
         (("verify", "{target}", "--samples", "10"), "--samples 10"),
         (("verify", "{target}", "--prompts", "nothing.jsonl"), "nothing.jsonl"),
         (("bench", "{target}", "--clock", "sundial"), "--clock sundial"),
+        (("verify", "{target}", "--prompts", "hub:"), "the data set's name is missing"),
+        (("demo", "no/such/model", "--prompt", ""), "--prompt is empty"),
+        *(((*command, "--dtype", "foo"), "'--dtype': dtype='foo' must be one of float32, bfloat16, float16, auto.")
+          for command in (("generate", "no/such/model", "--prompt", "x"), ("demo",), ("verify", "x"), ("bench", "x"), ("tune", "x"), ("compress", "x"),
+                          ("export", "x", "--out", "y"))),
     ],
 )
 def test_bad_arguments_of_every_command_are_named(target_folder, arguments, message):
@@ -244,14 +294,24 @@ def test_verify_explains_forks_of_a_16_bit_target(target_folder, draft_folder):
         assert "rule sound, arithmetic differs" in result.stdout and "the rule is sound" in result.stdout
 
 
-@pytest.mark.parametrize("arguments", [("bench",), ("tune",), ("train",)], ids=lambda arguments: arguments[0])
+WRITERS = [("bench",), ("tune",), ("train",), ("compress", "no model"), ("export", "no/draft"), ("generate", "no model", "--dataset", "no.jsonl")]
+
+
+@pytest.mark.parametrize("arguments", WRITERS, ids=lambda arguments: arguments[0])
 def test_an_output_folder_that_is_a_file_is_refused_before_anything_is_loaded(arguments, tmp_path):
-    taken = tmp_path / "taken"
+    taken, option = tmp_path / "taken", "--output" if "generate" in arguments else "--out"
     taken.write_text("mine")
-    for out in (taken, taken / "below"):
-        result = run(*arguments, tmp_path / "no model", "--out", out)
-        assert result.exit_code == 2 and f"--out {out}: {taken} is a file; name a folder." in " ".join(result.output.split())
+    for out in (taken / "below", *([] if arguments[0] in ("compress", "export") else [taken])):
+        result = run(*arguments, option, out)
+        assert result.exit_code == 2 and f"{option} {out}: {taken} is a file; name a folder." in " ".join(result.output.split())
     assert taken.read_text() == "mine"
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="a folder in which nobody can write")
+@pytest.mark.parametrize("arguments", WRITERS, ids=lambda arguments: arguments[0])
+def test_an_output_folder_that_cannot_be_made_is_refused_before_anything_is_loaded(arguments):
+    result = run(*arguments, "--output" if "generate" in arguments else "--out", "/proc/new")
+    assert result.exit_code == 2 and "/proc/new: nothing can be written in /proc" in result.output and "Loading" not in result.output
 
 
 def test_a_json_file_that_is_a_folder_is_refused_before_anything_is_loaded(tmp_path):

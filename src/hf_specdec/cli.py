@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from .commands.common import guarded
+from . import __version__
+from .commands.common import PROGRAM, dtype_name, guarded
 
 app = typer.Typer(
     help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
@@ -15,17 +16,30 @@ app = typer.Typer(
 
 Target = Annotated[str, typer.Argument(help="smollm2 (the embedded target), a folder, or a hub id.")]
 Draft = Annotated[
-    str | None, typer.Option("--draft", help="prompt_lookup (default), uniform, a saved n-gram table, a folder or a hub id.")
+    str | None,
+    typer.Option("--draft", help="prompt_lookup (default), mixture, ngram_recycling, recycling, suffix_automaton, lookahead, uniform, a shipped "
+                 "drafter's name, a saved n-gram table, a folder or a hub id."),
 ]
 K = Annotated[str, typer.Option("--k", help="Tokens drafted per round: 1..64, or auto.")]
 MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1)]
-DType = Annotated[str, typer.Option("--dtype", help="float32, bfloat16, float16, or auto (the checkpoint's own).")]
+DType = Annotated[str, typer.Option("--dtype", callback=dtype_name, help="float32, bfloat16, float16, or auto (the checkpoint's own).")]
 Prompts = Annotated[
     str,
     typer.Option(
         "--prompts", help="shipped, one of its sets (code_edit, summary, chat), a .jsonl file, or hub:NAME[:SPLIT]."
     ),
 ]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"{PROGRAM} {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def program(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False):
+    pass
 
 
 @app.command()
@@ -79,7 +93,7 @@ def generate(
     column: Annotated[
         str | None, typer.Option(help="The prompt's column; without it, the first of prompt, turns, messages, text.")
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="With --dataset: prompts decoded together.")] = 8,
+    batch: Annotated[int | None, typer.Option(min=1, help="With --dataset: prompts decoded together; 8 without it.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="With --dataset: the first rows only.")] = None,
     tokens: Annotated[bool, typer.Option("--tokens", help="With --dataset: write token ids, too.")] = False,
     skip_invalid: Annotated[
@@ -92,7 +106,7 @@ def generate(
     from .commands.writer import Work
 
     alone = {"--prompt": prompt, "--file": file, "--json": as_json}
-    check_options(dataset, output, alone, {"--column": column, "--limit": limit, "--tokens": tokens, "--skip-invalid": skip_invalid})
+    check_options(dataset, output, alone, {"--column": column, "--batch": batch, "--limit": limit, "--tokens": tokens, "--skip-invalid": skip_invalid})
     warpers = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     given = {name: value for name, value in warpers.items() if value is not None}
     if given and not sample:
@@ -101,7 +115,7 @@ def generate(
     sampling = {"do_sample": sample, **given, **penalty}
     if dataset is not None:
         work = Work(target, draft, k, max_new_tokens, dtype, mx, raw, sampling, lenience, seed or 0, tokens)
-        generate_dataset(work, dataset, output, column, limit, batch, skip_invalid)
+        generate_dataset(work, dataset, output, column, limit, batch or 8, skip_invalid)
         return
     run(target, draft, prompt, file, k, max_new_tokens, raw, sampling, lenience, seed, dtype, as_json, mx)
 
@@ -160,7 +174,7 @@ def bench(
 @guarded
 def tune(
     target: Target = "smollm2",
-    draft: Annotated[list[str] | None, typer.Option("--draft", help="A folder, a hub id or a saved n-gram table to be tried, too. Repeatable.")] = None,
+    draft: Annotated[list[str] | None, typer.Option("--draft", help="What --draft of bench takes, to be tried, too. Repeatable.")] = None,
     prompts: Prompts = "shipped",
     limit: Annotated[int | None, typer.Option(min=1, help="Prompts of each category.")] = 2,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=2)] = 96,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -110,11 +111,22 @@ def test_wrong_arguments_are_refused_before_anything_is_loaded(folder, tmp_path,
     refused("--text has no meaning without --report", folder, "--out", out, "--text", tmp_path)
     refused("there is no such file", folder, "--report", "--text", tmp_path / "none.txt")
     refused("its folder does not exist", folder, "--report", "--json", tmp_path / "none" / "x.json")
+    for name, data, words in (("empty", b" \n", "there is no text in it"), ("latin", b"gr\xfcn", "not text in UTF-8")):
+        (tmp_path / name).write_bytes(data)
+        refused(f"--text {tmp_path / name}: {words}", folder, "--report", "--text", tmp_path / name, "--out", out)
+    if Path("/proc/self").exists():
+        refused("nothing can be written in /proc", folder, "--report", "--json", "/proc/x.json")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("mine")
     refused("exists and is not an empty folder", folder, "--out", tmp_path / "full")
     refused("exists and is not an empty folder", folder, "--out", tmp_path / "full" / "mine.txt")
     assert (tmp_path / "full" / "mine.txt").read_text() == "mine" and not out.exists()
+
+
+def test_a_text_of_one_token_is_refused_before_anything_is_saved(folder, tmp_path):
+    (tmp_path / "short.txt").write_text("a")
+    result = run(folder, "--out", tmp_path / "mx", "--report", "--text", tmp_path / "short.txt")
+    assert result.exit_code == 2 and "at least 2 tokens are needed" in result.stderr and not (tmp_path / "mx").exists()
 
 
 def test_models_that_cannot_be_compressed(folder, tmp_path):

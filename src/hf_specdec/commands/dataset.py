@@ -10,7 +10,7 @@ from pathlib import Path
 
 import typer
 
-from .common import parse_k
+from .common import check_folder, parse_k
 from .rows import fingerprint, read_rows
 from .shards import Place, Shards
 from .writer import Work, Writer, say
@@ -27,6 +27,7 @@ def generate_dataset(
     if work.mx is not None:
         get_format(work.mx)
     place = Place.from_environment()
+    check_folder(output, "--output")
     try:
         rows, column = read_rows(source, column, limit)
         data = {"column": column, "rows": len(rows), "sha256": fingerprint(rows)}

@@ -35,6 +35,8 @@ def demo(
     from ..bench.runner import run_benchmark
     from ..bench.terminal import counting
 
+    if prompt is not None and not prompt.strip():
+        raise ValueError("--prompt is empty; give a question, or leave it out for the shipped one.")
     if save_race is not None:
         check_path(save_race)
     console = Console(highlight=False)

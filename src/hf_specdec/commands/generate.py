@@ -64,9 +64,6 @@ def generate(
         return
     if streamer is None:
         print(visible(answer) if sys.stdout.isatty() else answer)
-    print(
-        f"{len(tokens)} tokens, {len(tokens) / seconds:.1f} tokens/s, {trace.target_calls} target forwards, "
-        f"block efficiency {trace.block_efficiency:.2f}, acceptance rate {trace.acceptance_rate:.0%}, "
-        f"lossless: {trace.lossless}",
-        file=sys.stderr,
-    )
+    rate = f"acceptance rate {trace.acceptance_rate:.0%}" if trace.proposed else "nothing was drafted"
+    print(f"{len(tokens)} tokens, {len(tokens) / seconds:.1f} tokens/s, {trace.target_calls} target forwards, "
+          f"block efficiency {trace.block_efficiency:.2f}, {rate}, lossless: {trace.lossless}", file=sys.stderr)

@@ -29,6 +29,7 @@ def train(target: str, out: Path, data: Path | None, tokens: int, prompts: str |
 
     need_accelerate()
     check_folder(out, "--out")
+    check_folder(data, "--data")
     features, format = features or eagle3, "bf16" if eagle3 else format
     names = [name.strip() for name in losses.split(",")]
     for name in names:
