@@ -54,14 +54,8 @@ def demo(
         run_race(console, model, tokenizer, padded(model, [ids]), options, save_race)
         return
     console.print(Text.assemble("\n", ("drafted and accepted", DRAFTED), " | the target's own\n"))
-    model.generate(
-        **padded(model, [ids]),
-        do_sample=False,
-        max_new_tokens=max_new_tokens,
-        assistant_model=assistant,
-        streamer=Highlighter(tokenizer, console),
-        **speculation,
-    )
+    model.generate(**padded(model, [ids]), do_sample=False, max_new_tokens=max_new_tokens, assistant_model=assistant, streamer=Highlighter(tokenizer, console),
+                   **speculation)
     console.print()
 
     arms = [generate_arm(PLAIN, model), generate_arm("hf_specdec", model, assistant_model=assistant, **speculation)]
