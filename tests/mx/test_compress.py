@@ -155,6 +155,7 @@ def test_layers_that_are_alike_are_grouped_with_the_ranges_of_their_numbers():
         return LayerReport(f"h.{number}.up", shape, None if note else "mxint8", 512, 132, None if note else 30.0 + number, 0.1, note)
 
     report = CompressionReport([layer(i) for i in (0, 1, 2, 4, 5)] + [layer(3, note="skipped on request"), layer(7, (8, 32))])
+    assert "(74.2% smaller)" in str(report) and "(32.0% larger)" in str(CompressionReport([LayerReport("head", (4, 32), "mxint8", 100, 132)]))
     groups = report.groups()
     assert [group.name for group in groups] == ["h.0-2,4-5.up", "h.3.up", "h.7.up"] and groups[0].count == 5
     assert groups[0].sqnr_db == (30.0, 35.0) and groups[0].bytes_before == 5 * 512 and groups[1].sqnr_db is None

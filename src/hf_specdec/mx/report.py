@@ -80,7 +80,7 @@ class CompressionReport:
         saved = 1 - self.bytes_after / self.bytes_before if self.bytes_before else 0.0
         return (
             f"{len(self.compressed)} layers compressed, {dense} left dense: {self.bytes_before / 2**20:.1f} MiB to "
-            f"{self.bytes_after / 2**20:.1f} MiB ({saved:.1%} smaller)"
+            f"{self.bytes_after / 2**20:.1f} MiB ({abs(saved):.1%} {'smaller' if saved >= 0 else 'larger'})"
         )
 
 
