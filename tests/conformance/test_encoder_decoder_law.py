@@ -13,7 +13,7 @@ from tests.encoder_decoders import family, speculate
 from tests.helpers import FULL, perturbed
 
 VOCAB = 5
-N = 20_000 if FULL else 450
+N = 20_000 if FULL else 350
 SMALL = {"T5": dict(d_model=16, d_ff=16, num_layers=1, num_heads=2), "BART": dict(d_model=16, encoder_layers=1, decoder_layers=1)}
 SOURCE = {"input_ids": torch.tensor([[3, 4, 3, 4, 2]])}
 

@@ -22,7 +22,7 @@ def greedy_rule(draft: str, k: int, batch: str) -> None:
     assert generated(out, rows) == plain(target, rows)
 
 
-def sampling_rule(draft: str, k: int, batch: str, acceptance: str = "speculative_sampling", n: int = 900) -> None:
+def sampling_rule(draft: str, k: int, batch: str, acceptance: str = "speculative_sampling", n: int = 750) -> None:
     """The law of the first three tokens."""
     target = small_vocabulary_llama(1, law.VOCAB)
     rows = [[1, 2, 3, 1, 2]] if batch == ALONE else [[1, 2, 3, 1, 2], [4], [5, 4, 5]]
@@ -55,7 +55,7 @@ def lossy_rule(acceptance: str, passes):
 
 
 RULES = {
-    "block": partial(sampling_rule, acceptance="block", n=700),
+    "block": partial(sampling_rule, acceptance="block", n=600),
     "coupled": coupled_rule,
     "greedy": greedy_rule,
     "spectr": partial(sampling_rule, acceptance="spectr", n=900),

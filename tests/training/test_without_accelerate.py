@@ -12,14 +12,20 @@ import pytest
 import hf_specdec
 from hf_specdec.training import drafter
 
-BLOCKED = "import sys; sys.modules['accelerate'] = None\n"
-RUN = BLOCKED + "from hf_specdec.cli import app; app(sys.argv[1:])"
-FUNCTION = BLOCKED + """
+SEPARATOR = "--then--"
+PROGRAM = f"""
+import sys
+sys.modules['accelerate'] = None
 from hf_specdec import training
+from hf_specdec.cli import app
+
+at = sys.argv.index({SEPARATOR!r})
+app(sys.argv[1:at], standalone_mode=False)
 try:
     training.train(None, None, 'data', sys.argv[-1], training.RunConfig())
 except ImportError as error:
     print('ImportError:', error)
+app(sys.argv[at + 1:])
 """
 
 
@@ -38,15 +44,11 @@ def folders(target, tokenizer, tmp_path_factory):
     return folder
 
 
-def test_a_drafter_is_loaded_and_drafts(folders):
-    done = run(RUN, "generate", folders / "target", "--draft", folders / "draft", "--prompt", "ABCABC", "--max-new-tokens", 8, "--json")
-    assert done.returncode == 0, done.stderr
-    assert '"speculation"' in done.stdout
-
-
-def test_training_names_the_extra_before_any_work(folders, tmp_path):
-    """The function, then the command."""
-    done = run(FUNCTION + RUN, "train", folders / "target", "--out", tmp_path / "out")
+def test_a_drafter_is_loaded_and_drafts_and_training_names_the_extra_before_any_work(folders, tmp_path):
+    """One process: a command that drafts, the function that trains, the command that trains."""
+    drafts = ["generate", folders / "target", "--draft", folders / "draft", "--prompt", "ABCABC", "--max-new-tokens", 8, "--json"]
+    done = run(PROGRAM, *drafts, SEPARATOR, "train", folders / "target", "--out", tmp_path / "out")
+    assert '"speculation"' in done.stdout, done.stderr
     assert "ImportError: training needs the package accelerate: pip install 'hf-specdec[train]'" in done.stdout
     assert done.returncode == 2 and "pip install 'hf-specdec[train]'" in done.stderr
     assert not (tmp_path / "out").exists()
