@@ -16,6 +16,7 @@ from hf_specdec.proposal import Proposal
 from hf_specdec.tree import Tree
 
 FULL = os.environ.get("HF_SPECDEC_FULL") == "1"
+OLD_TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 9)  # 2.7 and 2.8 do not compile everything: docs/performance.md
 VOCAB = 61
 
 _SIZE = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,

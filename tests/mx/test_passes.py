@@ -19,8 +19,9 @@ from hf_specdec.mx.kernels import cpu
 from hf_specdec.mx.ops import mx_tiles, mx_tiles2, mx_tiles3
 from hf_specdec.proposal import Proposal
 
-from ..helpers import FULL, VOCAB, build, generated, plain, prompts, speculate, torch_threads
+from ..helpers import FULL, OLD_TORCH, VOCAB, build, generated, plain, prompts, speculate, torch_threads
 
+needs_the_compiler = pytest.mark.skipif(OLD_TORCH, reason="this torch does not compile the model: docs/performance.md")
 pytestmark = pytest.mark.skipif(cpu.library() is None, reason="the kernels are not available")
 
 
@@ -231,6 +232,7 @@ def test_the_operators_are_well_formed():
 # --- compiled -----------------------------------------------------------------------------------------------------------------------
 
 
+@needs_the_compiler
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)])
 @pytest.mark.parametrize("direct", [True, False])
 def test_compiled_passes_agree_with_eager_ones(direct, dtype, error, monkeypatch):
@@ -256,6 +258,7 @@ def test_compiled_passes_agree_with_eager_ones(direct, dtype, error, monkeypatch
     assert (found - eager).float().norm() < error * eager.float().norm()
 
 
+@needs_the_compiler
 @pytest.mark.parametrize("format", ["mxfp6_e2m3", *DENSE] if FULL else ["mxfp6_e2m3"])
 def test_a_token_has_the_same_bits_in_compiled_passes_of_every_width(format):
     """In bfloat16: speculation then gives the text of the same model without a draft, compiled as well."""

@@ -13,7 +13,7 @@ from hf_specdec.drafts import ModelDraft, ModelTreeDraft, PromptLookupDraft, Uni
 from hf_specdec.mx.activation import RowActivation, needs_table
 from hf_specdec.mx.kernels import cpu
 
-from ..helpers import FULL, VOCAB, build, perturbed
+from ..helpers import FULL, OLD_TORCH, VOCAB, build, perturbed
 from .models import SIZE, mx_layers, tiny
 
 pytestmark = pytest.mark.skipif(cpu.library() is None, reason="no kernels here")
@@ -97,6 +97,7 @@ def test_logits_are_the_same_bits_at_every_width(kind, path):
         cpu.set_kernel_path(None)
 
 
+@pytest.mark.skipif(OLD_TORCH, reason="this torch's attention is row-invariant for so short a text")
 def test_the_control_torchs_attention_is_not_row_invariant():
     model = mx.row_invariant(bfloat16("llama"))
     model.set_attn_implementation("sdpa")
