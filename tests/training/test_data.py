@@ -124,7 +124,7 @@ def test_prompts_come_from_lines_columns_and_turns(tmp_path):
     with pytest.raises(ValueError, match="empty.txt is empty"):
         read_prompts(tmp_path / "empty.txt")
     (tmp_path / "latin.txt").write_bytes(b"gr\xfcn")
-    with pytest.raises(ValueError, match="latin.txt is not text in UTF-8"):
+    with pytest.raises(ValueError, match="latin.txt: not text in UTF-8"):
         read_prompts(tmp_path / "latin.txt")
     with pytest.raises(ValueError, match="name is missing"):
         dataset_prompts("")

@@ -43,7 +43,7 @@ def load_prompts(source: str = "shipped", limit: int | None = None) -> list[Prom
     elif source.startswith("hub:"):
         prompts = _from_hub(source.removeprefix("hub:"))
     elif Path(source).is_file():
-        prompts = _read(_text(Path(source)).split("\n"), source)
+        prompts = _read(read_text(Path(source), "prompts").split("\n"), source)
     else:
         raise ValueError(f"prompts={source!r} is neither a file nor one of {['shipped', *SHIPPED]}, nor 'hub:NAME[:SPLIT]'.")
     if not prompts:
@@ -51,11 +51,12 @@ def load_prompts(source: str = "shipped", limit: int | None = None) -> list[Prom
     return prompts if limit is None else list(_first_of_each(prompts, limit))
 
 
-def _text(path: Path) -> str:
+def read_text(path: Path, argument: str) -> str:
+    """A text file's words, without a byte order mark; ValueError, which names `argument`, if they are not in UTF-8."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not text in UTF-8 ({error}); store it in UTF-8.") from None
+        raise ValueError(f"{argument} {path}: not text in UTF-8 ({error}); store it in UTF-8.") from None
 
 
 def by_category(prompts: Iterable[Prompt]) -> dict[str, list[Prompt]]:

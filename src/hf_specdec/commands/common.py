@@ -121,18 +121,12 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     """The prompt given, or the file's text, or standard input."""
     if prompt is not None and file is not None:
         raise ValueError("--prompt and --file: give one of them.")
+    from ..bench.prompts import read_text
+
     text = prompt if prompt is not None else read_text(file, "--file") if file else sys.stdin.read().removeprefix("\ufeff")
     if not text.strip():
         raise ValueError("the prompt is empty; give --prompt TEXT, --file PATH, or text on standard input.")
     return text
-
-
-def read_text(path: Path, option: str) -> str:
-    """A text file's words, without a byte order mark."""
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{option} {path}: not text in UTF-8 ({error}); store it in UTF-8.") from None
 
 
 def check_folder(path: Path | None, option: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from .common import check_folder, read_text
+from .common import check_folder
 
 MIB = 2**20
 
@@ -34,6 +34,7 @@ def compress(
     _check(out, report, text, json_file)
     from .. import mx
     from ..bench.embedded import load_model
+    from ..bench.prompts import read_text
     from ..bench.report import save_json
 
     config = mx.MXConfig(format, scale_rule, skip, lm_head)

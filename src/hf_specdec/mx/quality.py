@@ -7,7 +7,6 @@ import math
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.resources import files
-from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -103,11 +102,6 @@ def compare(
 def sample_text() -> str:
     """The text shipped with the package: English prose and code, written for it."""
     return files(__package__).joinpath("sample_text.txt").read_text(encoding="utf-8")
-
-
-def read_text(path: str | Path | None) -> str:
-    """A file's text, or the shipped one."""
-    return sample_text() if path is None else Path(path).read_text(encoding="utf-8")
 
 
 def _ids(source, text: str | None) -> torch.Tensor:

@@ -6,6 +6,8 @@ import json
 import random
 from pathlib import Path
 
+from ..bench.prompts import read_text
+
 MARK = "\x00here\x00"
 
 # How user turns begin; the target writes the rest. kind -> (tokens at most, openings).
@@ -59,10 +61,7 @@ def read_prompts(path: str | Path, column: str | None = None) -> list[str]:
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"prompts: {path} is not a file.")
-    try:
-        lines = [line for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
-    except UnicodeDecodeError as error:
-        raise ValueError(f"prompts: {path} is not text in UTF-8 ({error}); store it in UTF-8.") from None
+    lines = [line for line in read_text(path, "prompts").split("\n") if line.strip()]
     if not lines:
         raise ValueError(f"prompts: {path} is empty; write one prompt a line, or leave prompts out.")
     if path.suffix == ".txt":
