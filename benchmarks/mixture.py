@@ -1,4 +1,4 @@
-"""A mixture of prompt lookup and a draft model against each of them alone, prompt by prompt: tokens per millisecond.
+"""A mixture of lookup and a draft model against each of them alone, prompt by prompt: tokens per millisecond.
 
     OMP_NUM_THREADS=1 python benchmarks/mixture.py --out mixture.json
 
@@ -28,10 +28,11 @@ from hf_specdec import loop, mx
 from hf_specdec.bench.arms import PLAIN, generate_arm
 from hf_specdec.bench.embedded import load_target
 from hf_specdec.bench.prompts import load_prompts
-from hf_specdec.drafts import MixtureDraft, ModelDraft, PromptLookupDraft, earning
+from hf_specdec.drafts import Draft, MixtureDraft, ModelDraft, PromptLookupDraft, SuffixAutomatonDraft, earning
 from hf_specdec.proposal import Proposal
 from hf_specdec.training import load_drafter
 
+LOOKUPS = {kind.name: kind for kind in (PromptLookupDraft, SuffixAutomatonDraft)}
 ARMS = ("lookup", "model", "choose", "merge")
 
 
@@ -58,20 +59,20 @@ def said(prompt: list[int], answer: list[int], rate: float, seed: int, vocabular
     return {len(prompt) + i: token if coin.random() < rate else (token + 1) % vocabulary for i, token in enumerate(answer)}
 
 
-def arms_of(target, drafter, words: dict[int, int]) -> dict[str, object]:
-    drafts = {"lookup": PromptLookupDraft(), "model": SimulatedDraft(drafter, words)}
-    drafts |= {mode: MixtureDraft([PromptLookupDraft(), SimulatedDraft(drafter, words)], mode) for mode in ("choose", "merge")}
+def arms_of(target, drafter, words: dict[int, int], lookup: type[Draft]) -> dict[str, object]:
+    drafts = {"lookup": lookup(), "model": SimulatedDraft(drafter, words)}
+    drafts |= {mode: MixtureDraft([lookup(), SimulatedDraft(drafter, words)], mode) for mode in ("choose", "merge")}
     return {name: generate_arm(name, target, speculative=True, assistant_model=draft) for name, draft in drafts.items()}
 
 
-def measure(target, drafter, prompts, tokenizer, rate: float, max_new_tokens: int, repetitions: int, clock, after) -> dict:
+def measure(target, drafter, prompts, tokenizer, rate: float, max_new_tokens: int, repetitions: int, clock, after, lookup=PromptLookupDraft) -> dict:
     """{prompt id: {arm: tokens per millisecond, best of the repetitions, ...}}."""
     records = {}
     plain = generate_arm(PLAIN, target)
     for number, prompt in enumerate(prompts):
         ids = prompt.ids(tokenizer)
         answer = plain.run([ids], max_new_tokens).tokens
-        arms = {PLAIN: plain} | arms_of(target, drafter, said(ids, answer[0], rate, number, target.config.vocab_size))
+        arms = {PLAIN: plain} | arms_of(target, drafter, said(ids, answer[0], rate, number, target.config.vocab_size), lookup)
         spent, same = {name: [] for name in arms}, {}
         for turn in range(repetitions):
             for name in list(arms) if turn % 2 == 0 else list(arms)[::-1]:
@@ -111,6 +112,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--target", default="smollm2", help="smollm2, a hub id or a folder")
     parser.add_argument("--drafter", default="smollm2_drafter", help="the draft model whose cost is paid")
     parser.add_argument("--weights", default="tiles", choices=("tiles", "float32", "fp32"))
+    parser.add_argument("--lookup", default="prompt_lookup", choices=LOOKUPS, help="the draft that copies")
     parser.add_argument("--rate", type=float, default=0.8, help="of all places, at how many the draft model is right")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--repetitions", type=int, default=3)
@@ -133,7 +135,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     with torch.inference_mode():
         records = measure(hf_specdec.enable(target), drafter, load_prompts(given.prompts, given.limit), tokenizer, given.rate, given.max_new_tokens,
-                          given.repetitions, clock, after)
+                          given.repetitions, clock, after, LOOKUPS[given.lookup])
     Console(width=150).print(table(records, f"{len(records)} prompts, {given.weights}, draft model's acceptance SIMULATED at {given.rate}"))
 
 

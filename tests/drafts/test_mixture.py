@@ -301,3 +301,85 @@ def test_greedy_sampler_is_what_stock_decoding_gets():
     draft = MixtureDraft()
     assert draft.get_candidates(torch.tensor([[1, 2, 3, 1, 2]]))[0].tolist()[0][:6] == [1, 2, 3, 1, 2, 3]
     assert Sampler.greedy().do_sample is False
+
+
+# --- tokens after a chosen chain -----------------------------------------------------------------------------------------
+
+
+class GoingOn(Draft):
+    """Costs nothing, never begins; after any chain it guesses what `script(place)` says, where a place is a number of tokens."""
+
+    cost_ratio, trusted = 0.0, True
+
+    def __init__(self, script):
+        self.script = script
+
+    def start(self, context):
+        self.context = context
+
+    def evidence(self, context):
+        return [-1] * len(context.rows)
+
+    def propose(self, context, k):
+        return Proposal.from_lists([[] for _ in k], context.device, self.name)
+
+    def place(self, b):
+        return b, len(self.context.rows[b])
+
+    def guesses(self, place):
+        return [(self.script(*place), "next", 0.9)]
+
+    def step(self, place, token):
+        return place[0], place[1] + 1
+
+
+def costly(draft: Draft) -> Draft:
+    draft.cost_ratio, draft.trusted = 0.5, True
+    return draft
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_drafts_of_no_cost_go_on_where_a_chosen_chain_ends(right):
+    target, rows = tiny_llama(3), prompts(9)
+    text = rows[0] + plain(target, rows, max_new_tokens=40)[0]
+    model = costly(ScriptedDraft.knowing([text]))
+    other = GoingOn(lambda b, at: (text[at] + (not right)) % VOCAB if at < len(text) else 0)
+    out = speculate(target, rows, MixtureDraft([model, other], "choose"), "auto", seed=1, max_new_tokens=40)
+    assert generated(out, rows) == [text[len(rows[0]):]]
+    rounds = [entry for entries in out.speculation.rounds for entry in entries]
+    alone = speculate(target, rows, MixtureDraft([costly(ScriptedDraft.knowing([text]))], "choose"), "auto", seed=1, max_new_tokens=40)
+    if right:
+        assert len(rounds) < len(alone.speculation.rounds) and out.speculation.acceptance_rate == 1.0
+    else:  # guesses that are never right are made less and less
+        rejected = [len(entry.rejected) for entry in rounds]
+        assert rejected[0] > 8 > 2 * max(rejected[-6:])
+
+
+@pytest.mark.parametrize("honest", [True, False])
+def test_the_law_holds_where_guesses_go_on_after_drawn_tokens(honest, monkeypatch):
+    """One row would take a call per sample: the rows of a batch have room for guesses here as if another row had drafted more. The negative
+    control says of its guesses that they were drawn uniformly, and must be caught."""
+    target, rows = small_vocabulary_llama(2, law.VOCAB), [[1, 2, 3, 1, 2], [4, 3]]
+    with_tail, tails = choosing.Choose._with_tail, []
+
+    def wider(self, b, d, found, width):
+        made = with_tail(self, b, d, found, width + 3)
+        guesses = len(made.nodes) - len(found.nodes)
+        tails.append(guesses)
+        if guesses and not honest:
+            made.laws[-guesses:] = [torch.full((law.VOCAB,), 1 / law.VOCAB)] * guesses
+        return made
+
+    monkeypatch.setattr(choosing.Choose, "_with_tail", wider)
+    class OneToken(ModelDraft):
+        def propose(self, context, k):
+            return super().propose(context, [min(own, 1) for own in k])
+
+        def relative_cost(self, target):
+            return 0.05
+
+    draft = MixtureDraft([OneToken(perturbed(target, 0.3)), GoingOn(lambda b, at: at % law.VOCAB)], "choose")
+    found, _ = law.counts(target, rows, draft, 50_000 if FULL else 3_000, 3, "auto")
+    p_value = law.worst_p_value(found, [law.joint(target, row, 3) for row in rows], 3)
+    assert sum(size > 0 for size in tails) > 2_000
+    assert (p_value > law.THRESHOLD) == honest, p_value

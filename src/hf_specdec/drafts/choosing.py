@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from ..proposal import Proposal
 from ..schedule import progress
 from .base import Context
 from .earning import Earnings, path_of
-from .growth import Branches
+from .growth import Branches, Grower, Grown
 
 Plan = tuple[int, int]  # a draft, -1 for none, and how many of its tokens
 
 
 class Choose:
     """Per row, the draft, and with K "auto" the number of its tokens, expected to earn most tokens per unit of time. Drafts of no cost
-    are asked before that is decided."""
+    are asked before that is decided. With K "auto" those of them that know `guesses` go on where the chain of a costly draft ends, as far as
+    that pays, and in a batch as far as the pass is wide anyway: a token more costs the pass little, and the draft nothing."""
 
     LEAST = 4  # tokens that a draft of no cost is asked for, to learn from
 
     def __init__(self, mixture, context: Context):
         self.mixture, self.context, self.earnings = mixture, context, Earnings(mixture, context)
         self.plans: list[Plan] | None = None
+        self.grower, self.caps = Grower(), [0] * len(context.rows)  # caps: per row, most nodes with K "auto"
+        self.tails: list[tuple[list[int], Grown]] = []  # per row, a chain and what was put after it
 
     def forget(self) -> None:
         self.earnings.forget()
-        self.plans = None
+        self.plans, self.tails = None, []
 
     def learn(self, committed: list[list[int]]) -> None:
         self.earnings.learn(committed)
+        for (chain, grown), tokens in zip(self.tails, committed):
+            if tokens[: len(chain)] == chain:
+                self.grower.learn(grown, tokens[len(chain) :])
+        self.tails = []
 
     def evidence(self, strengths: list[list[int]]) -> list[int]:
         self.earnings.next_round()
@@ -35,7 +44,7 @@ class Choose:
 
     def plan(self, caps: list[int], room: list[int]) -> list[int]:
         """Per row, how many tokens to draft, at most caps[b]; room: tokens that it may still get."""
-        self.room = room
+        self.room, self.caps = room, caps
         self._ask_the_free(caps)
         plans = [self._best(b, range(1, cap + 1)) for b, cap in enumerate(caps)]
         single = [[self._best(b, range(1, cap + 1), d) for b, cap in enumerate(caps)] for d in range(len(self.strengths))] if len(caps) > 1 else []
@@ -89,6 +98,9 @@ class Choose:
             if not self.earnings.free[d]:
                 self.proposals[d] = self.earnings.ask(d, [size if own == d else 0 for (own, _), size in zip(self.plans, k)], self.strengths)
         rows = [self._branches(context, b, d, size) for b, ((d, _), size) in enumerate(zip(self.plans, k))]
+        if not context.stock:
+            width = max((len(row.nodes) for row in rows), default=0)
+            rows = [self._with_tail(b, d, row, width) for b, ((d, _), row) in enumerate(zip(self.plans, rows))]
         self.earnings.shown = max((len(row.nodes) for row in rows), default=0)
         return rows, [self.mixture.parts[d].name if d >= 0 else "" for d, _ in self.plans]
 
@@ -101,8 +113,27 @@ class Choose:
         found = Branches.of(proposal, b)
         return found if not self.earnings.free[d] else Branches(found.nodes[:size], found.laws and found.laws[:size])
 
+    def _with_tail(self, b: int, d: int, found: Branches, width: int) -> Branches:
+        """The chain of a costly draft d for row b, and after it the likeliest guesses of the other drafts, one after the other. They depend on
+        what was drawn before them, as all that is drafted may. width: of the round without them."""
+        chain, grown = [token for _, token in found.nodes], Grown()
+        most = (self.caps[b] if len(self.caps) == 1 else min(self.caps[b], width)) - len(chain)
+        if most > 0 and chain and not self.earnings.free[d] and self.proposals[d].tree.is_chain:
+            places = [(part, place) for part in self.mixture.parts if (place := part.place(b)) is not None]
+            for token in chain:
+                places = [(part, after) for part, place in places if (after := part.step(place, token)) is not None]
+            grown = self.grower.tree(places, most, self.context.vocab_size, branches=1)
+            tokens = self.earnings.tokens(b, d, self.strengths[d][b], len(chain))
+            gains = accumulate((chance * (tokens[-1] - tokens[-2]) for chance in grown.chances), initial=tokens[-1])
+            rates = [gain / self.earnings.seconds(max(len(chain) + n, width), {d: len(chain)}) for n, gain in enumerate(gains)]
+            grown = grown.first(rates.index(max(rates)))
+        self.tails.append((chain, grown))
+        nodes = [(parent + len(chain), token) for parent, token in grown.nodes]
+        return Branches(found.nodes + nodes, found.laws and found.laws + [None] * len(nodes))
+
     def keep(self, rows: list[int]) -> None:
         self.earnings.keep(rows)
+        self.tails = [self.tails[row] for row in rows] if self.tails else []
 
 
 def _asked(plans: list[Plan]) -> dict[int, int]:

@@ -26,12 +26,14 @@ class MixtureDraft(Draft):
             at most `tokens` of it. What a model has drawn at random is a branch of its own, judged after the guesses, with the law it
             was drawn from: a guess that happens to be the same token is judged before it, and the residual knows.
             "choose": per round and row, the one draft with the most expected tokens per expected time of the round. Estimates of
-            drafts that cost nothing are kept up by what they would have proposed. In a call with a seed no time is measured.
+            drafts that cost nothing are kept up by what they would have proposed. With K "auto" those of them that know `guesses` (the suffix
+            automaton; not prompt lookup) go on where a costly draft's chain ends. In a call with a seed no time is measured.
     branches: most guesses tried after each token ("merge"); 1 makes a chain of the likeliest.
     tokens: most tokens asked of a draft that does not know `guesses` ("merge").
 
     With K "auto" the tokens expected in a batch count by how far they bring its slowest row (`schedule.progress`).
-    What is chosen depends on committed tokens and measured times alone, never on a coin of a token still to be judged. In "merge" the
+    What is chosen depends on committed tokens and measured times alone, never on a coin of a token still to be judged; what goes on after drawn
+    tokens depends on those, too, as each of a chain's tokens may on the ones before. In "merge" the
     rows of a batch share one shape of tree, so what is drawn for a row depends on its neighbours (its law does not).
     """
 
