@@ -81,6 +81,8 @@ def test_a_file_in_another_encoding_is_named(tmp_path):
     (tmp_path / "latin.txt").write_bytes(b"gr\xfcn")
     result = run("generate", "no/such/model", "--file", tmp_path / "latin.txt")
     assert result.exit_code == 2 and f"--file {tmp_path / 'latin.txt'}: not text in UTF-8" in " ".join(result.stderr.split())
+    result = run("generate", "no/such/model", "--file", tmp_path)
+    assert result.exit_code == 2 and f"--file {tmp_path}: cannot be read" in " ".join(result.stderr.split())
 
 
 def test_a_folder_without_a_tokenizer_is_said_to_have_none(tmp_path):

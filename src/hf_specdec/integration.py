@@ -114,7 +114,10 @@ def _named(stock, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     """All arguments of a call of `stock`, the model's own `generate`, by name, those that were passed by position, too."""
     if not args:
         return kwargs
-    named = inspect.signature(stock).bind_partial(*args, **kwargs).arguments
+    signature = inspect.signature(stock)
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in signature.parameters.values()):  # PEFT's hands all on
+        signature = inspect.signature(GenerationMixin.generate.__get__(stock))
+    named = signature.bind_partial(*args, **kwargs).arguments
     return {name: value for name, value in {**named, **named.get("kwargs", {})}.items() if name not in ("self", "kwargs")}
 
 

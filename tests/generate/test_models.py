@@ -348,6 +348,8 @@ def test_a_lora_model_generates_its_own_text(target, expected, order):
         out = model.generate(**padded(ROWS), speculative=True, assistant_model=draft, num_assistant_tokens=4, return_dict_in_generate=True, **OPTIONS)
         assert out.sequences[:, 13:].tolist() == reference
         assert out.speculation.new_tokens == [12, 12, 12]
+    ids = padded(ROWS[:1])["input_ids"]
+    assert model.generate(ids, speculative=True, **OPTIONS)[0, 13:].tolist() == reference[0]  # by position
 
 
 def test_a_lora_model_through_the_decoder_object(target):

@@ -230,3 +230,8 @@ def test_a_bias_that_is_written_through_data_counts(dtype, kernels):
         before = layer(x)
         layer.bias.data.add_(1)
         torch.testing.assert_close(layer(x), before + 1, atol=0.02, rtol=0.02)
+
+
+def test_a_layer_on_the_meta_device_gives_shapes():
+    layer = MXLinear(64, 48, device="meta")
+    assert layer(torch.empty(2, 64, device="meta")).shape == (2, 48)

@@ -40,3 +40,10 @@ def data(target, tokenizer, tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     make_data(folder, target, tokenizer, tokens=3000, rows=8, new_tokens=24, seed=5)
     return folder
+
+
+@pytest.fixture
+def anyones_data(data, monkeypatch):
+    """`data`, for targets that did not write it."""
+    monkeypatch.setattr("hf_specdec.training.trainer.check_target", lambda folder, target: None)
+    return data

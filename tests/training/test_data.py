@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from hf_specdec.training import RunConfig, Trainer
 from hf_specdec.training.answers import continue_texts, judge_texts
 from hf_specdec.training.data import make_data, make_on_policy
 from hf_specdec.training.prompts import OPENINGS, TURNS, chat_parts, dataset_prompts, openings, read_prompts
@@ -128,6 +130,27 @@ def test_prompts_come_from_lines_columns_and_turns(tmp_path):
         read_prompts(tmp_path / "latin.txt")
     with pytest.raises(ValueError, match="name is missing"):
         dataset_prompts("")
+
+
+@pytest.mark.parametrize(("row", "what"), [
+    ("not json", "is not JSON"), ('"a prompt"', "no JSON object, but str"), ("5", "but int"), ('["prompt"]', "but list"),
+    ('{"prompt": 5}', "no text in 'prompt'"), ('{"prompt": null}', "no text"), ('{"prompt": " "}', "no text"), ('{"turns": []}', "no text in 'turns'"),
+    ('{"turns": [{"role": "user"}]}', "no text in 'turns'"),
+])
+def test_a_row_without_a_prompt_is_named_by_its_line(row, what, tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"prompt": "good"}\n\n' + row + "\n")
+    with pytest.raises(ValueError, match=f"x.jsonl, line 3 .*{what}"):
+        read_prompts(tmp_path / "x.jsonl")
+
+
+def test_shards_of_another_target_are_refused_before_any_are_made(target, tokenizer, data, tmp_path):
+    other = tiny_llama(4)
+    with pytest.raises(ValueError, match="000000.safetensors: written by another target"):
+        make_data(data, other, tokenizer, tokens=100_000)
+    with pytest.raises(ValueError, match="written by another target"):
+        Trainer(other, data, tmp_path, RunConfig(layers=(1,), head=None))
+    assert make_data(data, copy.deepcopy(target).bfloat16(), tokenizer, tokens=10) == shard_files(data)  # the same in another dtype
+
 
 
 def test_a_tokenizer_without_a_chat_template_is_refused(tokenizer):

@@ -68,9 +68,9 @@ def _logits(model, states, tokens):
     return model(inputs_embeds=inputs(model, fused(model, states), tokens)).logits
 
 
-def test_training_lowers_the_loss_and_moves_every_weight_of_its_own(data, deep, tmp_path):
+def test_training_lowers_the_loss_and_moves_every_weight_of_its_own(anyones_data, deep, tmp_path):
     config = Eagle3RunConfig(head=40, steps=12, batch_tokens=256, lr=3e-3, warmup=2, unroll=2, precision="float32")
-    trainer = Eagle3Trainer(deep, data, tmp_path / "run", config, "tiny")
+    trainer = Eagle3Trainer(deep, anyones_data, tmp_path / "run", config, "tiny")
     before, shared = [p.detach().clone() for p in trainer.own], deep.get_input_embeddings().weight.detach().clone()
     losses = [trainer.step() for _ in range(12)]
     assert sum(losses[-3:]) < sum(losses[:3])
@@ -79,7 +79,7 @@ def test_training_lowers_the_loss_and_moves_every_weight_of_its_own(data, deep, 
     trainer.progress.history.append(trainer.measure())
     trainer.keep()
     assert load_drafter(trainer.finish(), deep).layers == (1, 2, 3)  # the checkpoint beside it is not taken for weights
-    assert Eagle3Trainer(deep, data, tmp_path / "run", config, "tiny").progress.history
+    assert Eagle3Trainer(deep, anyones_data, tmp_path / "run", config, "tiny").progress.history
 
 
 def test_what_cannot_be_in_this_form_is_refused(deep, tmp_path):

@@ -61,10 +61,10 @@ def test_numbers_are_checked(name, value):
         LookAheadRunConfig(**{name: value})
 
 
-def test_a_target_that_makes_its_own_masks_is_refused(data, tmp_path):
+def test_a_target_that_makes_its_own_masks_is_refused(anyones_data, tmp_path):
     target = build("bloom", 0, "eager", vocab_size=61, hidden_size=32, n_layer=1, n_head=4)
     with pytest.raises(ValueError, match="target: BloomForCausalLM"):
-        LookAheadTrainer(target, data, tmp_path, LookAheadRunConfig())
+        LookAheadTrainer(target, anyones_data, tmp_path, LookAheadRunConfig())
 
 
 def test_the_command_trains_some_that_the_other_commands_take(target, tokenizer, tmp_path):

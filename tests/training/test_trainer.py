@@ -15,6 +15,7 @@ from hf_specdec.training import LOSSES, FeatureRunConfig, FeatureTrainer, RunCon
 from hf_specdec.training.batches import Corpus, frequent_tokens, split
 from hf_specdec.training.drafter import own_parameters
 from hf_specdec.training.shards import shard_files
+from ..helpers import tiny_llama
 
 CONFIG = RunConfig(layers=(1,), head=None, steps=40, batch_tokens=256, lr=3e-3, warmup=3, precision="float32", format="bf16")
 
@@ -193,3 +194,21 @@ def test_what_does_not_go_together_is_refused_before_anything_is_loaded(argument
     bad = CliRunner().invoke(app, ["train", "no/such/target", *arguments])
     assert bad.exit_code == 2 and words in bad.output
     assert _features(True, None, 2, 4) == {"begin": "", "single": 2} and _features(False, None, 0, 4) == {}
+
+
+def test_a_run_of_another_target_is_not_gone_on_with(target, data, tmp_path, monkeypatch):
+    trainer = Trainer(target, data, tmp_path, CONFIG)
+    trainer.step()
+    trainer.keep()
+    Trainer(target, data, tmp_path, CONFIG)
+    monkeypatch.setattr("hf_specdec.training.trainer.check_target", lambda *_: None)  # as if the shards did not say whose they are
+    with pytest.raises(ValueError, match="^out: .* holds a run of another target"):
+        Trainer(tiny_llama(4), data, tmp_path, CONFIG)
+
+
+@pytest.mark.parametrize("every", [1, 40])
+def test_a_run_that_diverges_ends_and_keeps_nothing_of_it(target, data, tmp_path, every):
+    trainer = Trainer(target, data, tmp_path, RunConfig(**{**vars(CONFIG), "lr": 1e30, "warmup": 0}))
+    with pytest.raises(ValueError, match=r"^lr=1e\+30: the run has diverged"):
+        trainer.run(every=every)
+    assert not list(tmp_path.iterdir())

@@ -55,6 +55,8 @@ def read_text(path: Path, argument: str) -> str:
     """A text file's words, without a byte order mark; ValueError, which names `argument`, if they are not in UTF-8."""
     try:
         return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ValueError(f"{argument} {path}: cannot be read ({error.strerror}); name a text file.") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{argument} {path}: not text in UTF-8 ({error}); store it in UTF-8.") from None
 

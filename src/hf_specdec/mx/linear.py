@@ -121,7 +121,7 @@ class MXLinear(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[..., out_features]` from `x [..., in_features]`, float32, bfloat16 or float16, on the weights' device."""
         self._check_input(x)
-        if torch.is_autocast_enabled(x.device.type):
+        if torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         if torch.compiler.is_compiling():
             few = x.numel() <= cpu.WIDE * self.in_features

@@ -9,7 +9,7 @@ import torch
 
 from .answers import continue_texts, judge_texts
 from .prompts import TURNS, chat_parts, openings
-from .shards import Sample, Shard, shard_files
+from .shards import Sample, Shard, check_target, probe, shard_files
 
 
 def make_shard(model, tokenizer, number: int, rows: int, seed: int, new_tokens: int, prompts: list[str] | None = None) -> Shard:
@@ -29,7 +29,8 @@ def make_shard(model, tokenizer, number: int, rows: int, seed: int, new_tokens: 
     greedy = (number + number // len(TURNS)) % 2 == 0
     sampling = {"do_sample": False} if greedy else {"do_sample": True, "temperature": 0.7, "top_p": 1.0}
     answers = continue_texts(model, [before + turn + after for turn in asked], new_tokens, seed + 1, eos, **sampling)
-    notes = {"kind": kind, "seed": seed, "greedy": greedy, "new_tokens": new_tokens}
+    notes = {"kind": kind, "seed": seed, "greedy": greedy, "new_tokens": new_tokens,
+             "target": probe(model.get_input_embeddings().weight)}
     return Shard.of([_joined(turn, answer) for turn, answer in zip(turns or answers, answers)], notes)
 
 
@@ -51,9 +52,10 @@ def make_data(folder: str | Path, model, tokenizer, tokens: int, rows: int = 48,
               prompts: list[str] | None = None, progress: Callable[[int, int], None] | None = None) -> list[Path]:
     """Shards of at least `tokens` tokens in `folder`; what is there already counts, so a run that was stopped goes on.
 
-    prompts: answered in order, as far as they reach. progress: called with (tokens so far, tokens).
+    prompts: answered in order, as far as they reach. progress: called with (tokens so far, tokens). ValueError for shards of another model.
     """
     folder, done, made = Path(folder), 0, set()
+    check_target(folder, model)
     for path in shard_files(folder):
         done += len(Shard.load(path, model.config.vocab_size).tokens)
         made.add(path.name)

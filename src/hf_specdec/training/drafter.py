@@ -28,9 +28,9 @@ from ..mx.linear import MXLinear
 from ..mx.packed import quantize
 from ..mx.swap import replace
 from ..registry import SHIPPED, shipped
+from .shards import probe, same
 
 FORMAT = "hf_specdec drafter 1"
-PROBES = 8  # embedding entries by which a target is known again
 
 
 class PrunedHead(nn.Module):
@@ -135,7 +135,7 @@ def _stored(draft: nn.Module, shared: set[str], format: str) -> dict[str, torch.
 
 def _write(folder: Path, tensors: dict[str, torch.Tensor], embedding: torch.Tensor, target_name: str, format: str, more: dict) -> Path:
     about = {"format": FORMAT, "target": target_name, "weights": get_format(format).name, "vocab_size": embedding.shape[0],
-             "hidden_size": embedding.shape[1], "probe": _probe(embedding), **more}
+             "hidden_size": embedding.shape[1], "probe": probe(embedding), **more}
     (folder / "drafter.json").write_text(json.dumps(about, indent=1) + "\n")
     save_file(tensors, folder / "model.partial", metadata={"format": FORMAT})
     os.replace(folder / "model.partial", folder / "model.safetensors")
@@ -204,14 +204,9 @@ def load(folder: str | Path, target: PreTrainedModel) -> PreTrainedModel | Draft
 
 def _check_target(about: dict, target: PreTrainedModel, folder: Path) -> None:
     weight = target.get_input_embeddings().weight
-    same = (about["vocab_size"], about["hidden_size"]) == (target.config.get_text_config().vocab_size, weight.shape[1])
-    if not same or not torch.allclose(torch.tensor(_probe(weight)), torch.tensor(about["probe"]), rtol=0.02, atol=1e-3):
+    fits = (about["vocab_size"], about["hidden_size"]) == (target.config.get_text_config().vocab_size, weight.shape[1])
+    if not fits or not same(about["probe"], probe(weight)):
         raise ValueError(f"{folder} is a drafter for {about['target']}, whose embedding it shares; this target has another one.")
-
-
-def _probe(embedding: torch.Tensor) -> list[float]:
-    rows = torch.linspace(0, embedding.shape[0] - 1, PROBES).long()
-    return [round(value, 6) for value in embedding.detach()[rows, rows % embedding.shape[1]].tolist()]
 
 
 def _with_layers(config, layers: list[int]):

@@ -61,19 +61,33 @@ def read_prompts(path: str | Path, column: str | None = None) -> list[str]:
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"prompts: {path} is not a file.")
-    lines = [line for line in read_text(path, "prompts").split("\n") if line.strip()]
+    lines = {number: line for number, line in enumerate(read_text(path, "prompts").split("\n"), start=1) if line.strip()}
     if not lines:
         raise ValueError(f"prompts: {path} is empty; write one prompt a line, or leave prompts out.")
     if path.suffix == ".txt":
-        return lines
-    return [_prompt(json.loads(line), column, path) for line in lines]
+        return list(lines.values())
+    places = {f"{path}, line {number}": line for number, line in lines.items()}
+    return [_prompt(_record(line, place), column, place) for place, line in places.items()]
 
 
-def _prompt(row: dict, column: str | None, source) -> str:
+def _record(line: str, place: str) -> object:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"prompts: {place} is not JSON ({error.msg}); write one object a line, {{\"prompt\": TEXT}}.") from None
+
+
+def _prompt(row: object, column: str | None, source) -> str:
+    if not isinstance(row, dict):
+        raise ValueError(f"prompts: {source} is no JSON object, but {type(row).__name__}; write {{\"prompt\": TEXT}}.")
     names = [column] if column else ["prompt", "text", "instruction", "turns"]
     for name in names:
         if name in row:
-            return row[name][0] if isinstance(row[name], list) else row[name]
+            value = row[name]
+            value = value[0] if isinstance(value, list) and value else value
+            if not isinstance(value, str) or not value.strip():
+                raise ValueError(f"prompts: {source} has no text in {name!r}, but {row[name]!r:.60}; write a text, or a list that begins with one.")
+            return value
     raise ValueError(f"prompts: {source} has no column {names[0] if column else ' or '.join(names)}; it has {sorted(row)}. "
                      f"Name one with --column.")
 
@@ -89,4 +103,4 @@ def dataset_prompts(name: str, column: str | None = None, split: str = "train", 
     data = datasets.load_from_disk(name) if Path(name).is_dir() else datasets.load_dataset(name, split=split)
     if not len(data):
         raise ValueError(f"prompts: {name} is empty; name another data set.")
-    return [_prompt(data[i], column, name) for i in range(min(len(data), limit or len(data)))]
+    return [_prompt(data[i], column, f"{name}, row {i}") for i in range(min(len(data), limit or len(data)))]

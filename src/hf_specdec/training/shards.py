@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 FORMAT = "hf_specdec training shard 1"
 TOP = 16  # successors of every position that a shard keeps
+PROBES = 8  # embedding entries by which a target is known again
 
 
 @dataclass
@@ -83,6 +84,29 @@ class Shard:
         if min(int(shard.tokens.min()), int(shard.ids.min())) < 0 or vocab_size is not None and largest >= vocab_size:
             raise ValueError(f"{path}: token ids beyond the target's vocabulary ({largest}); it was made with another target.")
         return shard
+
+
+def probe(embedding: torch.Tensor) -> list[float]:
+    """A few entries of a target's embedding [V, width], by which it is known again."""
+    rows = torch.linspace(0, embedding.shape[0] - 1, PROBES).long()
+    return [round(value, 6) for value in embedding.detach()[rows, rows % embedding.shape[1]].tolist()]
+
+
+def same(one: list[float], other: list[float]) -> bool:
+    """Whether two probes are of one embedding, in whatever dtypes it was loaded."""
+    return torch.allclose(torch.tensor(one), torch.tensor(other), rtol=0.02, atol=1e-3)
+
+
+def check_target(folder: Path, target) -> None:
+    """ValueError naming the first shard of the folder that another target wrote; of those without a probe nothing is known."""
+    for path in shard_files(folder):
+        try:
+            with safe_open(path, "pt") as file:
+                known = json.loads((file.metadata() or {}).get("notes", "{}")).get("target")
+        except SafetensorError:
+            continue  # `Shard.load` says what is wrong
+        if known is not None and not same(known, probe(target.get_input_embeddings().weight)):
+            raise ValueError(f"{path}: written by another target, whose laws it holds; name another folder, or delete this one to make it anew.")
 
 
 def shard_files(folder: Path) -> list[Path]:

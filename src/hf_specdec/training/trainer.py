@@ -17,6 +17,7 @@ from torch import nn
 from . import drafter
 from .batches import Batch, Corpus, Stream, frequent_tokens, split
 from .losses import LOSSES, acceptance, buckets
+from .shards import check_target, probe, same
 
 
 def need_accelerate():
@@ -112,6 +113,8 @@ class Trainer:
         layers = layer_numbers(config.layers, target)
         self.accelerator = need_accelerate().Accelerator(cpu=target.device.type == "cpu")
         files, held = split(Path(data))
+        check_target(Path(data), target)
+        self.probe = probe(target.get_input_embeddings().weight)
         vocab = target.config.get_text_config().vocab_size
         self.corpus, self.held = (Corpus(part, vocab, config.batch_tokens, config.seed, states=self.states) for part in (files, held))
         ids, self.coverage = (torch.arange(vocab), 1.0) if config.head is None else frequent_tokens(files, vocab, config.head)
@@ -161,7 +164,9 @@ class Trainer:
             while self.progress.step < last:
                 loss = self.step()
                 if self.progress.step % every == 0 or self.progress.step == last:
-                    self.progress.history.append({"step": self.progress.step, "train_loss": loss, **self.measure()})
+                    held = self.measure()
+                    self._finite(held["sampling_acceptance"])
+                    self.progress.history.append({"step": self.progress.step, "train_loss": loss, **held})
                     self.keep()
                 if report:
                     report(self.progress, loss)
@@ -176,12 +181,19 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.lr * self._rate() * group.get("scale", 1.0)
         loss = self._loss(batch)
+        self._finite(float(loss.detach()))
         self.accelerator.backward(loss)
         self.accelerator.clip_grad_norm_(self.own, 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.progress.step += 1
         return float(loss.detach())
+
+    def _finite(self, value: float) -> None:
+        """A draft of infinite weights is neither kept nor finished."""
+        if not math.isfinite(value):
+            raise ValueError(f"lr={self.config.lr!r}: the run has diverged, its loss or acceptance at step {self.progress.step} is {value}. Take a smaller "
+                             f"learning rate, and another folder (or delete the checkpoint in {self.out}, if there is one).")
 
     def _rate(self) -> float:
         """A rising line, then half a cosine down to a tenth."""
@@ -237,7 +249,8 @@ class Trainer:
         tensors = {f"weight.{i}": p.detach() for i, p in enumerate(self.own)}
         for i, p in enumerate(self.own):
             tensors |= {f"{name}.{i}": value for name, value in self.optimizer.state.get(p, {}).items()}
-        about = {"config": json.dumps(asdict(self.config)), "progress": json.dumps(asdict(self.progress))}
+        about = {"config": json.dumps(asdict(self.config)), "progress": json.dumps(asdict(self.progress)),
+                 "target": json.dumps(self.probe)}
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, self.out / "checkpoint.partial", metadata=about)
         os.replace(self.out / "checkpoint.partial", self.out / self.checkpoint)
 
@@ -247,6 +260,8 @@ class Trainer:
             return
         with safe_open(path, "pt") as file:
             about, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}
+        if "target" in about and not same(json.loads(about["target"]), self.probe):
+            raise ValueError(f"out: {self.out} holds a run of another target; name another folder.")
         config = json.loads(about["config"])
         mine = json.loads(json.dumps(asdict(self.config)))
         different = sorted(name for name in mine if config.get(name) != mine[name] and name != "steps")
