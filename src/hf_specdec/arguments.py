@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from . import compat
+from . import compat, lengths
 from .config import SpeculativeConfig
 from .drafts.base import Draft
 from .probe import check_batch, check_mode
@@ -117,7 +117,7 @@ def check_call(model, input_ids, processors, generation, model_kwargs: dict, tra
             raise ValueError(f"past_key_values holds {cache.get_seq_length()} tokens and input_ids {input_ids.shape[1]}; input_ids must be "
                              f"the whole conversation, with at least one token that is not cached yet.")
     _check_positions(positions, real)
-    compat.check_rope(compat.unwrap(model), generation.max_length, "target")
+    lengths.check_rope(compat.unwrap(model), generation.max_length, "target")
     compat.check_processors(processors)
     check_batch(compat.unwrap(model), traits, input_ids.shape[0], "target")
 

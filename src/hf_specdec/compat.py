@@ -105,7 +105,6 @@ _OWN_MASK_BEFORE_SDPA = {"ctrl"}  # takes a 4-D mask since it has sdpa attention
 ENCODER_DECODERS = frozenset(
     "bart blenderbot blenderbot-small led longt5 m2m_100 marian mbart mt5 mvp pegasus pegasus_x plbart t5 umt5 whisper".split()
 )
-_LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 
 @dataclass(frozen=True)
@@ -194,22 +193,6 @@ def device_of(model: PreTrainedModel) -> torch.device:
     hooks = [hook for module in unwrap(model).modules() if (hook := getattr(module, "_hf_hook", None)) is not None]
     devices = [getattr(one, "execution_device", None) for hook in hooks for one in getattr(hook, "hooks", [hook])]
     return next((torch.device(device) for device in devices if device is not None), model.device)
-
-
-def check_rope(model: PreTrainedModel, max_length: int, role: str) -> None:
-    """Refuse rotary scalings that depend on the longest position in a pass, where the text gets long enough to meet them."""
-    config = model.config.get_text_config()
-    scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    parts = [part for part in scaling.values() if isinstance(part, dict)] or [scaling]
-    for part in parts:
-        original = part.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None) \
-            or getattr(config, "max_position_embeddings", None)
-        if part.get("rope_type", part.get("type")) in _LENGTH_DEPENDENT_ROPE and original and max_length > original:
-            raise ValueError(
-                f"{role}: {type(model).__name__} changes its rotary scaling for the whole text beyond {original} tokens; a pass "
-                f"that crosses the line would differ from plain decoding. Keep max_length at {original} or below "
-                f"(here {max_length}), or use speculative=False."
-            )
 
 
 def _masks(config: Any) -> tuple[tuple[str | None, str, int], ...]:
