@@ -108,7 +108,7 @@ def check_call(model, input_ids, processors, generation, model_kwargs: dict, tra
     if traits.encoder == "own":
         _check_encoder_decoder(model, input_ids.shape[0], real)
     elif cache is not None:
-        compat.check_cache(cache)
+        compat.check_cache(cache, compat.unwrap(model).config, input_ids.shape[0])
         width = compat.mask_width(generation, input_ids.shape[1]) if mask is None else mask.shape[1]
         if cache.get_seq_length() and width != input_ids.shape[1]:
             raise ValueError(f"input_ids has {input_ids.shape[1]} tokens a row and attention_mask {width}: with past_key_values, input_ids must be the whole "

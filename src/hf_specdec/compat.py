@@ -240,8 +240,8 @@ def mask_width(generation: Any, otherwise: int) -> int:
     return getattr(generation, "_mask_length", otherwise)
 
 
-def check_cache(cache: Any) -> None:
-    """Refuse a caller's `past_key_values` that is not a plain `DynamicCache`."""
+def check_cache(cache: Any, config: Any, rows: int) -> None:
+    """Refuse a caller's `past_key_values` that is not a plain `DynamicCache`, or was filled with other `rows` or by another model."""
     if not isinstance(cache, DynamicCache) or "Quantized" in type(cache).__name__ or any(
         "Quantized" in type(layer).__name__ for layer in cache.layers
     ):
@@ -249,12 +249,26 @@ def check_cache(cache: Any) -> None:
             f"past_key_values: {type(cache).__name__} cannot be read and rolled back. Pass a DynamicCache (or leave it out), and "
             f"leave cache_implementation unset."
         )
+    layers = read_cache(cache)
+    wanted = getattr(config, "decoder_layers", None) or _cached_layers(config)
+    if layers and wanted not in (0, len(layers)):
+        raise ValueError(f"past_key_values holds {len(layers)} layers and the target has {wanted}. Pass a cache that the target has filled, or "
+                         f"leave it out.")
+    if layers and len(layers[0][0]) != rows:
+        raise ValueError(f"past_key_values holds {len(layers[0][0])} rows and the call has {rows} (num_return_sequences and num_beams count, as in a "
+                         f"plain call). Pass a cache of the same rows (batch_repeat_interleave repeats them), or leave it out.")
+
+
+def _cached_layers(config: Any) -> int:
+    """How many layers of a model keep keys and values of their own; 0 where transformers does not say."""
+    return sum("Dummy" not in type(layer).__name__ for layer in DynamicCache(config=config).layers)
 
 
 def read_cache(cache: DynamicCache) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
-    """Per layer: keys and values [B, H, n, D], and the position of their first slot (sliding layers keep a tail only)."""
-    length = cache.get_seq_length()
-    return [(layer.keys, layer.values, length - layer.keys.shape[2]) for layer in cache.layers]
+    """Per layer: keys and values [B, H, n, D], and the position of their first slot (sliding layers keep a tail only). A layer that reads
+    another's keys and values is left out."""
+    length, layers = cache.get_seq_length(), [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
+    return [(layer.keys, layer.values, length - layer.keys.shape[2]) for layer in layers if layer.keys.ndim == 4]
 
 
 def write_cache(config: Any, layers: list[tuple[torch.Tensor, torch.Tensor]], into: DynamicCache | None) -> DynamicCache:

@@ -6,7 +6,7 @@ from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
 import hf_specdec
 from tests.architectures import FAMILIES
-from tests.helpers import ScriptedDraft, enabled, padded, perturbed, plain, prompts, repetitive, speculate, tiny_llama
+from tests.helpers import ScriptedDraft, build, enabled, padded, perturbed, plain, prompts, repetitive, speculate, tiny_llama
 
 NAMES = ["Llama", "Mistral", "Gemma 3 (text)", "GPT-2", "Qwen2 (windowed layers)", "GPT-BigCode (one K/V head)", "BLOOM", "DeepSeek-V3"]
 FIRST, SECOND = 15, 12
@@ -214,3 +214,63 @@ def test_a_call_with_use_cache_false_gives_the_same_text():
     model, row = made("Llama"), repetitive(14)
     out = speculate(model, row, None, 4, use_cache=False)
     assert out.sequences[0, 14:].tolist() == plain(model, row)[0]
+
+
+# --- caches that are not the call's ---------------------------------------------------------------------------------------
+
+
+def filled(model, ids) -> DynamicCache:
+    cache = DynamicCache()
+    with torch.no_grad():
+        model(input_ids=ids, past_key_values=cache)
+    return cache
+
+
+@pytest.mark.parametrize(("held", "rows"), [(3, 1), (1, 3)])
+def test_a_cache_of_another_number_of_rows_is_refused(held, rows):
+    model, ids = tiny_llama(6), torch.tensor(repetitive(14))
+    cache = filled(model, ids[:, :9].repeat(held, 1))
+    with pytest.raises(ValueError, match=f"past_key_values holds {held} rows and the call has {rows}.*leave it out"):
+        ours(model, ids.repeat(rows, 1), cache)
+    assert cache.get_seq_length() == 9 and len(cache.layers[0].keys) == held
+
+
+def test_a_cache_serves_several_returned_sequences_once_it_holds_as_many_rows_as_in_a_plain_call():
+    model, ids = tiny_llama(6), torch.tensor(repetitive(14))
+    alike = dict(do_sample=True, top_k=1, num_return_sequences=3, pad_token_id=0, max_new_tokens=SECOND)
+    cache = filled(model, ids[:, :9])
+    with pytest.raises(ValueError, match="past_key_values holds 1 rows and the call has 3.*batch_repeat_interleave"):
+        enabled(model).generate(ids, past_key_values=cache, speculative=True, **alike)
+    cache.batch_repeat_interleave(3)
+    out = enabled(model).generate(ids, past_key_values=cache, speculative=True, **alike)
+    assert out[:, 14:].tolist() == plain(model, ids.tolist(), max_new_tokens=SECOND) * 3
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_cache_of_another_number_of_layers_is_refused(layers):
+    model, ids = tiny_llama(6), torch.tensor(repetitive(14))
+    with pytest.raises(ValueError, match=f"past_key_values holds {layers} layers and the target has 2.*leave it out"):
+        ours(model, ids, filled(tiny_llama(6, num_hidden_layers=layers), ids[:, :9]))
+
+
+def test_a_decoder_whose_config_counts_the_layers_of_an_encoder_takes_its_own_cache():
+    sizes = dict(vocab_size=61, d_model=32, encoder_layers=3, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=48,
+                 decoder_ffn_dim=48, forced_eos_token_id=None)
+    model, ids = build("bart", attn="eager", **sizes), torch.tensor(repetitive(14))
+    assert torch.equal(ours(model, ids, filled(model, ids[:, :9])).sequences, stock(model, ids).sequences)
+
+
+SHARING = dict(vocab_size=61, vocab_size_per_layer_input=61, hidden_size=32, hidden_size_per_layer_input=8, intermediate_size=48, num_hidden_layers=4,
+               num_attention_heads=4, num_key_value_heads=2, head_dim=8, sliding_window=8, max_position_embeddings=128,
+               layer_types=["sliding_attention", "full_attention"] * 2)
+
+
+@pytest.mark.parametrize("shared", [0, 2])
+def test_layers_that_read_anothers_keys_and_values_have_no_part_in_the_cache(shared):
+    model, ids = build("gemma4_text", **SHARING, num_kv_shared_layers=shared), torch.tensor(repetitive(14))
+    cache = None
+    for turn in range(3):
+        out = (stock if turn == 0 else ours)(model, ids, cache)
+        assert torch.equal(out.sequences, stock(model, ids).sequences)
+        ids, cache = next_turn(out.sequences), out.past_key_values
+    assert torch.equal(stock(model, ids, cache).sequences, stock(model, ids).sequences)
