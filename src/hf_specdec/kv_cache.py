@@ -39,6 +39,8 @@ class SlotLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.settled()
+        if (self.keys.dtype, self.values.dtype) != (key_states.dtype, value_states.dtype):  # a caller's cache in another dtype than the model
+            self.keys, self.values = self.keys.to(key_states.dtype), self.values.to(value_states.dtype)
         visible = self.plan.visible
         return self._write(self.keys, key_states)[:, :, :visible], self._write(self.values, value_states)[:, :, :visible]
 

@@ -260,6 +260,16 @@ def test_a_decoder_whose_config_counts_the_layers_of_an_encoder_takes_its_own_ca
     assert torch.equal(ours(model, ids, filled(model, ids[:, :9])).sequences, stock(model, ids).sequences)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_cache_in_another_dtype_is_read_in_the_models_own(dtype):
+    model, ids = tiny_llama(6), torch.tensor(repetitive(14))
+    cache, rounded = filled(model, ids[:, :9]), filled(model, ids[:, :9])
+    for own, other in zip(cache.layers, rounded.layers):
+        own.keys, own.values = own.keys.to(dtype), own.values.to(dtype)
+        other.keys, other.values = own.keys.float(), own.values.float()
+    assert torch.equal(ours(model, ids, cache).sequences, stock(model, ids, rounded).sequences)
+
+
 SHARING = dict(vocab_size=61, vocab_size_per_layer_input=61, hidden_size=32, hidden_size_per_layer_input=8, intermediate_size=48, num_hidden_layers=4,
                num_attention_heads=4, num_key_value_heads=2, head_dim=8, sliding_window=8, max_position_embeddings=128,
                layer_types=["sliding_attention", "full_attention"] * 2)
