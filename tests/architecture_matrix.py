@@ -21,6 +21,9 @@ Made by `python -m tests.architecture_matrix` on transformers {transformers}, to
 greedy text equal to plain `generate` token for token, drafted by prompt lookup and by a perturbed copy of the model (for trees: by
 a tree of ten tokens). The cache is the package's own in every case; a plain `DynamicCache` may be passed in and is handed back.
 
+Llama 4 with `attn_temperature_tuning` counts positions itself from `floor_scale` (8192) on: where `max_length` comes near it, batches and
+trees are refused; batch 1 with chains is exact at any length.
+
 | family | model_type | masks | attention | batch 1 | ragged batch | tree |
 | --- | --- | --- | --- | --- | --- | --- |
 """

@@ -118,6 +118,8 @@ def check_call(model, input_ids, processors, generation, model_kwargs: dict, tra
                              f"the whole conversation, with at least one token that is not cached yet.")
     _check_positions(positions, real)
     lengths.check_rope(compat.unwrap(model), generation.max_length, "target")
+    if input_ids.shape[0] > 1:
+        lengths.check_counting(compat.unwrap(model), generation.max_length, "target")
     compat.check_processors(processors)
     check_batch(compat.unwrap(model), traits, input_ids.shape[0], "target")
 

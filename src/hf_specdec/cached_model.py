@@ -17,6 +17,7 @@ from . import compat, passes
 from .compiled import CompiledPasses
 from .head import head_at
 from .kv_cache import SlotCache
+from .lengths import check_counting, counts_itself
 from .proposal import Proposal
 from .seq2seq import Decoder, Source
 from .tree import Tree
@@ -43,7 +44,7 @@ class CachedModel:
         self.cache = SlotCache(limit, fixed=compile)
         self.compiled = CompiledPasses(model, role) if compile else None
         self.most, self.runner = passes.runner(model, compiled=False)
-        if compile and (source is not None or self.traits.own_positions):
+        if compile and (source is not None or self.traits.own_positions or counts_itself(compat.unwrap(model), limit)):
             self.compiled.give_up("it makes its masks or positions itself")
         self.device, self.dtype = compat.device_of(model), model.dtype
         self.lengths: list[int] = []
@@ -169,6 +170,8 @@ class CachedModel:
     def _positions_and_masks(self, width: int, tree: Tree | None, sizes: list[int], first: int = 0) -> dict:
         plan, device = self.cache.plan, self.device
         chain = tree is None or tree.is_chain
+        if not chain and self.role == "target":  # a draft is exact whatever it computes
+            check_counting(compat.unwrap(self.model), plan.limit, self.role)
         if self.traits.own_positions:
             if not chain:
                 raise ValueError(compat.own_mask_refusal(self.model, self.role))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
+MOST_NODES, MOST_DRAFTED = 256, 64  # nodes of a pass; tokens that may be drafted beyond the text
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 
@@ -21,3 +22,21 @@ def check_rope(model: PreTrainedModel, max_length: int, role: str) -> None:
                 f"that crosses the line would differ from plain decoding. Keep max_length at {original} or below "
                 f"(here {max_length}), or use speculative=False."
             )
+
+
+def counts_itself(model: PreTrainedModel, length: int) -> bool:
+    """Whether a pass over a text of `length` tokens may reach the positions from which on Llama 4 scales its attention, by places that it
+    counts itself: the same for all rows, and along the nodes of a tree."""
+    config = model.config.get_text_config()
+    return bool(getattr(config, "attn_temperature_tuning", False)) and length + MOST_NODES > config.floor_scale
+
+
+def check_counting(model: PreTrainedModel, length: int, role: str) -> None:
+    """Refuse such a text where rows, or branches of a tree, are to share a pass."""
+    if counts_itself(model, length):
+        raise ValueError(
+            f"{role}: {type(model).__name__} scales its attention by positions that it counts itself in long texts (attn_temperature_tuning), so rows "
+            f"that accept different numbers of tokens, or branches of a tree, cannot share a pass. Keep max_length at "
+            f"{max(model.config.get_text_config().floor_scale - MOST_NODES - MOST_DRAFTED, 0)} or below, generate the rows one by one (batch size 1) "
+            f"with chains, or use speculative=False."
+        )

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.architectures import FAMILIES
-from tests.helpers import KnowingTreeDraft, ScriptedDraft, enabled, generated, padded, perturbed, plain, prompts, speculate
+from tests.helpers import KnowingTreeDraft, ScriptedDraft, build, enabled, generated, padded, perturbed, plain, prompts, speculate
 
 LIMIT = 128  # of every model of the table
 BOUND = ["GPT-2", "OPT", "GPT-J", "CTRL", "MPT"]  # positions of their own; the others go on beyond the limit, as in a plain call
@@ -116,3 +116,36 @@ def test_without_a_length_the_prompt_has_to_leave_room_as_in_a_plain_call():
         model.generate(**padded(prompts(LIMIT)), speculative=True)
     out = model.generate(**padded(prompts(LIMIT - 1)), speculative=True, pad_token_id=0)
     assert out.shape == (1, LIMIT)
+
+
+# --- Llama 4's attention temperature ------------------------------------------------------------------------------------------------
+
+
+def tempered(floor: int):
+    """A Llama 4 that scales its attention from position `floor` on."""
+    family = next(line for line in FAMILIES if line.name == "Llama 4 (text, chunked)")
+    return build("llama4_text", **{**family.settings, "attn_temperature_tuning": True, "floor_scale": floor, "attn_scale": 1.0})
+
+
+def test_a_model_that_counts_positions_itself_takes_chains_alone_in_a_text_that_gets_long():
+    model, rows = tempered(floor=8), prompts(7, 13)
+    texts = plain(model, rows, max_new_tokens=16)
+    finished = [row + text for row, text in zip(rows, texts)]
+    for row, text in zip(rows, texts):
+        assert generated(speculate(model, [row], ScriptedDraft.knowing(finished, wrong=3), 6, max_new_tokens=16), [row]) == [text]
+    words = r"target: Llama4ForCausalLM .*attn_temperature_tuning.*max_length at 0 or below.*batch size 1.*chains.*speculative=False"
+    with pytest.raises(ValueError, match=words):
+        speculate(model, rows, None, max_new_tokens=16)
+    with pytest.raises(ValueError, match=words):
+        speculate(model, rows[:1], KnowingTreeDraft(finished), 10, max_new_tokens=16)
+    with pytest.warns(UserWarning, match="target: .* runs without compile=True: it makes its masks or positions itself"):
+        assert generated(speculate(model, rows[:1], None, max_new_tokens=16, speculative={"compile": True}), rows[:1]) == texts[:1]
+
+
+def test_in_a_text_that_stays_short_it_takes_batches_and_trees():
+    model, rows = tempered(floor=2048), prompts(7, 13)
+    texts = plain(model, rows, max_new_tokens=16)
+    draft = KnowingTreeDraft([row + text for row, text in zip(rows, texts)])
+    assert generated(speculate(model, rows, draft, 10, max_new_tokens=16), rows) == texts
+    with pytest.raises(ValueError, match="max_length at 1728 or below"):
+        speculate(model, rows, draft, 10, max_new_tokens=1800)
