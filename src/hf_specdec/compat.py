@@ -155,7 +155,7 @@ def traits_of(model: PreTrainedModel, role: str) -> ModelTraits:
         masks=_masks(config),
         own_positions=own_mask or encoder != "none" or "position_ids" not in forward,
         logits_to_keep="logits_to_keep" in forward,
-        vocab_size=head.weight.shape[0] if getattr(head, "weight", None) is not None else config.vocab_size,
+        vocab_size=head.weight.shape[0] if torch.is_tensor(getattr(head, "weight", None)) else getattr(head, "out_features", config.vocab_size),
         max_positions=next((value for limit in limits if (value := getattr(config, limit, None)) and value > 0), None),
         encoder=encoder,
     )
@@ -173,10 +173,20 @@ def _refuse_what_cannot_roll_back(model: PreTrainedModel, config: Any, name: str
         raise ValueError(f"{name} has {what}, which cannot be rolled back after a rejected token. Use speculative=False.")
     if kind in _OWN_WAYS or not model.config.is_encoder_decoder and "past_key_values" not in inspect.signature(model.forward).parameters:
         raise ValueError(f"{name} {_OWN_WAYS.get(kind, 'takes no cache')}, so its passes cannot be ours. Use speculative=False.")
+    if not model.config.is_encoder_decoder and _reads_both_ways(model, config):
+        raise ValueError(f"{name} reads its text in both directions (is_decoder=False, is_causal=False or use_bidirectional_attention in its config), so a "
+                         f"drafted token would change what is before it. Use speculative=False, or load it as a decoder.")
     attention = getattr(config, "_attn_implementation", None) or "eager"
     if any(word in attention for word in ("flash", "paged", "flex")):
         raise ValueError(f"{name} runs attn_implementation={attention!r}, which takes no 4-D mask of numbers and so can score neither ragged rows "
                          f'nor trees. Call model.set_attn_implementation("sdpa") (or "eager").')
+
+
+def _reads_both_ways(model: PreTrainedModel, config: Any) -> bool:
+    """Many configs carry an `is_decoder` that nothing heeds: it counts where a module has it, too."""
+    if getattr(config, "use_bidirectional_attention", None) in (True, "all") or getattr(config, "is_causal", True) is False:
+        return True
+    return getattr(config, "is_decoder", True) is False and any(getattr(part, "is_decoder", True) is False for part in model.modules())
 
 
 def own_mask_refusal(model: PreTrainedModel, role: str) -> str:

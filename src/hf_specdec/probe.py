@@ -33,6 +33,10 @@ def check_mode(model: PreTrainedModel, role: str) -> None:
         if getattr(adapter, "is_prompt_learning", False) or getattr(adapter, "alora_invocation_tokens", None):
             raise ValueError(f"{name} has an adapter of type {adapter.peft_type}, which reads where a pass begins or ends, so a pass over drafted tokens would "
                              f"differ from plain decoding. Merge it or take it off, or use speculative=False.")
+    whole = [part for part in model.modules() if "quantized.dynamic" in type(part).__module__] if role == "target" else []  # a draft may be anything
+    if whole:
+        raise ValueError(f"{name} has layers of {type(whole[0]).__module__} (quantize_dynamic), which give all tokens of a pass one scale, so a pass over "
+                         f"drafted tokens would differ from plain decoding. Quantise the weights alone (hf_specdec.mx), or use speculative=False.")
     if model.training and getattr(model, "is_gradient_checkpointing", False):
         raise ValueError(f"{name} is in training with gradient checkpointing, which keeps no cache. Call eval(), or gradient_checkpointing_disable().")
 

@@ -2,6 +2,7 @@
 
 import copy
 import threading
+import warnings
 from dataclasses import dataclass
 
 import pytest
@@ -85,6 +86,53 @@ def test_models_with_ways_of_their_own_are_refused(config, settings, why):
         model = build(config, attn="eager", **settings)
     with pytest.raises(ValueError, match=f"{why}.*speculative=False"):
         hf_specdec.enable(model)
+
+
+_BERT = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
+_GEMMA = dict(_BERT, num_key_value_heads=2, head_dim=8, layer_types=["full_attention"])
+_GEMMA_4 = dict(_GEMMA, hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCAB, num_kv_shared_layers=0)
+
+
+@pytest.mark.parametrize("kind, settings, says", [
+    *[(kind, _BERT, {"is_decoder": False}) for kind in ("bert", "bert-generation", "camembert", "data2vec-text", "roberta")],
+    ("gemma", _GEMMA, {"use_bidirectional_attention": True}),
+    ("gemma3_text", _GEMMA, {"use_bidirectional_attention": True}),
+    ("gemma4_text", _GEMMA_4, {"use_bidirectional_attention": "all"}),
+    ("llama", _BERT, {"is_causal": False}),
+], ids=lambda value: value if isinstance(value, str) else "")
+def test_models_that_read_their_text_in_both_directions_are_refused(kind, settings, says):
+    model = build(kind, attn="eager", **settings, **says)
+    with pytest.raises(ValueError, match=f"model: {type(model).__name__} reads its text in both directions .*speculative=False"):
+        hf_specdec.enable(model)
+    with pytest.raises(ValueError, match="assistant_model: .* in both directions"):
+        ModelDraft(model)
+
+
+@pytest.mark.parametrize("kind, says", [("bert", {"is_decoder": True}), ("gpt_neox", {"is_decoder": False}), ("gemma3_text", {}), ("gemma4_text", {})],
+                         ids=lambda value: value if isinstance(value, str) else "")
+def test_models_that_read_forwards_are_not_whatever_their_configs_carry(kind, says):
+    model = build(kind, attn="eager", **{"bert": _BERT, "gpt_neox": _BERT, "gemma3_text": _GEMMA, "gemma4_text": _GEMMA_4}[kind], **says)
+    assert generated(speculate(model, ROWS[:1], None, max_new_tokens=12), ROWS[:1]) == plain(model, ROWS[:1], max_new_tokens=12)
+
+
+def quantised(model, *names):
+    """Its linear layers in 8 bits, with one scale for all activations of a pass; all of them, or those whose names end so."""
+    layers = {name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear) and name.endswith(names or "")}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.ao.quantization.quantize_dynamic(copy.deepcopy(model), layers, dtype=torch.qint8)
+
+
+@pytest.mark.skipif(not hasattr(torch.ao, "quantization"), reason="this torch has no quantize_dynamic")
+@pytest.mark.parametrize("names", [(), ("lm_head",), ("q_proj",)], ids=["all", "head", "queries"])
+def test_a_target_whose_activations_share_a_scale_is_refused_and_a_draft_is_not(names):
+    target = tiny_llama(3)
+    other = quantised(target, *names)
+    with pytest.raises(ValueError, match=r"target: LlamaForCausalLM has layers of torch\.ao\..*\(quantize_dynamic\).*speculative=False"):
+        speculate(other, ROWS[:1], None)
+    hf_specdec.disable(other)
+    out = speculate(target, ROWS, other, max_new_tokens=12)
+    assert generated(out, ROWS) == plain(target, ROWS, max_new_tokens=12) and out.speculation.accepted > 0
 
 
 def test_offloaded_models_run_where_their_hooks_say(tmp_path):
