@@ -93,6 +93,24 @@ def test_layers_out_of_range_are_named(layers):
         EarlyExitDraft(deep(), layers)
 
 
+@pytest.mark.parametrize("name", ["hidden_size_per_layer_input", "num_kv_shared_layers"])
+def test_layers_that_need_the_others_are_refused_by_what_binds_them(name):
+    settings = dict(vocab_size=61, vocab_size_per_layer_input=61, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+                    num_key_value_heads=2, head_dim=8, layer_types=["sliding_attention", "full_attention"] * 2, hidden_size_per_layer_input=0,
+                    num_kv_shared_layers=0)
+    with pytest.raises(ValueError, match=f"target: Gemma4ForCausalLM has {name}=2.*another draft"):
+        EarlyExitDraft(build("gemma4_text", **{**settings, name: 2}), 1)
+
+
+def test_what_is_wrong_with_the_draft_is_said_though_it_never_started():
+    masked = build("bloom", attn="eager", vocab_size=61, hidden_size=32, n_layer=2, n_head=4)
+    draft = EarlyExitDraft(masked, 1)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="assistant_model: BloomForCausalLM makes its attention mask"):
+            speculate(deep(), repetitive(12) + prompts(5, seed=4), draft)
+    assert generated(speculate(masked, repetitive(12), draft), repetitive(12)) == plain(masked, repetitive(12))
+
+
 def test_search_leaves_out_the_layer_that_does_nothing():
     target = deep()
     with torch.no_grad():

@@ -37,7 +37,7 @@ class EarlyExitDraft(ModelDraft):
         refuse_encoder(target, "target")
         self.whole = compat.unwrap(target)
         super().__init__(some_layers(self.whole, layers))
-        self.shared = False
+        self.shared, self.own_cache = False, None
 
     def start(self, context: Context) -> None:
         super().start(context)
@@ -71,8 +71,8 @@ class EarlyExitDraft(ModelDraft):
         self.base, self.drafted = [self.base[row] for row in rows], [[] for _ in rows]
 
     def finish(self) -> None:
-        if self.cached is not None:
-            self.cached.cache = self.own_cache
+        if self.own_cache is not None:  # start() has come so far
+            self.cached.cache, self.own_cache = self.own_cache, None
         super().finish()
 
 
@@ -82,6 +82,9 @@ def some_layers(model: PreTrainedModel, layers: int | Sequence[int]) -> PreTrain
 
     ValueError where `layers` is out of range, or the layers cannot be found."""
     config = model.config.get_text_config()
+    for name in ("hidden_size_per_layer_input", "num_kv_shared_layers"):
+        if getattr(config, name, None):
+            raise ValueError(f"target: {type(model).__name__} has {name}={getattr(config, name)}, so its layers do not run without the others; use another draft.")
     total = config.num_hidden_layers
     path = next((name for name, part in model.named_modules() if isinstance(part, torch.nn.ModuleList) and len(part) == total), None)
     if path is None:
