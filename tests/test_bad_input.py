@@ -21,7 +21,9 @@ from transformers import (
     StaticCache,
     SwitchTransformersConfig,
     SwitchTransformersForConditionalGeneration,
+    SynthIDTextWatermarkingConfig,
     TextStreamer,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
 import hf_specdec
@@ -313,7 +315,7 @@ CALLS = {
                                ("cache_implementation", "Leave cache_implementation unset")),
     "cache longer than the prompt": (lambda m: dict(past_key_values=filled(m)), ("past_key_values", "input_ids", "must be the whole conversation")),
     **{f"{name} cache by name": (lambda m, name=name: dict(cache_implementation=name), ("cache_implementation", name, "Leave cache_implementation unset"))
-       for name in ("hybrid", "sliding_window", "quantized", "paged", "dynamic_full")},
+       for name in ("sliding_window", "quantized", "paged", "dynamic_full")},
     "contrastive search": (lambda m: dict(penalty_alpha=0.6, top_k=4), ("penalty_alpha=0.6", "contrastive search", "use speculative=False")),
     "contrastive search by config": (lambda m: dict(generation_config=GenerationConfig(penalty_alpha=0.6, top_k=4, max_new_tokens=5)),
                                      ("penalty_alpha=0.6", "contrastive search", "use speculative=False")),
@@ -333,7 +335,15 @@ CALLS = {
     "stop strings": (lambda m: dict(stop_strings=["a"]), ("stop_strings", "needs tokenizer=")),
     "stop strings in a config": (lambda m: dict(generation_config=GenerationConfig(stop_strings=["a"], max_new_tokens=5)),
                                  ("stop_strings", "needs tokenizer=")),
-    "classifier-free guidance": (lambda m: dict(guidance_scale=1.5), ("logits_processor", "ClassifierFreeGuidance", "Drop it")),
+    "classifier-free guidance": (lambda m: dict(guidance_scale=1.5), ("guidance_scale", "ClassifierFreeGuidance", "Drop it")),
+    "classifier-free guidance of the caller's own": (lambda m: dict(logits_processor=[UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, m)]),
+                                                     ("logits_processor", "ClassifierFreeGuidance", "Drop it")),
+    "a watermark that counts": (lambda m: dict(watermarking_config=SynthIDTextWatermarkingConfig(keys=[1, 2], ngram_len=2)),
+                                ("watermarking_config", "SynthID", "Drop it")),
+    "mask of another width": (lambda m: dict(inputs=dict(input_ids=torch.tensor(ROWS), attention_mask=torch.ones(1, 15, dtype=torch.long))),
+                              ("attention_mask has the shape [1, 15] and input_ids [1, 12]", "one number per token")),
+    "mask of another width that hides something": (lambda m: dict(inputs=dict(input_ids=torch.tensor(ROWS), attention_mask=torch.tensor([[0] + [1] * 14]))),
+                                                   ("attention_mask has the shape [1, 15] and input_ids [1, 12]", "one number per token")),
     "attentions": (lambda m: dict(output_attentions=True, return_dict_in_generate=True), ("output_attentions", "Drop it")),
     "hidden states": (lambda m: dict(output_hidden_states=True, return_dict_in_generate=True), ("output_hidden_states", "Drop it")),
 }
@@ -386,12 +396,19 @@ def test_what_asks_for_nothing_is_not_refused():
     assert tokens[0, 12:].tolist() == plain(model, ROWS, max_new_tokens=5)[0]
 
 
+def test_a_hybrid_cache_by_name_is_what_transformers_makes_of_it_no_wish_at_all():
+    model, config = tiny_llama(), GenerationConfig(cache_implementation="hybrid", max_new_tokens=5, do_sample=False, pad_token_id=0)
+    expected = plain(model, ROWS, max_new_tokens=5, cache_implementation="hybrid")[0]
+    assert call(model, cache_implementation="hybrid")[0, 12:].tolist() == expected
+    assert model.generate(**padded(ROWS), generation_config=config, speculative=True)[0, 12:].tolist() == expected
+
+
 def test_arguments_by_position_are_arguments_all_the_same():
     model, config = enabled(tiny_llama()), GenerationConfig(max_new_tokens=5, do_sample=False, pad_token_id=0)
     ids = torch.tensor(ROWS)
     assert model.generate(ids, config, speculative=True)[0, 12:].tolist() == plain(model, ROWS, max_new_tokens=5)[0]
-    config.cache_implementation = "hybrid"
-    with refused(model, words=("cache_implementation='hybrid'",)):
+    config.cache_implementation = "sliding_window"
+    with refused(model, words=("cache_implementation='sliding_window'",)):
         model.generate(ids, config, speculative=True)
     with pytest.raises(TypeError, match="generation_config"):
         model.generate(ids, config, generation_config=config, speculative=True)

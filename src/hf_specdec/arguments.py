@@ -58,7 +58,7 @@ def _check_way_of_decoding(option: Callable[[str], Any]) -> None:
 
 
 def _check_cache_implementation(name: str | None) -> None:
-    if name not in (None, "dynamic"):
+    if name not in (None, "dynamic", "hybrid"):  # transformers makes None of "hybrid"
         raise ValueError(f"cache_implementation={name!r}: the speculative loop keeps a cache of its own, which can roll back. "
                          f"Leave cache_implementation unset.")
 
@@ -94,25 +94,18 @@ def check_call(model, input_ids, processors, generation, model_kwargs: dict, tra
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(generation, name, None) and generation.return_dict_in_generate:
             raise ValueError(f"{name}=True: not available from a pass that scores several tokens. Drop it, or use speculative=False.")
-    known = {"attention_mask", "past_key_values", "use_cache", "logits_to_keep", "cache_position", "output_attentions",
-             "output_hidden_states", *(("encoder_outputs", "decoder_attention_mask") if traits.encoder == "own" else ("position_ids",))}
-    for name, value in model_kwargs.items():
-        if value is not None and name not in known and not (isinstance(value, dict) and not value):  # of images that there are none of
-            raise ValueError(f"{name}: this model input is not supported with speculative=True. Drop it, or use speculative=False.")
+    _check_inputs(model, model_kwargs, traits)
     mask, positions = model_kwargs.get(traits.mask_name), model_kwargs.get("position_ids")
+    cache = model_kwargs.get("past_key_values")
+    _check_mask(mask, generation, input_ids.shape, cache, traits)
     real = torch.ones_like(input_ids).bool() if mask is None else mask[:, -input_ids.shape[1]:].bool()
     longest = int(real.sum(-1).max())
     if traits.max_positions and longest > traits.max_positions:
         raise ValueError(f"input_ids: the prompt has {longest} tokens and the target's context is {traits.max_positions}. Shorten the prompt.")
-    cache = model_kwargs.get("past_key_values")
     if traits.encoder == "own":
         _check_encoder_decoder(model, input_ids.shape[0], real)
     elif cache is not None:
         compat.check_cache(cache, compat.unwrap(model).config, input_ids.shape[0])
-        width = compat.mask_width(generation, input_ids.shape[1]) if mask is None else mask.shape[1]
-        if cache.get_seq_length() and width != input_ids.shape[1]:
-            raise ValueError(f"input_ids has {input_ids.shape[1]} tokens a row and attention_mask {width}: with past_key_values, input_ids must be the whole "
-                             f"conversation, as the draft and the processors read it, not its new tokens alone.")
         if cache.get_seq_length() >= input_ids.shape[1]:
             raise ValueError(f"past_key_values holds {cache.get_seq_length()} tokens and input_ids {input_ids.shape[1]}; input_ids must be "
                              f"the whole conversation, with at least one token that is not cached yet.")
@@ -120,8 +113,31 @@ def check_call(model, input_ids, processors, generation, model_kwargs: dict, tra
     lengths.check_rope(compat.unwrap(model), generation.max_length, "target")
     if input_ids.shape[0] > 1:
         lengths.check_counting(compat.unwrap(model), generation.max_length, "target")
-    compat.check_processors(processors)
+    compat.check_processors(processors, generation)
     check_batch(compat.unwrap(model), traits, input_ids.shape[0], "target")
+
+
+def _check_inputs(model, model_kwargs: dict, traits: compat.ModelTraits) -> None:
+    """Model inputs that the loop does not know are refused, but for those that say that there are no images."""
+    known = {"attention_mask", "past_key_values", "use_cache", "logits_to_keep", "cache_position", "output_attentions",
+             "output_hidden_states", *(("encoder_outputs", "decoder_attention_mask") if traits.encoder == "own" else ("position_ids",))}
+    kinds = ("mm_token_type_ids", "token_type_ids") if hasattr(compat.unwrap(model).config, "vision_config") else ("mm_token_type_ids",)
+    for name, value in model_kwargs.items():
+        nothing = isinstance(value, dict) and not value or name in kinds and torch.is_tensor(value) and not value.any()
+        if value is not None and name not in known and not nothing:
+            raise ValueError(f"{name}: this model input is not supported with speculative=True. Drop it, or use speculative=False.")
+
+
+def _check_mask(mask: torch.Tensor | None, generation, shape: torch.Size, cache, traits: compat.ModelTraits) -> None:
+    """It has the `shape` [B, P] of input_ids. One that hides nothing, transformers has dropped."""
+    width = shape[1] if traits.encoder == "own" else compat.mask_width(generation, shape[1])
+    given = mask.shape if mask is not None else torch.Size([shape[0], width])
+    if given == shape:
+        return
+    if cache is not None and cache.get_seq_length():
+        raise ValueError(f"input_ids has {shape[1]} tokens a row and {traits.mask_name} {given[-1]}: with past_key_values, input_ids must be the whole "
+                         f"conversation, as the draft and the processors read it, not its new tokens alone.")
+    raise ValueError(f"{traits.mask_name} has the shape {list(given)} and input_ids {list(shape)}: give one number per token, 0 for padding, or leave it out.")
 
 
 def _check_positions(positions: torch.Tensor | None, real: torch.Tensor) -> None:

@@ -21,10 +21,11 @@ _PREFIX_FREE = (
     lp.EpsilonLogitsWarper, lp.EtaLogitsWarper, lp.InfNanRemoveLogitsProcessor, lp.LogitNormalization,
     lp.SuppressTokensLogitsProcessor, *filter(None, [getattr(lp, "TopHLogitsWarper", None)]),
 )
-_TENTATIVE_CALLS_BREAK = (
-    lp.UnbatchedClassifierFreeGuidanceLogitsProcessor, lp.ClassifierFreeGuidanceLogitsProcessor,
-    lp.SynthIDTextWatermarkLogitsProcessor, lp.WhisperNoSpeechDetection, lp.AlternatingCodebooksLogitsProcessor,
-)
+_TENTATIVE_CALLS_BREAK = {  # and the argument that asks for each
+    lp.UnbatchedClassifierFreeGuidanceLogitsProcessor: "guidance_scale", lp.ClassifierFreeGuidanceLogitsProcessor: "guidance_scale",
+    lp.SynthIDTextWatermarkLogitsProcessor: "watermarking_config", lp.WhisperNoSpeechDetection: "no_speech_threshold",
+    lp.AlternatingCodebooksLogitsProcessor: "logits_processor",
+}
 _COUNTED_FROM_THE_PADDED_START = {
     lp.MinLengthLogitsProcessor: "min_length",
     lp.MinNewTokensLengthLogitsProcessor: "prompt_length_to_skip",
@@ -40,12 +41,14 @@ def is_prefix_free(processor: LogitsProcessor) -> bool:
     return type(processor) in _PREFIX_FREE
 
 
-def check_processors(processors: Sequence[LogitsProcessor]) -> None:
+def check_processors(processors: Sequence[LogitsProcessor], generation: Any) -> None:
     """Refuse, by name, processors with a state of their own, which tentative calls on drafted tokens would corrupt."""
     for processor in processors:
-        if isinstance(processor, _TENTATIVE_CALLS_BREAK):
+        argument = next((name for kind, name in _TENTATIVE_CALLS_BREAK.items() if isinstance(processor, kind)), None)
+        if argument is not None:
+            argument = argument if getattr(generation, argument, None) is not None else "logits_processor"  # an instance of the caller's own
             raise ValueError(
-                f"logits_processor: {type(processor).__name__} keeps a state from call to call, and drafted tokens that are "
+                f"{argument}: {type(processor).__name__} keeps a state from call to call, and drafted tokens that are "
                 f"rejected would corrupt it. Drop it, or generate with speculative=False."
             )
 
