@@ -11,6 +11,7 @@ import inspect
 import threading
 from contextlib import contextmanager
 from functools import lru_cache
+from types import MethodType
 from typing import Any
 
 import torch
@@ -38,7 +39,8 @@ class _Enabled:
         """transformers' `generate` and `speculative=`: True, a dict or a `SpeculativeConfig`. Beside it: `assistant_model` (a
         model, a `Draft`, or None for the config's default draft), `num_assistant_tokens`, `lenience`, `acceptance`. Without
         it, or with False, the call is stock."""
-        return _generate(self, super().generate, *args, speculative=speculative, assistant_model=assistant_model, **kwargs)
+        stock = super().generate if isinstance(self, _Enabled) else MethodType(type(self).generate, self)  # kept by a caller, and disabled since
+        return _generate(self, stock, *args, speculative=speculative, assistant_model=assistant_model, **kwargs)
 
     def __reduce_ex__(self, protocol):
         reduced = super().__reduce_ex__(protocol)
@@ -60,12 +62,15 @@ def enable(model):
     """Let this instance's `generate()` understand `speculative=`; returns the instance. Its class, config and weights stay as
     they are; copies, pickles and saved checkpoints keep working. Enabling twice is enabling once.
 
-    Raises ValueError for models that cannot be used (recurrent, for one), TypeError for what is no model.
+    Raises ValueError for models that cannot be used (recurrent, for one) or whose `generate` has been replaced, TypeError for what is no model.
     """
     if not isinstance(compat.unwrap(model), GenerationMixin) or not hasattr(model, "generate"):
         raise TypeError(f"model: expected a transformers model with generate(), got {type(model).__name__}.")
     compat.traits_of(compat.unwrap(model), "model")
     if not isinstance(model, _Enabled):
+        if "generate" in vars(model):
+            raise ValueError("model: this instance has a generate of its own, which would hide the one that understands speculative=. Take it off (del "
+                             "model.generate), enable the model, and wrap its generate again.")
         model.__class__ = _enabled_class(type(model))
     return model
 
