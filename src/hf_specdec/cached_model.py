@@ -257,7 +257,7 @@ class CachedModel:
         """Only these rows go on."""
         self.lengths = [self.lengths[row] for row in rows]
         for layer in self.cache.layers:
-            layer.keep(torch.tensor(rows))
+            layer.keep(torch.tensor(rows, device=self.device))
 
     # --- a caller's own cache -----------------------------------------------------------------------------------------
 

@@ -56,8 +56,8 @@ def obeys_masks(model: PreTrainedModel, traits: ModelTraits) -> bool:
 
 
 def _ragged_equals_alone(model: PreTrainedModel, traits: ModelTraits) -> bool:
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(traits.vocab_size, (2, 9), generator=generator)
+    generator = torch.Generator("cpu").manual_seed(0)
+    ids = torch.randint(traits.vocab_size, (2, 9), generator=generator, device="cpu")
     rows, block = [ids[0, :7].tolist(), ids[1, :3].tolist()], ids[:, 7:].to(model.device)
     cached = CachedModel(model, 9, traits=traits)
     cached.score(rows)

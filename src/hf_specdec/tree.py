@@ -62,7 +62,7 @@ class Tree:
     @cached_property
     def ancestors(self) -> torch.Tensor:
         """Bool [N+1, N+1] on the CPU: entry (i, j) says that j is i or an ancestor of i."""
-        table = torch.eye(len(self) + 1, dtype=torch.bool)
+        table = torch.eye(len(self) + 1, dtype=torch.bool, device="cpu")
         for node, parent in enumerate(self.parents, start=1):
             table[node] |= table[parent]
         return table

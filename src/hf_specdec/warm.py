@@ -58,7 +58,7 @@ def _compile(model, role: str, width: int, capacity: int, batch: int) -> None:
     """Run the pass once."""
     cached = CachedModel(model, capacity, role, compile=True)
     cached.cache.plan.capacity = capacity
-    text = torch.randint(cached.traits.vocab_size, (BEHIND + width,), generator=torch.Generator().manual_seed(0)).tolist()
+    text = torch.randint(cached.traits.vocab_size, (BEHIND + width,), generator=torch.Generator("cpu").manual_seed(0), device="cpu").tolist()
     rows = [text[: BEHIND + 1]] * batch
     cached.score([row[:-1] for row in rows])
     cached.commit([1] * batch)

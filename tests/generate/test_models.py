@@ -1,6 +1,7 @@
 """Models of all kinds: enabled, copied, pickled, saved, wrapped, in another dtype, with a padded vocabulary; and left as they were."""
 
 import copy
+import functools
 import gc
 import io
 import pickle
@@ -12,12 +13,15 @@ import transformers
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaForCausalLM
 
 import hf_specdec
-from hf_specdec.drafts import ModelDraft, ModelTreeDraft, PromptLookupDraft
+from hf_specdec import compat
+from hf_specdec.drafts import MixtureDraft, ModelDraft, ModelTreeDraft, PromptLookupDraft
+from hf_specdec.probe import check_batch
 from tests.helpers import (
-    VOCAB, ScriptedDraft, assert_unchanged, enabled, generated, padded, perturbed, plain, prompts, repetitive, snapshot, speculate, tiny_llama,
+    VOCAB, ScriptedDraft, assert_unchanged, build, enabled, generated, padded, perturbed, plain, prompts, repetitive, snapshot, speculate, tiny_llama,
 )
 
 ROWS = repetitive(13) + prompts(2, 7, seed=2)
+INPUTS = padded(ROWS)
 OPTIONS = dict(max_new_tokens=12, do_sample=False, pad_token_id=0)
 
 
@@ -58,6 +62,25 @@ def test_disable_undoes_enable(target):
     assert hf_specdec.disable(target) is target and type(target) is kind
     hf_specdec.disable(target)
     assert type(target) is kind and "generate" not in vars(target)
+
+
+def test_a_generate_kept_over_disable_goes_on(target, expected):
+    kept = enabled(target).generate
+    hf_specdec.disable(target)
+    for options in ({}, {"speculative": True}):
+        assert kept(**padded(ROWS[:1]), **options, **OPTIONS)[0, 13:].tolist() == expected[0]
+    target.generate = kept
+    assert target.generate(**padded(ROWS[:1]), **OPTIONS)[0, 13:].tolist() == expected[0]
+
+
+def test_a_model_whose_generate_has_been_replaced_is_refused(target, expected):
+    target.generate = functools.partial(target.generate)
+    with pytest.raises(ValueError, match="model: this instance has a generate of its own.*del model.generate"):
+        hf_specdec.enable(target)
+    del target.generate
+    hf_specdec.enable(target)
+    target.generate = functools.partial(target.generate)
+    assert text(hf_specdec.enable(target), speculative=True) == expected
 
 
 def test_enable_changes_no_weight_config_or_attribute(target):
@@ -264,6 +287,26 @@ def test_draft_and_target_may_be_on_different_devices(target, expected, devices)
     assert out[:, 13:].tolist() == expected
 
 
+@pytest.mark.parametrize("make", [ModelDraft, ModelTreeDraft, lambda model: MixtureDraft()], ids=["model", "tree", "mixture"])
+def test_torchs_default_device_is_not_ours(target, expected, make):
+    draft = make(perturbed(target))
+    torch.set_default_device("meta")
+    try:
+        tokens = enabled(target).generate(**INPUTS, speculative=True, assistant_model=draft, num_assistant_tokens=4, **OPTIONS)
+    finally:
+        torch.set_default_device(None)
+    assert tokens[:, 13:].tolist() == expected
+
+
+def test_a_family_is_probed_on_its_own_device_too():
+    model = build("biogpt", vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
+    torch.set_default_device("meta")
+    try:
+        check_batch(model, compat.traits_of(model, "target"), 2, "target")
+    finally:
+        torch.set_default_device(None)
+
+
 def resized(model, vocab: int):
     """The same model with its vocabulary padded to `vocab`; the new rows are large, so that a mix-up would show."""
     other = copy.deepcopy(model)
@@ -402,6 +445,22 @@ def test_a_vision_language_model_without_images_is_a_text_model(name):
     expected = plain(model, rows, max_new_tokens=12)
     for draft in (None, ModelDraft(perturbed(model)), ModelTreeDraft(perturbed(model))):
         assert generated(speculate(model, rows, draft, max_new_tokens=12), rows) == expected
+
+
+@pytest.mark.parametrize("name, kinds", [("Gemma3", "token_type_ids"), ("Qwen2_5_VL", "mm_token_type_ids")])
+def test_token_kinds_that_say_that_all_is_text_are_taken(name, kinds):
+    model, ids = visual(name, *VISUAL[name]), torch.tensor(repetitive(12)) % 60 + 1
+    options = dict(max_new_tokens=12, do_sample=False, pad_token_id=0)
+    expected = model.generate(ids, **{kinds: torch.zeros_like(ids)}, **options)
+    assert torch.equal(enabled(model).generate(ids, **{kinds: torch.zeros_like(ids)}, speculative=True, **options), expected)
+    with pytest.raises(ValueError, match=f"^{kinds}: this model input is not supported"):
+        model.generate(ids, **{kinds: torch.ones_like(ids)}, speculative=True, **options)
+
+
+def test_the_token_kinds_of_a_model_without_images_are_not():
+    model, ids = build("gpt2", vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=4, n_positions=64), torch.tensor(repetitive(12))
+    with pytest.raises(ValueError, match="^token_type_ids: this model input is not supported"):
+        enabled(model).generate(ids, token_type_ids=torch.zeros_like(ids), speculative=True, max_new_tokens=4, pad_token_id=0)
 
 
 def test_a_model_that_reads_its_prompt_in_both_directions_is_refused():

@@ -129,9 +129,10 @@ def together(rows: list[Branches], vocab_size: int, device, source: str | list[s
     number = {(): 0} | {path: node for node, path in enumerate(order, start=1)}
     tree = Tree(tuple(number[path[:-1]] for path in order))
     columns = [[number[path] - 1 for path in own] for own in ranked]
-    tokens, fillers = torch.zeros((len(rows), len(tree)), dtype=torch.long), torch.ones((len(rows), len(tree)), dtype=torch.bool)
+    shape = len(rows), len(tree)
+    tokens, fillers = torch.zeros(shape, dtype=torch.long, device="cpu"), torch.ones(shape, dtype=torch.bool, device="cpu")
     for b, row in enumerate(rows):
-        tokens[b, columns[b]] = torch.tensor([token for _, token in row.nodes], dtype=torch.long)
+        tokens[b, columns[b]] = torch.tensor([token for _, token in row.nodes], dtype=torch.long, device="cpu")
         fillers[b, columns[b]] = False
     tokens, sizes = tokens.to(device), [max(own, default=-1) + 1 for own in columns]
     return Proposal(tree, tokens, _laws(rows, tokens, columns, vocab_size), sizes, source, fillers=fillers.to(device))

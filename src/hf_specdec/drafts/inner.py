@@ -66,7 +66,7 @@ class Judged:
 
     def _on_path(self, proposal: Proposal) -> torch.Tensor:
         """Bool [B, N+1]: which nodes of `proposal` lie on the tokens taken of their row."""
-        on_path = torch.zeros((len(self.taken), len(proposal.tree) + 1), dtype=torch.bool)
+        on_path = torch.zeros((len(self.taken), len(proposal.tree) + 1), dtype=torch.bool, device="cpu")
         on_path[:, 0] = True
         for b, (tokens, path) in enumerate(zip(proposal.tokens.tolist(), self.taken)):
             last, depth = 0, 0
