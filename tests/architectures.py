@@ -22,6 +22,8 @@ _WINDOW = dict(sliding_window=8)
 _HYBRID = dict(sliding_window=8, layer_types=["sliding_attention", "full_attention"])
 _MOE = dict(num_local_experts=4, num_experts_per_tok=2)
 _EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+_SHARED = dict(_LLAMA, **_WINDOW, num_hidden_layers=4, head_dim=8, layer_types=["sliding_attention", "full_attention"] * 2,
+               hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCAB, num_kv_shared_layers=2)
 _LATENT = dict(_HEADS, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, n_routed_experts=4,
                num_experts_per_tok=2, moe_intermediate_size=16, n_group=2, topk_group=1, n_shared_experts=1, first_k_dense_replace=1)
 
@@ -87,6 +89,9 @@ FAMILIES = [
     Family("ERNIE 4.5", "ernie4_5", _LLAMA),
     Family("EXAONE 4", "exaone4", {**_LLAMA, **_HYBRID}, window="hybrid"),
     Family("Gemma", "gemma", {**_LLAMA, **_UNTIED, "head_dim": 8}),
+    Family("Gemma 3n (text)", "gemma3n_text", {**_SHARED, "intermediate_size": [48] * 4, "activation_sparsity_pattern": [0.0] * 4,
+                                               "altup_num_inputs": 2, "laurel_rank": 8}, spread=0.2, window="hybrid"),
+    Family("Gemma 4 (text)", "gemma4_text", _SHARED, spread=0.2, window="hybrid"),
     Family("GLM", "glm", {**_LLAMA, "head_dim": 8}),
     Family("GLM-4", "glm4", {**_LLAMA, "head_dim": 8}),
     Family("GLM-4-MoE", "glm4_moe", {**_LLAMA, **_EXPERTS, "head_dim": 8, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}),
