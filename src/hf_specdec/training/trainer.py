@@ -181,13 +181,14 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.lr * self._rate() * group.get("scale", 1.0)
         loss = self._loss(batch)
-        self._finite(float(loss.detach()))
+        value = float(loss.detach())
+        self._finite(value)
         self.accelerator.backward(loss)
         self.accelerator.clip_grad_norm_(self.own, 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.progress.step += 1
-        return float(loss.detach())
+        return value
 
     def _finite(self, value: float) -> None:
         """A draft of infinite weights is neither kept nor finished."""
