@@ -122,11 +122,12 @@ typedef struct {
 
 /* Two groups read every pair of inputs once for both. */
 MX_INLINE __attribute__((target(TARGET_BF16))) void panel_rows(const mx_panel *p, const int32_t *x, float *const totals[2], int64_t blocks,
-                                                              const int groups, const int rows, const int bits) {
+                                                              int64_t next, const int groups, const int rows, const int bits) {
     for (int64_t b = 0; b < blocks; b++, x += rows * 16) {
         __m512 sum[2][8];
         for (int g = 0; g < groups; g++)
             for (int m = 0; m < rows; m++) sum[g][m] = _mm512_setzero_ps();
+        for (int line = 0; rows == 8 && line < 8; line++) _mm_prefetch((const char *)(x + next) + 64 * line, _MM_HINT_T0);
 #pragma GCC unroll 16
         for (int v = 0; v < 16; v++)
 #pragma GCC unroll 8
@@ -169,7 +170,7 @@ MX_INLINE __attribute__((target(TARGET_BF16))) void multiply_wide(const mx_job *
             const int32_t *x = (const int32_t *)job->x + m0 * l->k / 2 + b0 * 16 * rows;
             float *const at[2] = {totals + m0 * MX_ROWS, totals + (job->m + m0) * MX_ROWS};
             ask(codes + count * 2 * half_bytes * m0 / job->m, codes + count * 2 * half_bytes * (m0 + rows) / job->m);
-#define PANEL_ROWS(R) case R: panel_rows(&p, x, at, count, groups, R, bits); break;
+#define PANEL_ROWS(R) case R: panel_rows(&p, x, at, count, 4 * l->k, groups, R, bits); break;
             switch (rows) {
                 PANEL_ROWS(1) PANEL_ROWS(2) PANEL_ROWS(3) PANEL_ROWS(4) PANEL_ROWS(5) PANEL_ROWS(6) PANEL_ROWS(7) PANEL_ROWS(8)
             }
