@@ -16,6 +16,7 @@ import copy
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import time
@@ -37,7 +38,7 @@ from hf_specdec.bench.embedded import cache_dir, embedded_folder, gguf_file, loa
 from hf_specdec.bench.forks import first_difference
 from hf_specdec.bench.prompts import load_prompts
 from hf_specdec.bench.terminal import counting
-from hf_specdec.drafts import ModelDraft, PromptLookupDraft
+from hf_specdec.drafts import ModelDraft, NGramRecyclingDraft, PromptLookupDraft
 from hf_specdec.training import load_drafter
 
 WORKERS = Path(__file__).parent / "engines"
@@ -162,12 +163,13 @@ def timed(arm) -> Run:
 
 
 def own_arms(dense, bits: list[int], k: int, longest: int, compiled: bool) -> dict[str, Run]:
-    """Stock generate, plain and with lookup; ours on every format: plain (K = 0), lookup and the shipped drafter, eager and, where asked for, compiled."""
+    """Stock generate, plain and with lookup; ours on every format: plain (K = 0), lookup, n-gram recycling (a tree) and the shipped drafter, eager and,
+    where asked for, compiled."""
     arms = {BASE: generate_arm("", dense), "16 bit: stock bfloat16, lookup": generate_arm("", dense, prompt_lookup_num_tokens=k)}
     for width, name in [(width, OURS[width]) for width in bits]:
         model = enable(mx.compress(copy.deepcopy(dense), name, measure=False, lm_head=name))
         model.set_attn_implementation("hf_specdec_rows")
-        drafts, drafter = {"plain": (Nothing(), k), "lookup": (PromptLookupDraft(), k)}, None
+        drafts, drafter = {"plain": (Nothing(), k), "lookup": (PromptLookupDraft(), k), "recycling": (NGramRecyclingDraft(), k)}, None
         with suppress(ValueError):  # it is for SmolLM2 alone
             drafter = load_drafter("smollm2_drafter", model)
             drafts["drafter"] = (ModelDraft(drafter), DRAFTED)
@@ -223,7 +225,8 @@ def reduce(found: dict, groups: dict[str, list[str]]) -> dict:
 
 
 def own_plain(name: str) -> str:
-    return name.replace("lookup", "plain")
+    """The arm that decodes with the same weights in the same way, but drafts nothing."""
+    return re.sub(", (lookup|recycling|drafter)", ", plain", name)
 
 
 def _same(one: list[int], other: list[int]) -> float:

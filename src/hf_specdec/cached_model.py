@@ -280,20 +280,3 @@ class CachedModel:
         """What is cached of row b: keys and values [H, n, D] per layer; copies, unless it is the `last` that is asked of this cache."""
         parts = [(layer.keys[b, :, : self.lengths[b]], layer.values[b, :, : self.lengths[b]]) for layer in self.cache.layers]
         return parts if last else [(keys.clone(), values.clone()) for keys, values in parts]
-
-
-def assemble_cache(config, rows: list[list], columns: list[list[int]], width: int, into: DynamicCache | None) -> DynamicCache:
-    """A plain `DynamicCache` in the coordinates of the returned sequences, `width` columns: slot s of row b (as `CachedModel.row`
-    gives it) goes to column columns[b][s]. `into` is refilled in place if given."""
-    layers = []
-    for parts in zip(*rows):
-        buffers = []
-        for pieces in zip(*parts):
-            out = pieces[0].new_zeros((len(pieces), pieces[0].shape[0], width, pieces[0].shape[2]))
-            for b, piece in enumerate(pieces):
-                places = [column for column in columns[b][: piece.shape[1]] if column < width]
-                together = places and places[-1] - places[0] + 1 == len(places)
-                out[b, :, slice(places[0], places[-1] + 1) if together else places] = piece[:, : len(places)]
-            buffers.append(out)
-        layers.append(tuple(buffers))
-    return compat.write_cache(config, layers, into)
