@@ -110,74 +110,58 @@ MX_INLINE __attribute__((target(TARGET_BF16))) void multiply(const mx_job *job, 
         for (int m = 0; m < rows; m++) store_row(job, m0 + m, group + g, total[g][m]);
 }
 
-/* Many rows of x: stretches of PANEL blocks of up to two groups are decoded once, into the first-level cache, and multiplied by all of
- * them. The order of the sums is that of `multiply`. */
-#define PANEL 8
+/* Many rows of x: stretches of PANEL blocks are decoded once, into the first-level cache, and multiplied by all of them. The
+ * order of the sums is that of `multiply`. */
+#define PANEL 16
 #define WIDE 32 /* rows above which decoding once pays for writing the result down */
 
-typedef struct {
-    __m512i w[2][16 * PANEL];
-    __m512 scale[2][PANEL];
-} mx_panel;
-
-/* Two groups read every pair of inputs once for both. */
-MX_INLINE __attribute__((target(TARGET_BF16))) void panel_rows(const mx_panel *p, const int32_t *x, float *const totals[2], int64_t blocks,
-                                                              int64_t next, const int groups, const int rows, const int bits) {
-    for (int64_t b = 0; b < blocks; b++, x += rows * 16) {
-        __m512 sum[2][8];
-        for (int g = 0; g < groups; g++)
-            for (int m = 0; m < rows; m++) sum[g][m] = _mm512_setzero_ps();
-        for (int line = 0; rows == 8 && line < 8; line++) _mm_prefetch((const char *)(x + next) + 64 * line, _MM_HINT_T0);
+MX_INLINE __attribute__((target(TARGET_BF16))) void panel_rows(const __m512i *w, const __m512 *scale, const int32_t *x,
+                                                              float *totals, int64_t blocks, const int rows, const int bits) {
+    __m512 total[8];
+    for (int m = 0; m < rows; m++) total[m] = _mm512_loadu_ps(totals + m * MX_ROWS);
+    for (int64_t b = 0; b < blocks; b++, w += 16, x += rows * 16) {
+        __m512 sum[8];
+        for (int m = 0; m < rows; m++) sum[m] = _mm512_setzero_ps();
 #pragma GCC unroll 16
         for (int v = 0; v < 16; v++)
 #pragma GCC unroll 8
-            for (int m = 0; m < rows; m++) {
-                __m512i pair = _mm512_set1_epi32(x[v * rows + m]);
-                if (groups > 1) KEEP(pair);
-#pragma GCC unroll 2
-                for (int g = 0; g < groups; g++) sum[g][m] = _mm512_dpbf16_ps(sum[g][m], (__m512bh)p->w[g][16 * b + v], (__m512bh)pair);
-            }
-        for (int g = 0; g < groups; g++)
-            for (int m = 0; m < rows; m++) {
-                float *at = totals[g] + m * MX_ROWS;
-                const __m512 total = _mm512_loadu_ps(at);
-                _mm512_storeu_ps(at, bits == 16 ? _mm512_add_ps(total, sum[g][m]) : _mm512_fmadd_ps(sum[g][m], p->scale[g][b], total));
-            }
+            for (int m = 0; m < rows; m++)
+                sum[m] = _mm512_dpbf16_ps(sum[m], (__m512bh)w[v], (__m512bh)_mm512_set1_epi32(x[v * rows + m]));
+        for (int m = 0; m < rows; m++)
+            total[m] = bits == 16 ? _mm512_add_ps(total[m], sum[m]) : _mm512_fmadd_ps(sum[m], scale[b], total[m]);
     }
+    for (int m = 0; m < rows; m++) _mm512_storeu_ps(totals + m * MX_ROWS, total[m]);
 }
 
-MX_INLINE __attribute__((target(TARGET_BF16))) void multiply_wide(const mx_job *job, int64_t group, float *totals, const int groups,
+MX_INLINE __attribute__((target(TARGET_BF16))) void multiply_wide(const mx_job *job, int64_t group, float *totals,
                                                                  const int bits, const int integer) {
     const mx_layer *l = job->layer;
     const int64_t blocks = l->k / MX_BLOCK;
     const int half_bytes = 32 * bits;
     const mx_table table = bits == 8 ? mx_load_byte_table(job) : mx_load_table(job);
-    mx_panel p;
-    __builtin_memset(totals, 0, (size_t)(groups * job->m) * MX_ROWS * sizeof(float));
+    const uint8_t *codes = mx_group_codes(l, group), *scales = mx_group_scales(l, group);
+    __m512i w[16 * PANEL];
+    __m512 scale[PANEL];
+    __builtin_memset(totals, 0, (size_t)job->m * MX_ROWS * sizeof(float));
     for (int64_t b0 = 0; b0 < blocks; b0 += PANEL) {
         const int64_t count = blocks - b0 < PANEL ? blocks - b0 : PANEL;
-        const uint8_t *codes = NULL;
-        for (int g = 0; g < groups; g++) {
-            codes = mx_group_codes(l, group + g) + b0 * 2 * half_bytes;
-            for (int64_t b = 0; b < count; b++, codes += 2 * half_bytes) {
-                decode_half(codes, &table, p.w[g] + 16 * b, bits, integer);
-                decode_half(codes + half_bytes, &table, p.w[g] + 16 * b + 8, bits, integer);
-                p.scale[g][b] = bits == 16 ? _mm512_setzero_ps() : mx_load_scales(mx_group_scales(l, group + g) + (b0 + b) * MX_ROWS);
-            }
+        for (int64_t b = 0; b < count; b++) {
+            decode_half(codes + (b0 + b) * 2 * half_bytes, &table, w + 16 * b, bits, integer);
+            decode_half(codes + (b0 + b) * 2 * half_bytes + half_bytes, &table, w + 16 * b + 8, bits, integer);
+            scale[b] = bits == 16 ? _mm512_setzero_ps() : mx_load_scales(scales + (b0 + b) * MX_ROWS);
         }
+        const uint8_t *next = codes + (b0 + count) * 2 * half_bytes;
         for (int64_t m0 = 0; m0 < job->m; m0 += 8) {
             const int64_t rows = job->m - m0 < 8 ? job->m - m0 : 8;
             const int32_t *x = (const int32_t *)job->x + m0 * l->k / 2 + b0 * 16 * rows;
-            float *const at[2] = {totals + m0 * MX_ROWS, totals + (job->m + m0) * MX_ROWS};
-            ask(codes + count * 2 * half_bytes * m0 / job->m, codes + count * 2 * half_bytes * (m0 + rows) / job->m);
-#define PANEL_ROWS(R) case R: panel_rows(&p, x, at, count, 4 * l->k, groups, R, bits); break;
+            ask(next + count * 2 * half_bytes * m0 / job->m, next + count * 2 * half_bytes * (m0 + rows) / job->m);
+#define PANEL_ROWS(R) case R: panel_rows(w, scale, x, totals + m0 * MX_ROWS, count, R, bits); break;
             switch (rows) {
                 PANEL_ROWS(1) PANEL_ROWS(2) PANEL_ROWS(3) PANEL_ROWS(4) PANEL_ROWS(5) PANEL_ROWS(6) PANEL_ROWS(7) PANEL_ROWS(8)
             }
         }
     }
-    for (int g = 0; g < groups; g++)
-        for (int64_t m = 0; m < job->m; m++) store_row(job, m, group + g, _mm512_loadu_ps(totals + (g * job->m + m) * MX_ROWS));
+    for (int64_t m = 0; m < job->m; m++) store_row(job, m, group, _mm512_loadu_ps(totals + m * MX_ROWS));
 }
 
 #define SIDE_BY_SIDE(G, R) case R: multiply(job, group, 0, G, R, bits, integer, 0); break;
@@ -186,14 +170,12 @@ MX_INLINE __attribute__((target(TARGET_BF16))) void multiply_wide(const mx_job *
 
 MX_INLINE __attribute__((target(TARGET_BF16))) void run(const mx_job *job, int64_t group, int64_t last, const int bits,
                                                        const int integer) {
-    float *totals = job->m > WIDE ? malloc((size_t)job->m * 2 * MX_ROWS * sizeof(float)) : NULL;
+    float *totals = job->m > WIDE ? malloc((size_t)job->m * MX_ROWS * sizeof(float)) : NULL;
     const int64_t pairs = bits == 16 && job->layer->k <= SHORT ? 2 : 4; /* most rows with two groups side by side */
     for (int step = 1; group < last; group += step) {
-        step = job->m == 1 && group + 4 <= last ? 4 : (totals || job->m <= pairs) && group + 2 <= last ? 2 : 1;
-        if (totals && step == 2) {
-            multiply_wide(job, group, totals, 2, bits, integer);
-        } else if (totals) {
-            multiply_wide(job, group, totals, 1, bits, integer);
+        step = job->m == 1 && group + 4 <= last ? 4 : job->m <= pairs && group + 2 <= last ? 2 : 1;
+        if (totals) {
+            multiply_wide(job, group, totals, bits, integer);
         } else if (step == 4) {
             multiply(job, group, 0, 4, 1, bits, integer, 0);
         } else if (step == 2) {
