@@ -132,8 +132,7 @@ int mx_linears(const mx_layer *const *layers, void *const *outs, int count, cons
     /* A few long pieces a thread, handed out as threads come free: a processor that is busy with something else delays
      * one piece, and each piece is read in one go. An even number of groups, which are multiplied two at a time. */
     all.first[0] = 0;
-    all.groups = threads < 2 ? groups : m > MANY_ROWS ? 2 : ((groups - 1) / (PIECES * threads) + 2) & ~1;
-    if (all.groups < 1) all.groups = groups > 2 * threads ? 2 : 1;
+    all.groups = threads < 2 ? groups : groups <= 2 * threads ? 1 : m > MANY_ROWS ? 2 : ((groups - 1) / (PIECES * threads) + 2) & ~1;
     for (int i = 0; i < count; i++)
         all.first[i + 1] = all.first[i] + ((layers[i]->n + MX_ROWS - 1) / MX_ROWS + all.groups - 1) / all.groups;
     mx_next(layers, count);
