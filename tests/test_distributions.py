@@ -163,3 +163,27 @@ def test_likeliest_is_argmax_and_takes_the_first_of_equals(dtype):
     assert found.dtype == torch.int64 and torch.equal(found, scores.argmax(-1))
     assert found[0, 0] == 7 and found[1, 2] == 0 and found[2, 1] == 4 and likeliest(scores[0, 0]) == 7
     assert torch.equal(likeliest(scores.transpose(0, 1)[..., ::2]), scores.transpose(0, 1)[..., ::2].argmax(-1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("special", [
+    [1.0, 2.0, 2.0], [-3.0, -1.0, -1.0, -2.0], [0.0, -0.0], [-0.0, 0.0, -1.0], [-0.0, -5.0], [1.0, torch.inf, torch.inf], [1.0, -torch.inf], [-torch.inf] * 2,
+    [1.0, torch.nan, 5.0, torch.nan], [1.0, -torch.nan, 5.0], [torch.inf, -torch.nan, torch.nan], [-1.0, torch.nan], [-torch.nan, torch.inf], [2.0**-24, 0.0],
+])  # fmt: skip
+def test_likeliest_is_argmax_for_numbers_of_every_kind(dtype, special):
+    """16-bit numbers are compared as integers, which are in another order where they are negative, and to which a nan is a number."""
+    sizes = torch.tensor(special).abs().to(dtype)
+    row = torch.where(torch.tensor(special).signbit(), -sizes, sizes)
+    for others in (torch.full((2, len(special)), -7.0), torch.full((2, len(special)), 3.0)):
+        scores = torch.cat([row[None], others.to(dtype)])
+        assert torch.equal(likeliest(scores), scores.argmax(-1)), special
+        assert torch.equal(likeliest(row), row.argmax(-1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_likeliest_is_argmax_of_any_bits(dtype):
+    generator = torch.Generator().manual_seed(1)
+    bits = torch.randint(-(2**15), 2**15, (3000, 6), generator=generator).to(torch.int16)
+    for scores in (bits.view(dtype), bits.abs().view(dtype), bits.view(dtype).nan_to_num(0.0)):
+        assert all(likeliest(row) == row.argmax(-1) for row in scores)
+        assert torch.equal(likeliest(scores), scores.argmax(-1))
