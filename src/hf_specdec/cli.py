@@ -225,7 +225,7 @@ def train(
     column: Annotated[str | None, typer.Option(help="The prompt's column in --prompts.")] = None,
     features: Annotated[bool, typer.Option("--features", help="A drafter that reads the target's hidden states (EAGLE-3).")] = False,
     eagle3: Annotated[bool, typer.Option("--eagle3", help="As --features, in EAGLE-3's own form, which vLLM loads: one layer, stored in bf16.")] = False,
-    begin: Annotated[str | None, typer.Option("--begin", help="With --features: go on from the weights of this drafter of the same layers, its folder or name.")] = None,
+    begin: Annotated[str | None, typer.Option("--begin", help="Go on from the weights of this drafter with as many layers, its folder or name.")] = None,
     single: Annotated[int, typer.Option(min=0, help="With --features: first steps that learn the next token alone, at a third of the cost.")] = 0,
     heads: Annotated[int, typer.Option(min=0, max=16, help="Train that many heads on the last hidden state (Medusa) instead.")] = 0,
     joint: Annotated[int, typer.Option(min=0, max=16, help="As --heads, but a copy of the target learns, too (Medusa-2): this makes ANOTHER MODEL, in OUT/target.")] = 0,

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from hf_specdec.cli import app
-from hf_specdec.commands.train import _features
-from hf_specdec.training import LOSSES, FeatureRunConfig, FeatureTrainer, RunConfig, Trainer, feature_trainer, load_drafter, train
+from hf_specdec.commands.train import _going_on
+from hf_specdec.training import LOSSES, FeatureRunConfig, FeatureTrainer, RunConfig, Trainer, drafter, feature_trainer, heads, load_drafter, train
 from hf_specdec.training.batches import Corpus, frequent_tokens, split
 from hf_specdec.training.drafter import own_parameters
+from hf_specdec.training.look_ahead import LookAheadRunConfig
 from hf_specdec.training.shards import shard_files
 from ..helpers import tiny_llama
 
@@ -186,14 +188,39 @@ def test_layers_that_the_target_lacks_are_refused_before_any_text_is_written(tar
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
-    (("--begin", "smollm2_drafter"), "--begin smollm2_drafter: a feature drafter is trained so"), (("--single", "3"), "--single 3: a feature drafter"),
+    (("--begin", "nowhere"), "--begin nowhere is no drafter"), (("--single", "3"), "--single 3: a feature drafter"),
     (("--features", "--begin", "nowhere"), "--begin nowhere is no drafter"), (("--features", "--single", "9", "--steps", "8"), "--single 9"),
-    (("--heads", "2", "--begin", "smollm2_drafter"), "--begin smollm2_drafter: a feature drafter"), (("--lr", "nan"), "lr=nan must be"),
+    (("--heads", "2", "--begin", "smollm2_drafter"), "--begin smollm2_drafter: only a draft with layers of its own"), (("--lr", "nan"), "lr=nan must be"),
 ])
 def test_what_does_not_go_together_is_refused_before_anything_is_loaded(arguments, words):
     bad = CliRunner().invoke(app, ["train", "no/such/target", *arguments])
     assert bad.exit_code == 2 and words in bad.output
-    assert _features(True, None, 2, 4) == {"begin": "", "single": 2} and _features(False, None, 0, 4) == {}
+    assert _going_on(True, [], None, 2, 4) == {"begin": "", "single": 2} and _going_on(False, ["--heads"], None, 0, 4) == {"begin": ""}
+
+
+def test_an_independent_run_goes_on_from_another_drafter(target, data, tmp_path):
+    other = drafter.build(target, [0])
+    for p in drafter.own_parameters(other):
+        p.data += 0.1 * torch.randn_like(p)
+    drafter.save(other, tmp_path / "first", "tiny", "bf16")
+    draft = Trainer(target, data, tmp_path / "next", replace(CONFIG, layers=(-1,), begin=str(tmp_path / "first")), "tiny").draft
+    for new, old in zip(drafter.own_parameters(draft), drafter.own_parameters(other), strict=True):
+        torch.testing.assert_close(new, old, atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("kind", ["two layers", "reads states", "heads"])
+def test_a_drafter_that_a_run_cannot_go_on_from_is_refused(target, data, tmp_path, kind):
+    made = drafter.build(target, [0, 1] if kind == "two layers" else [0], None, (1, 2) if kind == "reads states" else ())
+    if kind == "heads":
+        heads.save(heads.build(target, 2), target.get_input_embeddings().weight, tmp_path / "first", "tiny", "bf16")
+    else:
+        drafter.save(made, tmp_path / "first", "tiny", "bf16")
+    with pytest.raises(ValueError, match="begin: a drafter with 1 layers that reads no hidden states is needed; this one"):
+        Trainer(target, data, tmp_path / "next", replace(CONFIG, layers=(-1,), begin=str(tmp_path / "first")), "tiny")
+    with pytest.raises(ValueError, match="only a draft with layers of its own"):
+        LookAheadRunConfig(begin="smollm2_drafter")
+    with pytest.raises(ValueError, match="begin='nowhere' is no drafter"):
+        Trainer(target, data, tmp_path / "next", replace(CONFIG, begin="nowhere"), "tiny")
 
 
 def test_a_run_of_another_target_is_not_gone_on_with(target, data, tmp_path, monkeypatch):

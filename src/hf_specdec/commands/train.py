@@ -45,7 +45,7 @@ def train(target: str, out: Path, data: Path | None, tokens: int, prompts: str |
     if lora and not places["--joint"]:
         raise ValueError(f"--lora {lora}: adapters are for --joint, where the target learns, too.")
     more |= {"rank": lora} if lora else {}
-    more |= _features(features, begin, single, steps)
+    more |= _going_on(features, asked_for, begin, single, steps)
     if features and on_policy:
         raise ValueError("--on-policy: a feature drafter learns from the target's own text alone; leave it out with --features.")
     config = kind(layers=_numbers(layers or ("-1" if features or asked_for else "0,-1")), head=None if places["--look-ahead"] else head or None, loss=names[0], steps=steps,
@@ -62,19 +62,19 @@ def train(target: str, out: Path, data: Path | None, tokens: int, prompts: str |
     run(model, tokenizer, data, out, config, names, target, console, on_policy=on_policy)
 
 
-def _features(features: bool, begin: str | None, single: int, steps: int) -> dict:
-    """What the `FeatureRunConfig` gets, checked."""
+def _going_on(features: bool, others: list[str], begin: str | None, single: int, steps: int) -> dict:
+    """What the config gets of `begin` and `single`, checked; others: options that ask for a draft without layers of its own."""
     from ..training import drafter
 
-    given = {"--begin": begin, "--single": single}
-    asked = [name for name, value in given.items() if value]
-    if asked and not features:
-        raise ValueError(f"{asked[0]} {given[asked[0]]}: a feature drafter is trained so; add --features, or leave it out.")
+    if single and not features:
+        raise ValueError(f"--single {single}: a feature drafter is trained so; add --features, or leave it out.")
+    if begin and others:
+        raise ValueError(f"--begin {begin}: only a draft with layers of its own goes on from another drafter; leave out --begin or {others[0]}.")
     if single > steps:
         raise ValueError(f"--single {single}: there are {steps} steps in all; give fewer.")
     if begin and not drafter.is_drafter(begin):
         raise ValueError(f"--begin {begin} is no drafter; name a folder that training wrote, or one of {drafter.shipped()}.")
-    return {"begin": begin or "", "single": single} if features else {}
+    return {"begin": begin or ""} | ({"single": single} if features else {})
 
 
 def _numbers(text: str) -> tuple[int, ...]:

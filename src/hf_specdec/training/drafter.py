@@ -87,20 +87,27 @@ def build(target: PreTrainedModel, layers: list[int], head_ids: torch.Tensor | N
     return draft
 
 
-def begin(draft: PreTrainedModel, other: PreTrainedModel | FeatureDraft) -> PreTrainedModel:
-    """`draft`, a feature drafter, with the weights of another one, or of one that reads no hidden states: at first it takes no notice
-    of them either.
+def check_begin(name: str) -> None:
+    """ValueError for a config's `begin` that is given and no drafter."""
+    if name and not is_drafter(name):
+        raise ValueError(f"begin={name!r} is no drafter; name a folder that training wrote, or one of {shipped()}.")
 
-    Raises ValueError where their layers, or what they read, differ.
+
+def begin(draft: PreTrainedModel, other: PreTrainedModel | Draft) -> PreTrainedModel:
+    """`draft` with the weights of another one that reads what it reads, or that reads no hidden states: at first it takes no notice of
+    them either.
+
+    Raises ValueError where their layers, or what they read, differ, and for a draft of another kind.
     """
-    other, blind = (other.model, False) if isinstance(other, FeatureDraft) else (other, True)
-    (_, own), (_, given) = parts.decoder_layers(draft), parts.decoder_layers(other)
-    if len(own) != len(given) or not (blind or draft.reads == other.reads):
-        raise ValueError(f"begin: a drafter with {len(own)} layers that reads {draft.reads} or no hidden states is needed; this one "
-                         f"has {len(given)} and reads {getattr(other, 'reads', ())}.")
+    other = other.model if isinstance(other, FeatureDraft) else other
+    reads, given, count = getattr(draft, "reads", ()), getattr(other, "reads", ()), len(parts.decoder_layers(draft)[1])
+    layers = 0 if isinstance(other, Draft) else len(parts.decoder_layers(other)[1])
+    if layers != count or given not in ((), reads):
+        here = f"this one has {layers} and reads {given or 'none'}" if layers else f"this one is of another kind, {other.name!r}"
+        raise ValueError(f"begin: a drafter with {count} layers that reads {f'the hidden states {reads} or none' if reads else 'no hidden states'} is needed; {here}.")
     shared = _shared_names(draft)
     draft.load_state_dict({name: p for name, p in _dense(other).items() if name not in shared}, strict=False)
-    if blind:
+    if reads and not given:
         features.start_blind(draft)
     return draft
 

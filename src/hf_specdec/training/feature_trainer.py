@@ -22,14 +22,13 @@ class FeatureRunConfig(RunConfig):
     """A `RunConfig` with: reads, the target's layers whose output the draft sees (the count of layers stands for what comes after
     the final norm); unroll, steps that it learns to go on from its own output (the training-time test of EAGLE-3), each
     weighing `decay` of the one before; single, optimiser steps at the beginning in which it learns the first of these alone,
-    which cost a third; begin, a drafter of the same layers without hidden states, from whose weights this one goes on."""
+    which cost a third. `begin` may be a drafter that reads no hidden states: this one takes no notice of them either, at first."""
 
     layers: tuple[int, ...] = (-1,)
     reads: tuple[int, ...] = ()
     unroll: int = 3
     decay: float = 0.8
     single: int = 0
-    begin: str = ""
 
 
 class FeatureStudent(nn.Module):
@@ -74,8 +73,7 @@ class FeatureTrainer(Trainer):
 
     def __init__(self, target, data: str | Path, out: str | Path, config: FeatureRunConfig, target_name: str = "", progress=None):
         need_accelerate()
-        if config.begin and not drafter.is_drafter(config.begin):
-            raise ValueError(f"begin={config.begin!r} is no drafter; name a folder that training wrote, or one of {drafter.shipped()}.")
+        drafter.check_begin(config.begin)
         layer_numbers(config.layers, target)
         count = target.config.get_text_config().num_hidden_layers
         self.reads = self._reads(config, count)
@@ -86,10 +84,6 @@ class FeatureTrainer(Trainer):
 
     def _reads(self, config: FeatureRunConfig, count: int) -> tuple[int, ...]:
         return tuple(config.reads) or (count // 4, count // 2, count)
-
-    def _build(self, target, layers: list[int], ids: torch.Tensor | None) -> nn.Module:
-        draft = super()._build(target, layers, ids)
-        return drafter.begin(draft, drafter.load(self.config.begin, target)) if self.config.begin else draft
 
     @property
     def what(self) -> str:

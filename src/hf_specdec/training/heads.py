@@ -15,7 +15,7 @@ from ..drafts.parallel import ParallelDraft
 from ..drafts.pass_draft import PassDraft
 from . import drafter
 from .feature_trainer import FeatureRunConfig, FeatureTrainer
-from .trainer import Trainer
+from .trainer import Trainer, no_begin
 
 RANKS = 8  # of every head, the ranks whose rates are kept
 
@@ -30,6 +30,7 @@ class HeadsRunConfig(FeatureRunConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        no_begin(self)
         for name, least in (("heads", 1), ("blocks", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= 16:

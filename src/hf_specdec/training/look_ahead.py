@@ -17,7 +17,7 @@ from ..drafts.pass_draft import LookAhead
 from . import heads
 from .batches import Batch
 from .feature_trainer import weighted
-from .trainer import RunConfig, Trainer
+from .trainer import RunConfig, Trainer, no_begin
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class LookAheadRunConfig(RunConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        no_begin(self)
         if isinstance(self.heads, bool) or not isinstance(self.heads, int) or not 1 <= self.heads <= 16:
             raise ValueError(f"heads={self.heads!r} must be an int in 1..16.")
         if self.head is not None:

@@ -35,7 +35,8 @@ class RunConfig:
 
     loss: a name in `losses.LOSSES`. steps, batch_tokens: optimiser steps, and tokens in each. lr: AdamW's, after `warmup` steps,
     falling to a tenth along a cosine. head: tokens that the draft's head keeps, None for all. layers: the target's layers that
-    the draft starts from. format: of the stored weights.
+    the draft starts from. format: of the stored weights. begin: a drafter with as many layers, from whose weights this one goes on: one that reads
+    no hidden states, or, for a drafter that does, one that reads the same.
     """
 
     layers: tuple[int, ...] = (0, -1)
@@ -48,6 +49,7 @@ class RunConfig:
     seed: int = 0
     format: str = "mxint8"
     precision: str = "bf16"
+    begin: str = ""
 
     def __post_init__(self):
         if self.loss not in LOSSES:
@@ -59,6 +61,12 @@ class RunConfig:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be at least 1.")
         if not 0 < self.lr < math.inf:
             raise ValueError(f"lr={self.lr!r} must be a finite learning rate above 0.")
+
+
+def no_begin(config: RunConfig) -> None:
+    """ValueError for a `begin` that the run has no use for."""
+    if config.begin:
+        raise ValueError(f"begin={config.begin!r}: only a draft with layers of its own goes on from another drafter; leave it out.")
 
 
 def layer_numbers(layers: tuple[int, ...], target) -> list[int]:
@@ -111,6 +119,7 @@ class Trainer:
         if target.dtype != torch.float32:
             raise ValueError(f"target: weights in {target.dtype}; load it in float32 to train a draft from its parts.")
         layers = layer_numbers(config.layers, target)
+        drafter.check_begin(config.begin)
         self.accelerator = need_accelerate().Accelerator(cpu=target.device.type == "cpu")
         files, held = split(Path(data))
         check_target(Path(data), target)
@@ -131,7 +140,8 @@ class Trainer:
         self._resume()
 
     def _build(self, target, layers: list[int], ids: torch.Tensor | None) -> nn.Module:
-        return drafter.build(target, layers, ids, self.reads)
+        draft = drafter.build(target, layers, ids, self.reads)
+        return drafter.begin(draft, drafter.load(self.config.begin, target)) if self.config.begin else draft
 
     def _own(self) -> list[nn.Parameter]:
         return drafter.own_parameters(self.draft)
