@@ -16,7 +16,7 @@ from hf_specdec.drafts import EarlyExitDraft, MixtureDraft, ModelDraft, PromptLo
 from hf_specdec.drafts.feature import FeatureDraft
 from hf_specdec.training.drafter import PrunedHead
 from tests.architectures import FAMILIES
-from tests.conformance.builders import feature_drafter
+from tests.conformance.builders import BUILDERS, VARIANTS, feature_drafter, make
 from tests.helpers import FULL, KnowingTreeDraft, generated, perturbed, plain, prompts, repetitive, speculate
 from tests.test_cached_model import TREES, check_scores, proposal, take
 
@@ -66,6 +66,27 @@ def test_a_draft_model_and_a_tree_are_compiled_too(traced, strict):
     assert {key[1] for key in compiled._functions[draft]} == {1, 4} and 8 in {key[1] for key in compiled._functions[target]}
     assert run(target, rows, KnowingTreeDraft([row + text for row, text in zip(rows, texts)]), k=10) == texts
     assert run(target, rows[:1], EarlyExitDraft(target, 1)) == texts[:1]
+
+
+@pytest.mark.parametrize("name", ["feature", "feature_tree, by confidence", "medusa", "parallel, tree", "mixture of two", "pass", *(["online"] if FULL else [])])
+def test_a_draft_that_reads_the_targets_states_is_compiled_and_sees_what_it_sees_without(name, traced, strict):
+    target, rows = family("Llama").model("eager"), repetitive(13) + prompts(7)
+    if name == "mixture of two":
+        drafter = feature_drafter(target)
+        draft = MixtureDraft([FeatureDraft(drafter, target), make("medusa", target)], "merge")
+    else:
+        draft = make(name, target, BUILDERS | VARIANTS)
+    without = speculate(target, rows, draft, 6, max_new_tokens=24)
+    made = []
+    for _ in range(2):
+        out = speculate(target, rows, draft, 6, max_new_tokens=24, speculative=COMPILED)
+        assert generated(out, rows) == plain(target, rows, max_new_tokens=24)
+        assert out.speculation.rounds == without.speculation.rounds
+        made.append(set(compiled._functions[target]))
+    assert made[0] == made[1] and (name == "pass" or any(key[-1] for key in made[0]))  # the second call uses the functions of the first
+    if name.startswith("feature"):
+        assert {key[-2:] for key in compiled._functions[draft.model]} == {(False, (draft.model.config.num_hidden_layers,))}
+    hf_specdec.disable(target)
 
 
 @pytest.mark.skipif(not FULL, reason="make test-all")
@@ -153,7 +174,7 @@ def test_what_does_not_compile_runs_without_and_says_so(why, traced, monkeypatch
     target, rows = (family("BLOOM").model("eager") if why == "masks of its own" else family("Llama").model("eager")), prompts(9)
     texts, draft = plain(target, rows), PromptLookupDraft()
     if why == "hooks":
-        draft = FeatureDraft(feature_drafter(target), target)
+        target.model.layers[0].register_forward_hook(lambda *_: None)
     if why == "cannot be traced":
         monkeypatch.setattr(compiled.FixedCache, "update", lambda self, *args, **kwargs: torch._dynamo.graph_break())
     if why == "wrong logits":
@@ -170,9 +191,11 @@ def test_what_does_not_compile_runs_without_and_says_so(why, traced, monkeypatch
 
 def test_hooks_that_are_gone_are_no_reason_in_the_next_call(traced):
     target, rows = family("Llama").model("eager"), prompts(9)
+    hook = target.model.layers[0].register_forward_hook(lambda *_: None)
     with pytest.warns(UserWarning, match="forward hooks"):
-        run(target, rows, FeatureDraft(feature_drafter(target), target))
+        run(target, rows, PromptLookupDraft())
     assert not compiled._functions[target]
+    hook.remove()
     run(target, rows, PromptLookupDraft())
     assert compiled._functions[target]
 
@@ -213,8 +236,19 @@ def test_warming_up_compiles_what_a_call_needs(traced, strict):
     assert all(compiled._functions[model] == functions for model, functions in made.items())
 
 
+@pytest.mark.parametrize("name", ["feature", "medusa", "prompt_lookup", *(["cascade"] if FULL else [])])
+def test_warming_up_for_a_draft_compiles_what_its_calls_need(name, traced, strict):
+    target, rows = family("Llama").model("eager"), repetitive(13)[:1]
+    draft = make(name, target)
+    hf_specdec.warmup(target, draft, {"num_assistant_tokens": 3}, max_length=100)
+    models = [target, *(model for model, _, _ in draft.models())]
+    made = [dict(compiled._functions[model]) for model in models]
+    assert run(target, rows, draft, k=3) == plain(target, rows)
+    assert [dict(compiled._functions[model]) for model in models] == made and all(made)
+
+
 @pytest.mark.parametrize(("wrong", "name"), [({"max_length": 0}, "max_length"), ({"batch": True}, "batch"), ({"nodes": 64}, "nodes"),
-                                             ({"draft": PromptLookupDraft()}, "draft"), ({"config": {"K": 3}}, "'K'")])
+                                             ({"draft": "prompt_lookup"}, "draft: str is no model"), ({"config": {"K": 3}}, "'K'")])
 def test_warming_up_checks_its_arguments(wrong, name):
     with pytest.raises(ValueError, match=name):
         hf_specdec.warmup(family("Llama").model("eager"), **wrong)

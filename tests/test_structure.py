@@ -19,7 +19,7 @@ LEAVES = {"bench", "cli", "commands", "mx", "viz", "training"}
 # what may be imported by what comes after it; modules of one line know nothing of each other
 LINES = [
     {"tree", "registry", "theory", "noise", "compat", "kv_cache", "draft_stop", "head", "lengths", "parts", "passes"},
-    {"proposal", "sequences", "tree_shapes", "distributions", "config", "schedule", "trace", "seq2seq", "compiled"},
+    {"proposal", "sequences", "tree_shapes", "distributions", "config", "schedule", "trace", "seq2seq", "tap", "compiled"},
     {"cached_model", "acceptance.base", "acceptance.primitive"},
     {"probe", "acceptance.*", "drafts.base"},
     {"drafts.growth", "drafts.earning", "drafts.inner", "drafts.progress", "drafts.mapped", "drafts.datastore", "drafts.vocabulary"},
@@ -30,7 +30,7 @@ LINES = [
     {"integration"},
     {""},
 ]
-WITHIN = {("drafts.feature_tree", "drafts.feature"), ("drafts.feature_tree", "drafts.model_tree"), ("drafts.feature", "drafts.features"),
+WITHIN = {("compiled", "tap"), ("drafts.feature_tree", "drafts.feature"), ("drafts.feature_tree", "drafts.model_tree"), ("drafts.feature", "drafts.features"),
           ("drafts.feature", "drafts.model"), ("drafts.ngram", "drafts.ngram_table"), ("drafts", "drafts.base"),
           ("drafts.model_tree", "drafts.model"), ("acceptance.coupled", "acceptance.greedy"), ("acceptance.block", "acceptance.sampling"),
           ("acceptance.spectr", "acceptance.sampling"), ("acceptance.typical", "acceptance.threshold"), ("drafts.mixture", "drafts.choosing"), ("drafts.mixture", "drafts.merging"),

@@ -20,6 +20,7 @@ from .kv_cache import SlotCache
 from .lengths import check_counting, counts_itself
 from .proposal import Proposal
 from .seq2seq import Decoder, Source
+from .tap import Tap, layers_of, show, watched
 from .tree import Tree
 
 
@@ -30,6 +31,8 @@ class CachedModel:
     fresh: per row, how many tokens before the candidates the last pass has fed, the root included.
     reader: called as reader(firsts, logits) in a pass over more than the root, with the logits [B, n, V] of the block's last n
         places, the first of which is position firsts[b] of row b; n is cut so that they are at most READ numbers. None: not wanted.
+    embed: makes the inputs [B, L, H] of a pass from its tokens [B, L]; None: the model's own embedding does.
+    taps: who sees what layers put out (`watch`).
     calls, seconds: forwards run, and the time they took on the host.
     compiled: the passes over fixed shapes, where compile=True; the prompt pass, and what does not compile, runs without.
     """
@@ -50,6 +53,8 @@ class CachedModel:
         self.lengths: list[int] = []
         self.fresh: list[int] = []
         self.reader: Callable[[list[int], torch.Tensor], None] | None = None
+        self.embed: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self.taps: list[Tap] = []
         self.calls, self.seconds = 0, 0.0
         self._masks: dict[int, tuple[torch.Tensor, int]] = {}  # by width: what `_causal` keeps, and the slot where its last block began
 
@@ -57,6 +62,11 @@ class CachedModel:
         """`room`, the tokens that each row may still get, such that drafted tokens stay in the model's context while the row does."""
         limit = self.traits.max_positions
         return [min(left, limit - len(row) + 1) if limit and len(row) <= limit else left for row, left in zip(rows, room)]
+
+    def watch(self, layers: tuple[int, ...]) -> Tap:
+        """Show, from now on, what these layers put out in every pass."""
+        self.taps.append(Tap(layers))
+        return self.taps[-1]
 
     def beyond(self, rows: list[list[int]]) -> bool:
         """Whether the last token of a row lies beyond the model's context: it may have been generated, but cannot be fed."""
@@ -139,19 +149,25 @@ class CachedModel:
     def _logits(self, tokens: torch.Tensor, tree: Tree | None, sizes: list[int], first: int, wanted: torch.Tensor | None) -> torch.Tensor:
         """One forward; logits at the places `wanted` int64 [n] of the block, or at all of them."""
         width, starts, logits = tokens.shape[1], [length + first for length in self.lengths], None
+        embeds, layers = self.embed and self.embed(tokens), layers_of(self.taps)
         places = self.compiled.places(width) if self.compiled is not None and any(self.lengths) else None
         if places is not None:
             self.cache.plan.lay(starts, places, self.device, whole=True)
-            logits = self.compiled(tokens, self.cache, **self._positions_and_masks(width, tree, sizes, first))
-            if logits is not None and not self.compiled.untried:
+            done = self.compiled(tokens, embeds, self.cache, layers, **self._positions_and_masks(width, tree, sizes, first))
+            logits, states = done or (None, [])
+            if done and not self.compiled.untried:
+                show(self.taps, states, starts)
                 return logits if wanted is None else logits[:, wanted.to(logits.device)]
         self.cache.plan.lay(starts, width, self.device)
         inputs = self._positions_and_masks(width, tree, sizes, first)
         keep = wanted is not None and self.traits.logits_to_keep
         if keep:
             inputs["logits_to_keep"] = wanted
-        inputs |= {"input_ids": tokens, "past_key_values": self.cache, "use_cache": True, "return_dict": True}
-        reference = (self.runner(self.run, **inputs) if tokens.numel() <= self.most else self.run(**inputs)).logits
+        inputs |= {"past_key_values": self.cache, "use_cache": True, "return_dict": True}
+        inputs |= {"input_ids": tokens} if embeds is None else {"inputs_embeds": embeds}
+        with watched(compat.unwrap(self.model), layers) as states:
+            reference = (self.runner(self.run, **inputs) if tokens.numel() <= self.most else self.run(**inputs)).logits
+        show(self.taps, states, starts)
         reference = reference if keep or wanted is None else reference[:, wanted.to(reference.device)]
         if logits is not None:
             self.compiled.judge(logits if wanted is None else logits[:, wanted.to(logits.device)], reference)

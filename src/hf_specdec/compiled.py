@@ -17,8 +17,9 @@ import torch
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from . import passes
+from . import compat, passes
 from .kv_cache import FixedCache, SlotCache
+from .tap import SHOWN, note, watched
 
 FEW = 16
 WIDTHS = (1, 4, 8, 16, 32, 64)  # reading the weights is what a pass of few tokens costs: two tokens cost no less than four
@@ -28,11 +29,17 @@ _refusals: WeakKeyDictionary = WeakKeyDictionary()  # model -> {why it runs with
 _numbers = count()
 
 
-def forward(model, tokens, positions, mask, slots, keys, values):
-    """One pass: tokens and positions int64 [B, W], mask float [B, 1, W, S] or one per layer type, slots int64 [W] or [B, W], and per
-    layer keys and values [B, H, S, D], which are written; logits [B, W, V]. Compiled as a whole."""
+def forward(model, tokens, embeds, positions, mask, slots, keys, values):
+    """One pass: tokens int64 [B, W], or embeds [B, W, H] in their place, positions int64 [B, W], mask float [B, 1, W, S] or one per layer type, slots
+    int64 [W] or [B, W], and per layer keys and values [B, H, S, D], which are written; logits [B, W, V], and what the layers that are
+    watched put out. Compiled as a whole."""
     cache = FixedCache(keys, values, slots)
-    return model(input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True, return_dict=True).logits
+    given = {"input_ids": tokens} if embeds is None else {"inputs_embeds": embeds}
+    SHOWN.clear()
+    logits = model(**given, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True, return_dict=True).logits
+    states = tuple(SHOWN)
+    SHOWN.clear()
+    return logits, states
 
 
 def options(device: torch.device, places: int) -> dict:
@@ -93,7 +100,7 @@ class CompiledPasses:
         if self.usable is None:
             self.usable = not any(part._forward_hooks or part._forward_pre_hooks for part in self.model.modules())
             if not self.usable:
-                self.give_up("it has forward hooks (a draft that reads its states puts them there, for one)", for_good=False)
+                self.give_up("it has forward hooks", for_good=False)
         return next((places for places in WIDTHS if width <= places), None) if self.usable else None
 
     def give_up(self, why: str, for_good: bool = True) -> None:
@@ -103,8 +110,10 @@ class CompiledPasses:
             warnings.warn(f"{self.role}: {type(self.model).__name__} runs without compile=True: {why}.", stacklevel=2)
         reasons[why] = for_good
 
-    def __call__(self, tokens: torch.Tensor, cache: SlotCache, position_ids: torch.Tensor, attention_mask) -> torch.Tensor | None:
-        """Logits [B, n, V] of tokens [B, n] in the block that `cache.plan` has laid out; None where the model does not compile."""
+    def __call__(self, tokens: torch.Tensor, embeds: torch.Tensor | None, cache: SlotCache, reads: tuple[int, ...], position_ids: torch.Tensor,
+                 attention_mask) -> tuple[torch.Tensor, list[torch.Tensor]] | None:
+        """Logits [B, n, V] of tokens [B, n], or of their embeddings [B, n, H], in the block that `cache.plan` has laid out, and what the layers
+        `reads` put out, each [B, n, H]; None where the model does not compile."""
         width, plan = tokens.shape[1], cache.plan
         more = plan.width - width
         layers = [layer.settled() for layer in cache.layers]
@@ -112,23 +121,26 @@ class CompiledPasses:
         slots = plan.slots if len(tokens) > 1 else plan.slots[0]
         masks = attention_mask if isinstance(attention_mask, dict) else {None: attention_mask}
         masks = {name: _longer(mask, 2, more) for name, mask in masks.items()}
-        given = (self.model, pad(tokens, (0, more)), _longer(position_ids, 1, more), masks.get(None, masks), slots, keys, values)
-        key = (tokens.shape[0], plan.width, plan.capacity, tokens.device, keys[0].dtype, len(keys))
+        embeds = None if embeds is None else _longer(embeds, 1, more)
+        given = (self.model, pad(tokens, (0, more)), embeds, _longer(position_ids, 1, more), masks.get(None, masks), slots, keys, values)
+        key = (tokens.shape[0], plan.width, plan.capacity, tokens.device, keys[0].dtype, len(keys), embeds is None, reads)
         self.untried = key not in self.functions
         if self.untried:
             self.functions[key] = self._made(tokens.device, tokens.shape[0] * plan.width)
         try:
-            if key not in self.checked:
-                logits = self.functions[key](*given)
-                self.checked[key] = unguarded(self.functions[key])
-            else:
-                run = self.checked[key]
-                logits = self.runner(run, *given) if tokens.shape[0] * plan.width <= self.most else run(*given)
+            with watched(compat.unwrap(self.model), reads, note):
+                if key not in self.checked:
+                    logits, states = self.functions[key](*given)
+                    self.checked[key] = unguarded(self.functions[key])
+                else:
+                    run = self.checked[key]
+                    logits, states = self.runner(run, *given) if tokens.shape[0] * plan.width <= self.most else run(*given)
         except Exception as error:  # whatever tracing or the compiler says: the pass can be run without them
             self.functions.pop(key)
             self.give_up(f"torch.compile says {type(error).__name__}: {str(error).strip().splitlines()[0]}")
             return None
-        return (logits.clone() if tokens.device.type == "cuda" else logits)[:, :width]
+        logits, *states = (part.clone() if tokens.device.type == "cuda" else part for part in (logits, *states))
+        return logits[:, :width], [part[:, :width] for part in states]
 
     @staticmethod
     def _made(device: torch.device, places: int) -> Callable:

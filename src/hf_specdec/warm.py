@@ -9,9 +9,11 @@ from . import compat
 from .cached_model import CachedModel
 from .compiled import WIDTHS
 from .config import SpeculativeConfig
+from .drafts.base import Draft
 from .drafts.progress import progress
 from .kv_cache import FEWEST
 from .proposal import Proposal
+from .tap import Tap
 
 BEHIND = 8  # tokens that the first passes are behind: as many as it takes for a wrong mask to show
 
@@ -21,7 +23,7 @@ def warmup(model: PreTrainedModel, draft=None, config: SpeculativeConfig | dict 
            nodes: int | None = None) -> int:
     """Compile the passes that calls with `compile=True` will need, with a progress bar on standard error; the number of passes made.
 
-    model:      the target. draft: a draft model, if the draft is one.
+    model:      the target. draft: a draft model, or a draft made of models or of what reads the target's states.
     config:     of the calls: K (`max_auto_tokens` where it is "auto") says how wide the target's passes get.
     max_length: tokens of the longest text, prompt included. batch: rows (a batch whose rows end one by one has smaller ones, too).
     nodes:      drafted tokens per pass where the draft makes trees; None: K.
@@ -34,29 +36,32 @@ def warmup(model: PreTrainedModel, draft=None, config: SpeculativeConfig | dict 
     for name, value, most in (("max_length", max_length, 2**24), ("batch", batch, 2**16), ("nodes", 1 if nodes is None else nodes, WIDTHS[-1] - 1)):
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
             raise ValueError(f"{name}={value!r} must be an int in 1..{most}.")
-    if draft is not None and not isinstance(compat.unwrap(draft), PreTrainedModel):
-        raise ValueError(f"draft: {type(draft).__name__} is no model; drafts without one have nothing to compile.")
+    if draft is not None and not isinstance(compat.unwrap(draft), (PreTrainedModel, Draft)):
+        raise ValueError(f"draft: {type(draft).__name__} is no model and no draft; a draft that has a name alone has nothing to compile.")
     k = config.max_auto_tokens if config.num_assistant_tokens == "auto" else config.num_assistant_tokens
     widest = next(width for width in WIDTHS if width > min(nodes or k, WIDTHS[-1] - 1))
-    passes = _passes(model, "target", widest, max_length)
-    passes += [] if draft is None else _passes(draft, "assistant_model", 4, max_length)
+    watching, models = (draft.watching(), draft.models()) if isinstance(draft, Draft) else ((), [] if draft is None else [(draft, None, ())])
+    passes = _passes((model, None, watching), "target", widest, max_length)
+    passes += [each for own in models for each in _passes(own, "assistant_model", 4, max_length)]
     with progress("Compiling", passes) as items:
         for each in items:
             _compile(*each, batch)
     return len(passes)
 
 
-def _passes(model, role: str, widest: int, max_length: int) -> list[tuple]:
-    """(model, role, places, slots) of every pass up to `widest` places and `max_length` tokens."""
+def _passes(model: tuple, role: str, widest: int, max_length: int) -> list[tuple]:
+    """(model, role, places, slots) of every pass up to `widest` places and `max_length` tokens; model: as `Draft.models` has it."""
     slots = [FEWEST]
     while slots[-1] < max_length + widest:
         slots.append(2 * slots[-1])
     return [(model, role, width, capacity) for capacity in slots for width in WIDTHS if width <= widest]
 
 
-def _compile(model, role: str, width: int, capacity: int, batch: int) -> None:
+def _compile(model: tuple, role: str, width: int, capacity: int, batch: int) -> None:
     """Run the pass once."""
+    model, embed, layers = model
     cached = CachedModel(model, capacity, role, compile=True)
+    cached.embed, cached.taps = embed, [Tap(layers)] if layers else []
     cached.cache.plan.capacity = capacity
     text = torch.randint(cached.traits.vocab_size, (BEHIND + width,), generator=torch.Generator("cpu").manual_seed(0), device="cpu").tolist()
     rows = [text[: BEHIND + 1]] * batch

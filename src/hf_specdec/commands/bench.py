@@ -104,10 +104,11 @@ def _warm(pairs: list, k: int | str, batch: int, longest: int) -> None:
     """Have everything compiled before a clock runs, also for the rows that are left when others have ended. pairs: (target, draft)."""
     from .. import warmup
     from ..bench.arms import model_of
+    from ..drafts.base import Draft
 
     for model, draft in pairs:
         for rows in range(1, batch + 1):
-            warmup(model, model_of(draft), {"num_assistant_tokens": k}, longest, rows)
+            warmup(model, draft if isinstance(draft, Draft) else model_of(draft), {"num_assistant_tokens": k}, longest, rows)
 
 
 def _tuned_arm(model, tuned):

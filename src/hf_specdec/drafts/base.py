@@ -143,6 +143,15 @@ class Draft(CandidateGenerator):
         """What decides on K where it is "auto", at most `most`, by the clock if `timed`, with the methods of `schedule.FixedSchedule`; None: `schedule.AutoSchedule`."""
         return None
 
+    def watching(self) -> tuple[int, ...]:
+        """The target's layers whose hidden states the draft, or one inside it, reads, ascending; their count stands for what comes after the final norm."""
+        return tuple(sorted({layer for part in self.parts for layer in part.watching()}))
+
+    def models(self) -> "list[tuple]":
+        """Of every model that the draft, or one inside it, runs: the model, what makes its inputs from tokens (None: its own embedding), and the
+        layers whose states are read. `warmup` compiles them."""
+        return [each for part in self.parts for each in part.models()]
+
     def relative_cost(self, target) -> float | None:
         """c before anything is timed; `target` is the target model."""
         return self.cost_ratio

@@ -44,6 +44,13 @@ class CascadeDraft(Draft):
         self.traits = compat.traits_of(compat.unwrap(model), "model")
         self.cached: CachedModel | None = None
 
+    def watching(self) -> tuple[int, ...]:
+        """None of the target's: the draft inside reads the states of the model between them."""
+        return ()
+
+    def models(self) -> list[tuple]:
+        return [(self.model, None, self.draft.watching()), *super().models()]
+
     def start(self, context: Context) -> None:
         check_mode(self.model, "model")
         check_batch(compat.unwrap(self.model), self.traits, len(context.rows), "model")

@@ -6,8 +6,9 @@ import torch
 from transformers import PreTrainedModel
 
 from ..proposal import Proposal, Verdict
+from ..tap import Tap
 from .base import Context
-from .features import Tap, fused, inputs, tapped
+from .features import fused, inputs, tapped
 from .model import ModelDraft
 
 
@@ -16,8 +17,7 @@ class FeatureDraft(ModelDraft):
     committed tokens it takes its own output for the target's states.
 
     model:  the feature drafter (`training.load_drafter` makes the whole draft).
-    target: the model whose generate() it is used in. While a call runs it has hooks that keep its hidden states; nothing
-            else of it is touched.
+    target: the model whose generate() it is used in. Its passes show their hidden states; nothing of it is touched.
 
     It has nothing to propose before the target has read the prompt, nor under stock assisted decoding. Raises ValueError if `model` is no feature drafter.
     """
@@ -34,20 +34,26 @@ class FeatureDraft(ModelDraft):
 
     def start(self, context: Context) -> None:
         super().start(context)
-        self.tap = self.hooks = None
+        self.tap = None
         self.known = [0] * len(context.rows)  # of every row, places whose states are there
         if context.stock:  # stock decoding shows no states
             return
-        if getattr(self.model, "in_a_draft", False):
-            raise ValueError(f"draft: two {self.name!r} drafts that are in use share one drafter, whose states they would mix up. Give one of them "
-                             f"a copy: copy.deepcopy(drafter).")
-        self.tap, self.model.in_a_draft = tapped(self.target, self.layers, context), True
-        self.hooks = [self.model.base_model.register_forward_pre_hook(self._with_states, with_kwargs=True),
-                      self.model.base_model.register_forward_hook(self._keep_output)]
+        self.tap, self.cached.embed = tapped(self.target, self.layers, context), self._inputs
+        self.own = self.cached.watch(self._last())
         width = self.model.feature_fuse.weight.shape[0]
         self.states = torch.zeros((len(context.rows), 0, width), dtype=self.model.dtype, device=self.model.device)
         self.output: torch.Tensor | None = None
         self.first = True
+
+    def _last(self) -> tuple[int, ...]:
+        return (self.model.config.get_text_config().num_hidden_layers,)
+
+    def watching(self) -> tuple[int, ...]:
+        return tuple(sorted(set(self.layers)))
+
+    def models(self) -> list[tuple]:
+        width = self.model.feature_fuse.weight.shape[0]
+        return [(self.model, lambda tokens: inputs(self.model, torch.zeros((*tokens.shape, width), dtype=self.model.dtype, device=tokens.device), tokens), self._last())]
 
     # --- the target's states ------------------------------------------------------------------------------------------
 
@@ -97,16 +103,20 @@ class FeatureDraft(ModelDraft):
     def _scores(self, context: Context, tokens: list[torch.Tensor], k: list[int], step: int) -> torch.Tensor:
         self.first = step == 0
         logits = super()._scores(context, tokens, k, step)
+        self.output = self._shown()
         if self.first:  # go on from the last place that stands on the target's states
             last = torch.tensor(self.cached.fresh, device=self.output.device) - 1
             self.output = self.output[torch.arange(len(last), device=last.device), last][:, None]
         return logits
 
-    def _with_states(self, module, args, kwargs):
-        tokens = kwargs.pop("input_ids", None)
-        tokens, args = (args[0], args[1:]) if tokens is None else (tokens, args)
-        states = self._ahead(tokens.shape[1]) if self.first else self.output
-        return args, kwargs | {"inputs_embeds": inputs(self.model, states, tokens)}
+    def _inputs(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The first layer's input [B, L, H]: the tokens beside the target's states, or the draft's own output."""
+        return inputs(self.model, self._ahead(tokens.shape[1]) if self.first else self.output, tokens)
+
+    def _shown(self) -> torch.Tensor:
+        """What the last layer has put out in the last pass, [B, L, H]."""
+        (*_, (output, _)) = self.own.take(len(self.context.rows))
+        return output
 
     def _ahead(self, width: int) -> torch.Tensor:
         """The target's states [B, width, H] at the places that come next in the draft's cache; the last one where there are none."""
@@ -114,9 +124,6 @@ class FeatureDraft(ModelDraft):
         places = starts[:, None] + torch.arange(width, device=self.states.device)
         rows = torch.arange(len(places), device=places.device)[:, None]
         return self.states[rows, torch.minimum(places, last[:, None] - 1)]
-
-    def _keep_output(self, module, args, output) -> None:
-        self.output = output.last_hidden_state
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -129,10 +136,5 @@ class FeatureDraft(ModelDraft):
         self.states, self.known = self.states[rows], [self.known[row] for row in rows]
 
     def finish(self) -> None:
-        if self.tap is not None:
-            self.tap.close()
-            self.model.in_a_draft = False
-            for hook in self.hooks:
-                hook.remove()
-        self.tap, self.states, self.judged, self.output, self.hooks = None, None, None, None, None
+        self.tap, self.own, self.states, self.judged, self.output = None, None, None, None, None
         super().finish()

@@ -33,5 +33,5 @@ class FeatureTreeDraft(FeatureDraft, ModelTreeDraft):
         parents = tree.parents[first - 1 : first - 1 + tokens.shape[1]]
         self.first, self.output = False, self.outputs[:, torch.tensor(parents, device=self.outputs.device)]
         logits = super()._grow(tokens, tree, first, context)
-        self.outputs = torch.cat([self.outputs, self.output], dim=1)
+        self.outputs = torch.cat([self.outputs, self._shown()], dim=1)
         return logits

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .. import compat
-from ..parts import decoder_layers
+from ..tap import Tap, watched
 from .base import Context
 
 
@@ -29,67 +29,20 @@ class EachNorm(nn.Module):
         return nn.functional.rms_norm(states, states.shape[-1:], eps=self.eps) * torch.stack(list(self.weights)).to(states.dtype)
 
 
-class Tap:
-    """Keeps what some layers of a model put out, forward by forward, while it is open. Hooks on this one model, nothing else.
-
-    layers: numbers of decoder layers; the model's own count stands for what comes after the final norm.
-    """
-
-    def __init__(self, model: PreTrainedModel, layers: tuple[int, ...]):
-        base, (_, blocks) = model.base_model, decoder_layers(model)
-        self.base, self.own = base, False
-        self.states: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
-        self.starts: list[torch.Tensor] = []
-        self.handles = [base.register_forward_pre_hook(self._position, with_kwargs=True)]
-        for layer in layers:
-            module = base if layer == len(blocks) else blocks[layer]
-            self.handles.append(module.register_forward_hook(self._hook(layer)))
-
-    def _hook(self, layer: int) -> Callable:
-        def keep(module: nn.Module, args, output) -> None:
-            hidden = getattr(output, "last_hidden_state", output)
-            if self.own:
-                self.states[layer].append(hidden[0] if isinstance(hidden, tuple) else hidden)
-
-        return keep
-
-    def _position(self, module: nn.Module, args, kwargs) -> None:
-        self.own = module is self.base  # a draft of some of its layers runs these, too, with their hooks
-        if not self.own:
-            return
-        positions = kwargs.get("position_ids")
-        self.starts.append(torch.zeros(1, dtype=torch.long) if positions is None else positions[:, 0])
-
-    def take(self, batch: int) -> list[tuple[torch.Tensor, list[int]]]:
-        """Of every forward of `batch` rows since the last call: states [B, L, len(layers) * H], layer after layer along the last dimension,
-        and the position of every row's first one. Forwards of more rows were those of rows that have ended since."""
-        states = [torch.cat(parts, dim=-1) for parts in zip(*self.states.values())]
-        taken = [(own, start.tolist() * (batch // len(start))) for own, start in zip(states, self.starts) if len(own) == batch]
-        for parts in (*self.states.values(), self.starts):
-            parts.clear()
-        return taken
-
-    def close(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-
-
 def tapped(target: PreTrainedModel, layers: tuple[int, ...], context: Context) -> Tap:
-    """A `Tap` on `target`. ValueError if the draft drafts for another model, which would show it nothing."""
-    if context.target is not None and compat.unwrap(context.target.model).base_model is not target.base_model:
+    """What `layers` of `target` put out in the call. ValueError if the draft drafts for another model, which would show it nothing."""
+    if compat.unwrap(context.target.model).base_model is not target.base_model:
         raise ValueError("target: the draft was made to read the states of another model than the one that it drafts for now. Make it for that one, with "
                          "training.load_drafter(folder, model) for instance.")
-    return Tap(target, layers)
+    return context.target.watch(layers)
 
 
 @contextmanager
 def hidden_states(model: PreTrainedModel, layers: tuple[int, ...]) -> Iterator[Callable[[], torch.Tensor]]:
     """Inside, one forward of `model`; the function then gives its hidden states [B, L, len(layers) * H]."""
-    tap = Tap(model, layers)
-    try:
-        yield lambda: torch.cat([parts[-1] for parts in tap.states.values()], dim=-1)
-    finally:
-        tap.close()
+    ascending = tuple(sorted(set(layers)))
+    with watched(model, ascending) as found:
+        yield lambda: torch.cat([found[-len(ascending):][ascending.index(layer)] for layer in layers], dim=-1)
 
 
 def attach(draft: PreTrainedModel, reads: tuple[int, ...]) -> None:

@@ -13,10 +13,11 @@ from transformers import PreTrainedModel
 
 from .. import parts
 from ..proposal import Proposal, Verdict
+from ..tap import Tap
 from ..tree import Tree
 from ..tree_shapes import DynamicTree
 from .base import Context
-from .features import Tap, tapped
+from .features import tapped
 from .one_pass import OnePassDraft
 
 
@@ -91,8 +92,7 @@ class MedusaDraft(OnePassDraft):
     """Drafts with `MedusaHeads` from the state of the last token before the root, which the target's own pass has left.
 
     heads:  made by `training` (`training.load_drafter` makes the whole draft), or of a published checkpoint.
-    target: the model whose generate() it is used in. While a call runs it has hooks that keep its hidden states; nothing
-            else of it is touched.
+    target: the model whose generate() it is used in. Its passes show their hidden states; nothing of it is touched.
     tree:   as in `OnePassDraft`; all proposals are point masses.
 
     It has nothing to propose before the target has read the prompt. Raises ValueError naming the argument for a tree that the heads
@@ -109,6 +109,9 @@ class MedusaDraft(OnePassDraft):
         self.layers = getattr(heads, "reads", None) or (target.config.get_text_config().num_hidden_layers,)
         self.tap: Tap | None = None
         self.context: Context | None = None
+
+    def watching(self) -> tuple[int, ...]:
+        return tuple(sorted(set(self.layers)))
 
     def check(self, heads: nn.Module) -> None:
         """Raise ValueError unless `heads` are what this draft drafts with."""
@@ -191,7 +194,5 @@ class MedusaDraft(OnePassDraft):
         self.recent, self.known = [self.recent[row] for row in rows], [self.known[row] for row in rows]
 
     def finish(self) -> None:
-        if self.tap is not None:
-            self.tap.close()
         self.tap, self.context, self.recent, self.judged = None, None, [], None
         super().finish()

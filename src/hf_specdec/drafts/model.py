@@ -124,6 +124,9 @@ class ModelDraft(Draft):
         whole = context.sampler.exact_scores or context.sampler.needs_prefix  # else fewer logits are no harm
         return fitted(logits, context.vocab_size) if whole else logits[..., : context.vocab_size]
 
+    def models(self) -> list[tuple]:
+        return [(self.model, None, ())]
+
     def relative_cost(self, target: PreTrainedModel) -> float:
         """c by size: decoding reads every weight once a token."""
         return parts.parameters_per_token(self.model) / max(parts.parameters_per_token(target), 1)

@@ -4,7 +4,6 @@ PaSS (Monea, Joulin and Grave 2023, arXiv 2311.13581)."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -49,7 +48,7 @@ class PassDraft(OnePassDraft):
     cache lies at the root's slot and behind it, and the next pass of the target overwrites it before it is read.
 
     heads:  made by `training` (`training.load_drafter` makes the whole draft).
-    target: the model whose generate() it is used in. During a pass of the draft it has a hook that puts the embeddings in.
+    target: the model whose generate() it is used in.
     tree:   as in `OnePassDraft`. Without one, a chain; where the target samples, its tokens are drawn each from the law of its place.
 
     Cost: a whole pass of the target per round, beside the one that verifies. The first drafted token is practically always
@@ -80,29 +79,16 @@ class PassDraft(OnePassDraft):
 
     def _logits(self, context: Context, k: list[int]) -> torch.Tensor:
         n, cached = max(k) - 1, self.cached
-        cached.lengths = list(context.target.lengths)
+        cached.lengths, cached.embed = list(context.target.lengths), lambda tokens: self._embedded(tokens, n)
         blank = torch.zeros((len(k), n), dtype=torch.long, device=cached.device)
-        with self._embedded(n):
-            return cached.score(context.rows, Proposal.chain(blank, sizes=[max(own - 1, 0) for own in k])).to(context.device)
+        return cached.score(context.rows, Proposal.chain(blank, sizes=[max(own - 1, 0) for own in k])).to(context.device)
 
-    @contextmanager
-    def _embedded(self, n: int):
-        """Inside, forwards of the target get n look-ahead embeddings behind each row's fresh tokens."""
-
-        def embed(module: nn.Module, args, kwargs):
-            tokens = kwargs.pop("input_ids", None)
-            tokens, args = (args[0], args[1:]) if tokens is None else (tokens, args)
-            inputs = self.target.get_input_embeddings()(tokens)
-            first = torch.tensor(self.cached.fresh, device=inputs.device)[:, None] + torch.arange(n, device=inputs.device)
-            rows = torch.arange(len(first), device=inputs.device)[:, None]
-            inputs = inputs.index_put((rows, first), self.heads.embeddings[:n].to(inputs).expand(len(first), -1, -1))
-            return args, kwargs | {"inputs_embeds": inputs}
-
-        hook = compat.unwrap(self.target).base_model.register_forward_pre_hook(embed, with_kwargs=True)
-        try:
-            yield
-        finally:
-            hook.remove()
+    def _embedded(self, tokens: torch.Tensor, n: int) -> torch.Tensor:
+        """[B, L, H]: the tokens' embeddings, and n look-ahead embeddings behind each row's fresh tokens."""
+        inputs = self.target.get_input_embeddings()(tokens)
+        first = torch.tensor(self.cached.fresh, device=inputs.device)[:, None] + torch.arange(n, device=inputs.device)
+        rows = torch.arange(len(first), device=inputs.device)[:, None]
+        return inputs.index_put((rows, first), self.heads.embeddings[:n].to(inputs).expand(len(first), -1, -1))
 
     @property
     def calls(self) -> int:
