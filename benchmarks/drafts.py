@@ -34,6 +34,7 @@ from hf_specdec import mx
 from hf_specdec.bench.arms import PLAIN, generate_arm
 from hf_specdec.bench.embedded import EMBEDDED, load_target
 from hf_specdec.bench.prompts import Prompt, by_category, load_prompts
+from hf_specdec.draft_stop import CHOICES as STOPS
 from hf_specdec.drafts import (Draft, LookaheadDraft, MixtureDraft, ModelDraft, NGramRecyclingDraft, PromptLookupDraft, RecyclingDraft,
                                SuffixAutomatonDraft)
 from hf_specdec.drafts.feature import FeatureDraft
@@ -127,13 +128,13 @@ def judged(trace) -> int:
 
 
 def measure(target, tokenizer, prompts, k: int, nodes: int, max_new_tokens: int, made: dict, records: dict,
-            after: Callable[[], None] = lambda: None) -> None:
+            after: Callable[[], None] = lambda: None, stop: str = "constant") -> None:
     """Fill records[prompt id][draft] with counts and seconds, and records[prompt id]["plain generate"] with seconds; `after` is called
     after every prompt. What is there already is not run again."""
     plain = generate_arm(PLAIN, target)
     names, drafts = list(made), {name: Watched(make()) for name, (_, make) in made.items()}
     ks = {CHAIN: k, TREE: nodes, AUTO: "auto"}
-    arms = {name: generate_arm(name, target, speculative=True, assistant_model=watched.draft, num_assistant_tokens=ks[made[name][0]])
+    arms = {name: generate_arm(name, target, speculative={"draft_stop": stop}, assistant_model=watched.draft, num_assistant_tokens=ks[made[name][0]])
             for name, watched in drafts.items()}
     for prompt in prompts:
         record = records.setdefault(prompt.id, {"category": prompt.category})
@@ -206,10 +207,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--copies", nargs="*", default=[], choices=list(mx.FORMATS), help="the target's own weights in these formats as its draft, too")
     parser.add_argument("--tasks", nargs="*", default=[], help="of these alone")
     parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=WAYS, help="how trained drafters and copies are used")
+    parser.add_argument("--draft-stop", default="constant", choices=STOPS, help="when a draft model's chain ends before K")
     parser.add_argument("--row-invariant", action="store_true", help="bfloat16 tiles and row-invariant attention, on a CPU (mx.row_invariant)")
     parser.add_argument("--out", type=Path, help="keep the records as JSON, after every prompt, and go on from them")
     given = parser.parse_args(arguments)
-    settings = {name: getattr(given, name) for name in ("target", "k", "nodes", "max_new_tokens", "dtype", "row_invariant")}
+    settings = {name: getattr(given, name) for name in ("target", "k", "nodes", "max_new_tokens", "dtype", "row_invariant", "draft_stop")}
     result = {"settings": settings, "records": {}}
     if given.out and given.out.exists():
         result = json.loads(given.out.read_text())
@@ -230,7 +232,8 @@ def main(arguments: list[str] | None = None) -> None:
     made = {name: DRAFTS[name] for name in given.drafts} | trained(given.drafters, given.ways, target)
     made |= copies(given.copies, given.ways, load_target(given.target, given.dtype, "cpu" if given.row_invariant else None)[0]) if given.copies else {}
     with torch.inference_mode():
-        measure(hf_specdec.enable(target), tokenizer, prompts, given.k, given.nodes, given.max_new_tokens, made, result["records"], after)
+        measure(hf_specdec.enable(target), tokenizer, prompts, given.k, given.nodes, given.max_new_tokens, made, result["records"], after,
+                given.draft_stop)
     shown = {prompt.id: result["records"][prompt.id] for prompt in prompts}
     numbers = given.dtype + (", row-invariant" if given.row_invariant else "")
     Console().print(table(shown, list(made), f"{len(shown)} prompts, chains of {given.k}, trees of {given.nodes}, {numbers}"))
