@@ -18,6 +18,7 @@ from .compiled import CompiledPasses
 from .head import head_at
 from .kv_cache import SlotCache
 from .lengths import check_counting, counts_itself
+from .parts import read_at
 from .proposal import Proposal
 from .seq2seq import Decoder, Source
 from .tap import Tap, layers_of, show, watched
@@ -165,7 +166,7 @@ class CachedModel:
             inputs["logits_to_keep"] = wanted
         inputs |= {"past_key_values": self.cache, "use_cache": True, "return_dict": True}
         inputs |= {"input_ids": tokens} if embeds is None else {"inputs_embeds": embeds}
-        with watched(compat.unwrap(self.model), layers) as states:
+        with watched(read_at(compat.unwrap(self.model), layers)) as states:
             reference = (self.runner(self.run, **inputs) if tokens.numel() <= self.most else self.run(**inputs)).logits
         show(self.taps, states, starts)
         reference = reference if keep or wanted is None else reference[:, wanted.to(reference.device)]

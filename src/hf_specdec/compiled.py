@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from . import compat, passes
 from .kv_cache import FixedCache, SlotCache
+from .parts import read_at
 from .tap import SHOWN, note, watched
 
 FEW = 16
@@ -128,7 +129,7 @@ class CompiledPasses:
         if self.untried:
             self.functions[key] = self._made(tokens.device, tokens.shape[0] * plan.width)
         try:
-            with watched(compat.unwrap(self.model), reads, note):
+            with watched(read_at(compat.unwrap(self.model), reads), note):
                 if key not in self.checked:
                     logits, states = self.functions[key](*given)
                     self.checked[key] = unguarded(self.functions[key])

@@ -31,3 +31,9 @@ def decoder_layers(model: PreTrainedModel) -> tuple[str, torch.nn.ModuleList]:
         if isinstance(module, torch.nn.ModuleList) and len(module) == count:
             return name, module
     raise ValueError(f"{type(model).__name__}: no list of its {count} layers found; a draft cannot be made from its parts.")
+
+
+def read_at(model: PreTrainedModel, layers: tuple[int, ...]) -> list[torch.nn.Module]:
+    """The modules whose outputs are the hidden states after these layers; the model's own count stands for what comes after the final norm."""
+    blocks = decoder_layers(model)[1] if layers else ()
+    return [model.base_model if layer == len(blocks) else blocks[layer] for layer in layers]

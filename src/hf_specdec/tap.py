@@ -7,9 +7,6 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
-
-from .parts import decoder_layers
 
 SHOWN: list[torch.Tensor] = []  # of a pass that is being compiled: a compiled function leaves it empty
 
@@ -57,12 +54,11 @@ def hidden_of(output) -> torch.Tensor:
 
 
 @contextmanager
-def watched(model: PreTrainedModel, layers: tuple[int, ...], hook: Callable | None = None) -> Iterator[list[torch.Tensor]]:
-    """Inside, a forward of `model` adds the outputs of `layers`, ascending, to the list, or calls `hook` with them."""
+def watched(modules: list[nn.Module], hook: Callable | None = None) -> Iterator[list[torch.Tensor]]:
+    """Inside, a forward adds what these modules put out to the list, in the order in which they run, or calls `hook` with it."""
     found: list[torch.Tensor] = []
     hook = hook or (lambda module, args, output: found.append(hidden_of(output)))
-    blocks = decoder_layers(model)[1] if layers else ()
-    handles = [(model.base_model if layer == len(blocks) else blocks[layer]).register_forward_hook(hook) for layer in layers]
+    handles = [module.register_forward_hook(hook) for module in modules]
     try:
         yield found
     finally:

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .. import compat
+from ..parts import read_at
 from ..tap import Tap, watched
 from .base import Context
 
@@ -41,7 +42,7 @@ def tapped(target: PreTrainedModel, layers: tuple[int, ...], context: Context) -
 def hidden_states(model: PreTrainedModel, layers: tuple[int, ...]) -> Iterator[Callable[[], torch.Tensor]]:
     """Inside, one forward of `model`; the function then gives its hidden states [B, L, len(layers) * H]."""
     ascending = tuple(sorted(set(layers)))
-    with watched(model, ascending) as found:
+    with watched(read_at(model, ascending)) as found:
         yield lambda: torch.cat([found[-len(ascending):][ascending.index(layer)] for layer in layers], dim=-1)
 
 
