@@ -68,12 +68,12 @@ def main(
         model.set_attn_implementation("hf_specdec_rows")
         most = max(map(len, prompts.values())) + max_new_tokens
         begin = time.process_time()
-        drafts, drafter = {"K=0": (Nothing(), k), f"lookup, K={k}": (PromptLookupDraft(), k)}, None
-        with suppress(ValueError):  # the shipped drafter is for SmolLM2 alone
-            drafter = load_drafter("smollm2_drafter", model)
-            drafts["drafter, K=2"] = (ModelDraft(drafter), 2)
-            drafts["lookup or drafter, K=3"] = (MixtureDraft([PromptLookupDraft(), ModelDraft(drafter)], mode="choose"), 3)
-        made = warmup(enable(model), drafter, {"num_assistant_tokens": k}, max_length=most)
+        drafts = {"K=0": (Nothing(), k), f"lookup, K={k}": (PromptLookupDraft(), k)}
+        with suppress(ValueError):  # the shipped drafters are for SmolLM2 alone
+            independent, feature = ModelDraft(load_drafter("smollm2_drafter", model)), load_drafter("smollm2_feature_drafter", model)
+            drafts |= {"drafter, K=2": (independent, 2), "feature drafter, K=2": (feature, 2)}
+            drafts["lookup or feature drafter, K=3"] = (MixtureDraft([PromptLookupDraft(), feature], mode="choose"), 3)
+        made = sum(warmup(enable(model), draft, {"num_assistant_tokens": drafted}, max_length=most) for draft, drafted in drafts.values())
         console.print(f"{name}: {made} passes compiled in {time.process_time() - begin:.0f} s of processor time")
         if False in hows:
             arms[f"plain generate, {name}"] = generate_arm("", model)

@@ -163,18 +163,18 @@ def timed(arm) -> Run:
 
 
 def own_arms(dense, bits: list[int], k: int, longest: int, compiled: bool) -> dict[str, Run]:
-    """Stock generate, plain and with lookup; ours on every format: plain (K = 0), lookup, n-gram recycling (a tree) and the shipped drafter, eager and,
+    """Stock generate, plain and with lookup; ours on every format: plain (K = 0), lookup, n-gram recycling (a tree) and the shipped drafters, eager and,
     where asked for, compiled."""
     arms = {BASE: generate_arm("", dense), "16 bit: stock bfloat16, lookup": generate_arm("", dense, prompt_lookup_num_tokens=k)}
     for width, name in [(width, OURS[width]) for width in bits]:
         model = enable(mx.compress(copy.deepcopy(dense), name, measure=False, lm_head=name))
         model.set_attn_implementation("hf_specdec_rows")
-        drafts, drafter = {"plain": (Nothing(), k), "lookup": (PromptLookupDraft(), k), "recycling": (NGramRecyclingDraft(), k)}, None
-        with suppress(ValueError):  # it is for SmolLM2 alone
-            drafter = load_drafter("smollm2_drafter", model)
-            drafts["drafter"] = (ModelDraft(drafter), DRAFTED)
-        if compiled:
-            warmup(model, drafter, config={"num_assistant_tokens": k}, max_length=longest)
+        drafts = {"plain": (Nothing(), k), "lookup": (PromptLookupDraft(), k), "recycling": (NGramRecyclingDraft(), k)}
+        with suppress(ValueError):  # they are for SmolLM2 alone
+            drafts["drafter"] = (ModelDraft(load_drafter("smollm2_drafter", model)), DRAFTED)
+            drafts["feature drafter"] = (load_drafter("smollm2_feature_drafter", model), DRAFTED)
+        for draft, most in drafts.values() if compiled else ():
+            warmup(model, draft, config={"num_assistant_tokens": most}, max_length=longest)
         for mode, (draft, most) in drafts.items():
             for how in (False, True) if compiled else (False,):
                 options = {"speculative": {"seed": 0, "compile": how}, "num_assistant_tokens": most, "assistant_model": draft}
@@ -226,7 +226,7 @@ def reduce(found: dict, groups: dict[str, list[str]]) -> dict:
 
 def own_plain(name: str) -> str:
     """The arm that decodes with the same weights in the same way, but drafts nothing."""
-    return re.sub(", (lookup|recycling|drafter)", ", plain", name)
+    return re.sub(", (lookup|recycling|feature drafter|drafter)", ", plain", name)
 
 
 def _same(one: list[int], other: list[int]) -> float:

@@ -271,11 +271,17 @@ def test_bench_measures_compiled_passes_without_hooks(target_folder, draft_folde
     assert models and not any(compiled._refusals.get(model) for model in models) and all(compiled._functions[model] for model in models)
 
 
-def test_bench_compiles_no_target_whose_states_are_read(target_folder, tmp_path):
+@pytest.mark.filterwarnings("error:.*runs without compile")
+def test_bench_compiles_a_target_whose_states_are_read(target_folder, tmp_path, monkeypatch):
+    torch._dynamo.reset()
+    monkeypatch.setattr(compiled, "options", lambda device, places: {"backend": "aot_eager"})
     model, _ = load_target(target_folder)
     folder = save(build_drafter(model, [1], None, (0, 2)), tmp_path / "drafter", "the test's target")
-    result = run("bench", target_folder, "--draft", folder, "--compile", "--prompts", "chat", "--limit", 1)
-    assert result.exit_code == 2 and "--compile: the draft" in result.stderr
+    result = run("bench", target_folder, "--draft", folder, "--k", 3, "--compile", "--prompts", "chat", "--limit", 1, "--repetitions", 1, "--max-new-tokens", 8,
+                 "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    rows = {row["arm"]: row for row in json.loads((tmp_path / "bench.json").read_text())["results"]}
+    assert rows["ours feature, compiled"]["equal"] == 1 and rows["ours feature, compiled"]["block_efficiency"] >= 1
 
 
 def test_verify_of_a_16_bit_target_makes_a_draft_that_reads_its_states_again_for_the_float32_copy(target_folder, tmp_path):

@@ -17,7 +17,7 @@ from hf_specdec.drafts.feature import FeatureDraft
 from hf_specdec.training.drafter import PrunedHead
 from tests.architectures import FAMILIES
 from tests.conformance.builders import BUILDERS, VARIANTS, feature_drafter, make
-from tests.helpers import FULL, KnowingTreeDraft, generated, perturbed, plain, prompts, repetitive, speculate
+from tests.helpers import FULL, KnowingTreeDraft, enabled, generated, perturbed, plain, prompts, repetitive, speculate
 from tests.test_cached_model import TREES, check_scores, proposal, take
 
 NAMES = ["Llama", "Gemma 3 (text)", "GPT-2", "Mistral", "Llama 4 (text, chunked)", "Qwen3-MoE", "OPT"]
@@ -227,7 +227,7 @@ def test_the_option_is_checked():
 
 
 def test_warming_up_compiles_what_a_call_needs(traced, strict):
-    target, rows = family("Llama").model("eager"), repetitive(13)[:1]
+    target, rows = enabled(family("Llama").model("eager")), repetitive(13)[:1]
     draft, config = perturbed(target, 0.05), {"num_assistant_tokens": 3}
     assert hf_specdec.warmup(target, draft, config, max_length=100) == 4
     made = {model: dict(compiled._functions[model]) for model in (target, draft)}
@@ -238,7 +238,7 @@ def test_warming_up_compiles_what_a_call_needs(traced, strict):
 
 @pytest.mark.parametrize("name", ["feature", "medusa", "prompt_lookup", *(["cascade"] if FULL else [])])
 def test_warming_up_for_a_draft_compiles_what_its_calls_need(name, traced, strict):
-    target, rows = family("Llama").model("eager"), repetitive(13)[:1]
+    target, rows = enabled(family("Llama").model("eager")), repetitive(13)[:1]
     draft = make(name, target)
     hf_specdec.warmup(target, draft, {"num_assistant_tokens": 3}, max_length=100)
     models = [target, *(model for model, _, _ in draft.models())]

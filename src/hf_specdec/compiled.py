@@ -124,7 +124,7 @@ class CompiledPasses:
         masks = {name: _longer(mask, 2, more) for name, mask in masks.items()}
         embeds = None if embeds is None else _longer(embeds, 1, more)
         given = (self.model, pad(tokens, (0, more)), embeds, _longer(position_ids, 1, more), masks.get(None, masks), slots, keys, values)
-        key = (tokens.shape[0], plan.width, plan.capacity, tokens.device, keys[0].dtype, len(keys), embeds is None, reads)
+        key = (tokens.shape[0], plan.width, plan.capacity, tokens.device, keys[0].dtype, len(keys), type(self.model), embeds is None, reads)
         self.untried = key not in self.functions
         if self.untried:
             self.functions[key] = self._made(tokens.device, tokens.shape[0] * plan.width)

@@ -23,7 +23,8 @@ def warmup(model: PreTrainedModel, draft=None, config: SpeculativeConfig | dict 
            nodes: int | None = None) -> int:
     """Compile the passes that calls with `compile=True` will need, with a progress bar on standard error; the number of passes made.
 
-    model:      the target. draft: a draft model, or a draft made of models or of what reads the target's states.
+    model:      the target, after `enable(model)` if it is to be enabled: that changes the model's type, and for another type all is compiled anew.
+    draft:      a draft model, or a `Draft` with models in it or one that reads the target's states.
     config:     of the calls: K (`max_auto_tokens` where it is "auto") says how wide the target's passes get.
     max_length: tokens of the longest text, prompt included. batch: rows (a batch whose rows end one by one has smaller ones, too).
     nodes:      drafted tokens per pass where the draft makes trees; None: K.

@@ -81,8 +81,8 @@ def _watched(model, forwards: Forwards, now: Callable[[], float]):
     begun: list[float] = []
 
     def before(module, args, kwargs):
-        ids = kwargs.get("input_ids", args[0] if args else None)
-        forwards.widths.append(ids.shape[-1] if ids is not None else 0)
+        given = [part for part in (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if part is not None]
+        forwards.widths.append(given[0].shape[1] if given else 0)
         begun.append(now())
 
     def after(module, args, output):

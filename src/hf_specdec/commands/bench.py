@@ -55,8 +55,6 @@ def bench(
         torch.set_num_threads(threads)
     model, tokenizer = load_target(target, dtype)
     assistant = load_draft(draft, dtype, model, tokenizer)
-    if compile and hasattr(assistant, "tap"):
-        raise ValueError(f"--compile: the draft {draft} reads the target's states through hooks, and a model with hooks is not compiled. Leave one out.")
     arms = standard_arms(enable(model), assistant, parse_k(k), compile=compile)
     pairs = [(model, assistant)]
     if kernels:

@@ -140,10 +140,9 @@ class OnlineDraft(Draft):
         if offset:
             states = torch.stack([torch.nn.functional.pad(lesson.states, (0, 0, 0, width - len(lesson.states))) for lesson in lessons])
             given["inputs_embeds"] = inputs(self.model, states.to(device), tokens)
-            hidden = self.model.base_model.forward(**given).last_hidden_state  # past the hooks of a call that is under way
-            logits = self.model.get_output_embeddings()(hidden)
         else:
-            logits = self.model(input_ids=tokens, **given).logits
+            given["input_ids"] = tokens
+        logits = self.model(**given).logits
         row = torch.tensor([b for b, lesson in enumerate(lessons) for _ in lesson.places], device=device)
         place = torch.tensor([place for lesson in lessons for place in lesson.places], device=device)
         ids, probs = (torch.cat([getattr(lesson, name) for lesson in lessons]).to(device) for name in ("ids", "probs"))
