@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from hf_specdec.cli import app
 from hf_specdec.commands.train import _going_on
+from hf_specdec.training import trainer as trainer_module
 from hf_specdec.training import LOSSES, FeatureRunConfig, FeatureTrainer, RunConfig, Trainer, drafter, feature_trainer, heads, load_drafter, train
 from hf_specdec.training.batches import Corpus, frequent_tokens, split
 from hf_specdec.training.drafter import own_parameters
@@ -206,6 +207,19 @@ def test_an_independent_run_goes_on_from_another_drafter(target, data, tmp_path)
     draft = Trainer(target, data, tmp_path / "next", replace(CONFIG, layers=(-1,), begin=str(tmp_path / "first")), "tiny").draft
     for new, old in zip(drafter.own_parameters(draft), drafter.own_parameters(other), strict=True):
         torch.testing.assert_close(new, old, atol=0.02, rtol=0.02)
+
+
+def test_a_checkpoint_from_before_there_was_an_option_is_gone_on_with(target, data, tmp_path, monkeypatch):
+    first = Trainer(target, data, tmp_path, CONFIG)
+    first.run(every=5, until=5)
+    whole = trainer_module.asdict
+    monkeypatch.setattr(trainer_module, "asdict", lambda value: {name: own for name, own in whole(value).items() if name != "begin"})
+    first.keep()
+    monkeypatch.undo()
+    assert Trainer(target, data, tmp_path, CONFIG).progress.step == 5
+    drafter.save(first.draft, tmp_path / "other", "tiny", "bf16")
+    with pytest.raises(ValueError, match="holds a run with begin=''"):
+        Trainer(target, data, tmp_path, replace(CONFIG, begin=str(tmp_path / "other")))
 
 
 @pytest.mark.parametrize("kind", ["two layers", "reads states", "heads"])

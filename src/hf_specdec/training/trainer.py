@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 import torch
@@ -273,7 +273,7 @@ class Trainer:
             about, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}
         if "target" in about and not same(json.loads(about["target"]), self.probe):
             raise ValueError(f"out: {self.out} holds a run of another target; name another folder.")
-        config = json.loads(about["config"])
+        config = {option.name: option.default for option in fields(self.config)} | json.loads(about["config"])  # options that came later were at their default
         mine = json.loads(json.dumps(asdict(self.config)))
         different = sorted(name for name in mine if config.get(name) != mine[name] and name != "steps")
         if different:
