@@ -59,30 +59,39 @@ def said(prompt: list[int], answer: list[int], rate: float, seed: int, vocabular
     return {len(prompt) + i: token if coin.random() < rate else (token + 1) % vocabulary for i, token in enumerate(answer)}
 
 
-def arms_of(target, drafter, words: dict[int, int], lookup: type[Draft]) -> dict[str, object]:
-    drafts = {"lookup": lookup(), "model": SimulatedDraft(drafter, words)}
-    drafts |= {mode: MixtureDraft([lookup(), SimulatedDraft(drafter, words)], mode) for mode in ("choose", "merge")}
-    return {name: generate_arm(name, target, speculative=True, assistant_model=draft) for name, draft in drafts.items()}
+def drafts_of(drafter, lookup: type[Draft]) -> dict[str, Draft]:
+    drafts = {"lookup": lookup(), "model": SimulatedDraft(drafter, {})}
+    return drafts | {mode: MixtureDraft([lookup(), SimulatedDraft(drafter, {})], mode) for mode in ("choose", "merge")}
+
+
+def say(drafts: dict[str, Draft], words: dict[int, int]) -> None:
+    """From now on the simulated drafts say `words`."""
+    for draft in drafts.values():
+        for part in getattr(draft, "parts", [draft]):
+            if isinstance(part, SimulatedDraft):
+                part.said = words
 
 
 def measure(target, drafter, prompts, tokenizer, rate: float, max_new_tokens: int, repetitions: int, clock, after, lookup=PromptLookupDraft) -> dict:
-    """{prompt id: {arm: tokens per millisecond, best of the repetitions, ...}}."""
-    records = {}
-    plain = generate_arm(PLAIN, target)
-    for number, prompt in enumerate(prompts):
-        ids = prompt.ids(tokenizer)
-        answer = plain.run([ids], max_new_tokens).tokens
-        arms = {PLAIN: plain} | arms_of(target, drafter, said(ids, answer[0], rate, number, target.config.vocab_size), lookup)
-        spent, same = {name: [] for name in arms}, {}
-        for turn in range(repetitions):
+    """{prompt id: {arm: tokens per millisecond, median of the repetitions, ...}}. All prompts, then all again: the mixtures are one object each,
+    and remember the calls before."""
+    records, drafts = {}, drafts_of(drafter, lookup)
+    arms = {PLAIN: generate_arm(PLAIN, target)}
+    arms |= {name: generate_arm(name, target, speculative=True, assistant_model=draft) for name, draft in drafts.items()}
+    answers = [arms[PLAIN].run([prompt.ids(tokenizer)], max_new_tokens).tokens for prompt in prompts]
+    spent, same = {}, {}
+    for turn in range(repetitions):
+        for number, (prompt, answer) in enumerate(zip(prompts, answers)):
+            ids = prompt.ids(tokenizer)
+            say(drafts, said(ids, answer[0], rate, number, target.config.vocab_size))
             for name in list(arms) if turn % 2 == 0 else list(arms)[::-1]:
                 begin = clock()
                 found = arms[name].run([ids], max_new_tokens)
-                spent[name].append(clock() - begin)
-                same[name] = same.get(name, True) and found.tokens == answer
-        record = {name: len(answer[0]) / statistics.median(own) / 1000 for name, own in spent.items()}
-        records[prompt.id] = {"category": prompt.category, "tokens_per_ms": record, "same_text": same}
-        after(records)
+                spent.setdefault((prompt.id, name), []).append(clock() - begin)
+                same[prompt.id, name] = same.get((prompt.id, name), True) and found.tokens == answer
+            records[prompt.id] = {"category": prompt.category, "same_text": {name: same[prompt.id, name] for name in arms},
+                                  "tokens_per_ms": {name: len(answer[0]) / statistics.median(spent[prompt.id, name]) / 1000 for name in arms}}
+            after(records)
     return records
 
 

@@ -38,19 +38,27 @@ class Rates:
     """Acceptance of a draft's first token, and of one whose forerunners were accepted, by strength of the evidence: running means, which
     forget by 2 % a token judged, shrunk towards the draft's own `prior` times what the other strengths have so far made of theirs: where
     two matches of three tokens have led nowhere, one of five is trusted less, too. With both rates equal this is the alpha of Leviathan et
-    al. 2023; a looked-up continuation that has been right so far is likelier to go on being right."""
+    al. 2023; a looked-up continuation that has been right so far is likelier to go on being right.
 
-    WEIGHT, TRUST = 5.0, 2.0  # of the prior, in tokens judged
+    weight: of the prior, in tokens judged. memory: what a token judged leaves of the ones before.
+    """
 
-    def __init__(self, prior):
-        self.prior = prior
+    TRUST = 2.0  # of the other strengths, in tokens judged
+
+    def __init__(self, prior, weight: float = 5.0, memory: float = 0.98):
+        self.prior, self.weight, self.memory = prior, weight, memory
         self.counts: dict[int, list[list[float]]] = {}  # strength -> [right, judged] of first and later tokens
+
+    def copy(self) -> Rates:
+        made = Rates(self.prior, self.weight, self.memory)
+        made.counts = {strength: [list(count) for count in counts] for strength, counts in self.counts.items()}
+        return made
 
     def update(self, strength: int, proposed: int, accepted: int) -> None:
         counts = self.counts.setdefault(strength, [[0.0, 0.0], [0.0, 0.0]])
         seen = (min(accepted, 1), 1), (max(accepted - 1, 0), max(min(accepted + 1, proposed) - 1, 0))
         for count, new in zip(counts, seen):
-            count[:] = [value * 0.98 ** new[1] + more for value, more in zip(count, new)]
+            count[:] = [value * self.memory ** new[1] + more for value, more in zip(count, new)]
 
     def __call__(self, strength: int) -> list[float]:
         """(first, later)."""
@@ -60,7 +68,7 @@ class Rates:
             right, expected = sum(own[0] for own, _ in others), sum(own[1] * rate for own, rate in others)
             prior = min(prior * (right + self.TRUST) / (expected + self.TRUST), (1 + prior) / 2)
             right, judged = self.counts[strength][i] if strength in self.counts else (0.0, 0.0)
-            found.append((right + self.WEIGHT * prior) / (judged + self.WEIGHT))
+            found.append((right + self.weight * prior) / (judged + self.weight))
         return found
 
     def expected_tokens(self, strength: int, most: int, more: float = 0.0) -> list[float]:

@@ -7,12 +7,14 @@ import pytest
 import torch
 
 from hf_specdec.distributions import Sampler
-from hf_specdec.drafts import Context, Draft, MixtureDraft, PromptLookupDraft, SuffixAutomatonDraft, earning
+from hf_specdec.drafts import Context, Draft, MixtureDraft, ModelDraft, PromptLookupDraft, SuffixAutomatonDraft, earning
 from hf_specdec.proposal import Proposal, Verdict
 from hf_specdec.schedule import AutoSchedule, FixedSchedule
+from tests.helpers import generated, perturbed, repetitive, speculate, tiny_llama
 
 VOCAB, PROMPT, LENGTH = 1000, 120, 500
 # seconds of a pass by width: (flat, slope per token, step once there is more than one)
+SHORT = PROMPT + 60
 LINES = {"flat": (0.04, 0.0, 0.0), "steep": (0.04, 0.004, 0.0), "step": (0.06, 0.002, 0.035)}
 
 
@@ -56,14 +58,14 @@ def seconds(draft, words: list[int], line: str, clock: Clock, k: int | None = No
     """Of decoding what follows the prompt with K = k, or "auto"."""
     flat, slope, step = LINES[line]
     row, clock.now = list(words[:PROMPT]), 0.0
-    context = Context([row], LENGTH, VOCAB, torch.device("cpu"), Sampler.greedy(), lambda stream, n: None)
+    context = Context([row], len(words), VOCAB, torch.device("cpu"), Sampler.greedy(), lambda stream, n: None)
     draft.start(context)
     schedule = draft.schedule(most, True) or AutoSchedule(most, draft.cost_ratio, True, draft.prior)
     schedule = schedule if k is None else FixedSchedule(k)
     for rounds in count():
-        if len(row) >= LENGTH:
+        if len(row) >= len(words):
             break
-        begin, left = clock.now, LENGTH - len(row)
+        begin, left = clock.now, len(words) - len(row)
         proposal = draft.propose(context, schedule.next_k(draft.evidence(context), [left])).within([left - 1])
         clock.now += flat + slope * proposal.sizes[0] + step * (proposal.sizes[0] > 0)
         on_path, node, right = torch.zeros((1, len(proposal.tree) + 1), dtype=torch.bool), 0, 0
@@ -111,3 +113,41 @@ def test_auto_comes_near_to_what_an_exhaustive_search_over_k_finds(make, line, c
     words = text("copy", 0)
     made = [seconds(make(words, clock, LINES[line][0]), words, line, clock, k) for k in (*range(9), 12, 16)]
     assert seconds(make(words, clock, LINES[line][0]), words, line, clock) < 1.04 * min(made)
+
+
+@pytest.mark.parametrize("mode", ["choose", "merge"])
+@pytest.mark.parametrize("rate", [0.05, 0.9], ids=["bad", "good"])
+def test_a_mixture_begins_with_what_earlier_calls_have_taught_it(rate, mode, clock):
+    """Ten short texts with one object take less time than with a new one each: whether the model is of use need not be found out again."""
+    kept = MixtureDraft([PromptLookupDraft(), Knowing([], rate, 0.3, clock, 0, 0.04)], mode)
+    again = anew = 0.0
+    for seed in range(10):
+        words = text("chat", seed)[:SHORT]
+        fresh = Knowing(words, rate, 0.3, clock, seed, 0.04)
+        kept.parts[1].said = fresh.said
+        again += seconds(kept, words, "steep", clock)
+        anew += seconds(MixtureDraft([PromptLookupDraft(), fresh], mode), words, "steep", clock)
+    assert again < 0.98 * anew
+
+
+def test_what_is_learned_for_one_target_and_one_number_of_rows_is_not_used_for_another():
+    mixture, learned = MixtureDraft(), []
+    for target, rows in ((tiny_llama(3), 1), (tiny_llama(4), 1), (tiny_llama(4), 2)):
+        speculate(target, repetitive(12) * rows, mixture, "auto")
+        learned.append(mixture.experience)
+    speculate(target, repetitive(12) * 2, mixture, "auto")
+    assert len(set(map(id, learned))) == 3 and mixture.experience is learned[-1] and mixture.experience.calls == 2
+
+
+@pytest.mark.parametrize("mode", ["choose", "merge"])
+def test_a_call_with_a_seed_neither_uses_nor_keeps_what_others_have_taught(mode):
+    target, rows, options = tiny_llama(3), repetitive(12), {"do_sample": True, "top_k": 8}
+    mixture = MixtureDraft([PromptLookupDraft(), ModelDraft(perturbed(target, 0.3))], mode)
+    first = speculate(target, rows, mixture, "auto", seed=5, **options)
+    assert mixture.experience is None
+    for _ in range(2):
+        speculate(target, rows, mixture, "auto", **options)
+    taught = [str(rates.counts) for rates in mixture.experience.rates]
+    second = speculate(target, rows, mixture, "auto", seed=5, **options)
+    assert generated(first, rows) == generated(second, rows) and first.speculation.rounds == second.speculation.rounds
+    assert taught == [str(rates.counts) for rates in mixture.experience.rates]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cache
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 from ..proposal import Proposal
 from ..schedule import AutoSchedule, Rates, RoundCost
-from .base import Context
+from .base import Context, Draft
 
 if TYPE_CHECKING:
     from .mixture import MixtureDraft
@@ -38,6 +40,27 @@ class DraftCost:
         return (spent - slope * total) / n + slope * k
 
 
+class Experience:
+    """What a mixture has learned in calls without a seed, for the next one on the same target with as many rows: costs, and every draft's
+    acceptance, which in here forgets twenty times as slowly as within a call. It decides what is drafted at first, never what is accepted."""
+
+    WEIGHT, MEMORY = 20.0, 0.999  # of what earlier calls have taught, in tokens judged; and per token judged
+
+    def __init__(self, of: tuple[int, int], drafts: Sequence[Draft], ratios: list[float | None], timed: bool):
+        self.of, self.calls = of, 0
+        self.verify = RoundCost(0.03, timed)
+        self.drafting = [DraftCost(Earnings.UNKNOWN if ratio is None else ratio) for ratio in ratios]
+        self.reach = [Earnings.START + Earnings.STEP] * len(ratios)  # how much more of a costly draft than the last time
+        self.since_plain, self.plain_every = AutoSchedule.PLAIN_EVERY if timed else 0, AutoSchedule.PLAIN_EVERY
+        self.rates = [Rates(draft.prior, memory=self.MEMORY) for draft in drafts]
+
+    def begin(self, rows: int) -> list[list[Rates]]:
+        """Of each of so many rows and every draft, the acceptance that a call begins with."""
+        self.calls += 1
+        weight = {} if self.calls == 1 else {"weight": self.WEIGHT}
+        return [[Rates(cache(rates.copy()), **weight) for rates in self.rates] for _ in range(rows)]
+
+
 class Earnings:
     """Of a mixture's drafts in one call. A round takes `verify(k)`, the target's pass over k drafted tokens and all that is done in any
     round, and `drafting[d]`, the time of the costly draft that was asked. What a draft of no cost would have proposed is looked at in
@@ -46,24 +69,26 @@ class Earnings:
     rates: per row (one for all rows of a greedy call) and draft, its acceptance.
     """
 
-    PLAIN_EVERY = AutoSchedule.PLAIN_EVERY
     START, STEP = AutoSchedule.START, AutoSchedule.STEP
     PATIENCE, OPTIMISM = 48, 0.1
     UNKNOWN = 0.1  # cost ratio of a draft that does not say
 
     def __init__(self, mixture: "MixtureDraft", context: Context):
         self.mixture, self.drafts, self.timed = mixture, mixture.parts, context.timed
+        self.margin = AutoSchedule.MARGIN[len(context.rows) > 1]
         target = context.target.model if context.target is not None else None
         ratios = [draft.cost_ratio if target is None else draft.relative_cost(target) for draft in self.drafts]
         self.free = [ratio == 0 for ratio in ratios]
-        self.verify, self.drafting = RoundCost(0.03, self.timed), [DraftCost(self.UNKNOWN if ratio is None else ratio) for ratio in ratios]
-        self.reach = [self.START + self.STEP] * len(self.drafts)  # how much more of a costly draft than the last time
+        of = id(target), len(context.rows)
+        known = mixture.experience if self.timed else None
+        self.known = known if known is not None and known.of == of else Experience(of, self.drafts, ratios, self.timed)
+        if self.timed:
+            mixture.experience = self.known
+        self.verify, self.drafting, self.reach = self.known.verify, self.known.drafting, self.known.reach
         self.asked, self.waited = [0] * len(self.drafts), [0] * len(self.drafts)  # how often; rounds since
         own = len(context.rows) if context.sampler.do_sample else 1
-        self.rates = [[Rates(draft.prior) for draft in self.drafts] for _ in range(own)]
-        self.rows = [b % own for b in range(len(context.rows))]
-        self.rounds, self.since_plain, self.begin = 0, self.PLAIN_EVERY if self.timed else 0, None
-        self.plain_every, self.margin = self.PLAIN_EVERY, AutoSchedule.MARGIN[len(context.rows) > 1]
+        self.rates, self.rows = self.known.begin(own), [b % own for b in range(len(context.rows))]
+        self.rounds, self.begin = 0, None
         self.forget()
 
     def forget(self) -> None:
@@ -80,10 +105,11 @@ class Earnings:
                 judged = same if same == len(tokens) else len(path)  # what would have come after is not known
                 if judged:
                     self.rates[self.rows[b]][d].update(strength, judged, same)
+                    self.known.rates[d].update(strength, judged, same)
         now = perf_counter()
         if self.begin is not None and self.rounds > 1:  # the first round reads the prompt
             self.verify.update(self.shown, max(now - self.begin - self.spent, 1e-9))
-            self.since_plain = self.since_plain + 1 if self.shown else 0
+            self.known.since_plain = self.known.since_plain + 1 if self.shown else 0
         self.begin = now
         self.forget()
 
@@ -124,8 +150,9 @@ class Earnings:
 
     def looks_at_plain(self) -> bool:
         """Whether it is time to see what a plain step costs."""
-        due = self.rounds > 1 and self.since_plain >= self.plain_every
-        self.plain_every *= 2 if due and self.verify.plain is not None else 1
+        due = self.rounds > 1 and self.known.since_plain >= self.known.plain_every
+        if due and self.verify.plain is not None:
+            self.known.plain_every = min(2 * self.known.plain_every, 8 * AutoSchedule.PLAIN_EVERY)
         return due
 
     def next_round(self) -> None:

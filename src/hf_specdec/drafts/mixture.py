@@ -9,7 +9,7 @@ from ..proposal import Proposal, Verdict
 from ..registry import DRAFTS, load
 from .base import Context, Draft
 from .choosing import Choose
-from .earning import PlannedSchedule
+from .earning import Experience, PlannedSchedule
 from .growth import together
 from .inner import Judged
 from .merging import Merge
@@ -18,7 +18,8 @@ MODES = ("merge", "choose")
 
 
 class MixtureDraft(Draft):
-    """Several drafts; what each earns is measured during the call.
+    """Several drafts; what each earns is measured during the call, and what calls without a seed have measured is where the next one on the
+    same target with as many rows begins: keep the object.
 
     drafts: drafts, or names of registered ones; by default the suffix automaton and n-gram recycling.
     mode:   "merge": every round all drafts together fill one tree of K tokens, the likeliest first (SpecInfer, Miao et al. 2023, merges
@@ -58,6 +59,7 @@ class MixtureDraft(Draft):
             raise ValueError("drafts: the same object is in the list twice; make two.")
         self.parts, self.mode, self.tokens, self.branches = made, mode, tokens, branches
         self.reads_prompt = any(draft.reads_prompt for draft in made)
+        self.experience: Experience | None = None
 
     # --- the life of a call -----------------------------------------------------------------------------------------
 
