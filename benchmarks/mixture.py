@@ -67,7 +67,7 @@ def drafts_of(drafter, lookup: type[Draft]) -> dict[str, Draft]:
 def say(drafts: dict[str, Draft], words: dict[int, int]) -> None:
     """From now on the simulated drafts say `words`."""
     for draft in drafts.values():
-        for part in getattr(draft, "parts", [draft]):
+        for part in draft.parts if isinstance(draft, MixtureDraft) else [draft]:
             if isinstance(part, SimulatedDraft):
                 part.said = words
 
