@@ -13,6 +13,7 @@ import hf_specdec
 from hf_specdec.mx.attention import FEW_NAME
 from hf_specdec.mx.kernels import cpu
 from hf_specdec.mx.linear import MXLinear
+from hf_specdec.mx.packed import quantize
 from hf_specdec.training import build_drafter, load_drafter
 from hf_specdec.training.drafter import PrunedHead, own_parameters, save
 
@@ -72,17 +73,26 @@ def test_stored_in_16_bit_the_weights_are_bit_for_bit_those_in_bfloat16(target, 
 
 
 @pytest.mark.skipif(cpu.library() is None, reason="the kernels are not available")
-def test_a_draft_that_was_loaded_runs_on_the_kernels_with_the_weights_it_had(target, draft, tmp_path):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+def test_a_draft_that_was_loaded_runs_on_the_kernels_its_head_in_the_format_of_its_weights(target, draft, dtype, tmp_path):
     save(draft, tmp_path, "tiny", "mxint8")
-    target = copy.deepcopy(target).bfloat16()  # other tests have the same one
+    target = copy.deepcopy(target).to(dtype)  # other tests have the same one
     again = load_drafter(tmp_path, target)
     head, rows = again.get_output_embeddings().linear, target.get_output_embeddings().weight[HEAD]
-    assert isinstance(head, MXLinear) and torch.equal(head.dequantize(torch.bfloat16), rows)
+    assert isinstance(head, MXLinear) and torch.equal(head.dequantize(), quantize(rows.detach(), "mxint8").dequantize())
     assert again.config._attn_implementation == FEW_NAME
-    assert not isinstance(load_drafter(tmp_path, target.float()).get_output_embeddings().linear, MXLinear)  # it would lose digits
     save(again, tmp_path / "once more", "tiny", "mxint8")
     first, second = (load_file(folder / "model.safetensors") for folder in (tmp_path, tmp_path / "once more"))
     assert first.keys() == second.keys() and torch.equal(first["head_ids"], second["head_ids"])
+
+
+@pytest.mark.skipif(cpu.library() is None, reason="the kernels are not available")
+def test_stored_in_16_bit_the_head_keeps_its_digits(target, draft, tmp_path):
+    save(draft, tmp_path, "tiny")
+    low = copy.deepcopy(target).bfloat16()
+    head = load_drafter(tmp_path, low).get_output_embeddings().linear
+    assert isinstance(head, MXLinear) and torch.equal(head.dequantize(torch.bfloat16), low.get_output_embeddings().weight[HEAD])
+    assert not isinstance(load_drafter(tmp_path, target).get_output_embeddings().linear, MXLinear)  # float32: it would lose some
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
