@@ -4,8 +4,8 @@
 
 Greedy, batch 1, K "auto", the packaged prompts, whole calls with their prompt pass, the arms in turns. On a CPU with one thread the time is
 processor time, and what K "auto" and the mixture measure is, too. The draft model's acceptance is SIMULATED, its cost is not: the shipped drafter
-runs, and what it says is replaced by the target's own next token at --rate of all places of the text, drawn once per prompt, else by another
-token. Outputs are compared with plain generate's. --weights tiles: bfloat16 tiles of hf_specdec.mx with row-invariant attention, so that a
+runs, and what it says is replaced by the target's own next token at --rate of all places of the text, drawn anew in every repetition, else by
+another token: so many places decide little, and a few repetitions average over what they were. Outputs are compared with plain generate's. --weights tiles: bfloat16 tiles of hf_specdec.mx with row-invariant attention, so that a
 wider pass gives the same bits; float32 gives the same text anyway, in torch's own layout or, --weights fp32, in tiles.
 """
 
@@ -73,7 +73,7 @@ def say(drafts: dict[str, Draft], words: dict[int, int]) -> None:
 
 
 def measure(target, drafter, prompts, tokenizer, rate: float, max_new_tokens: int, repetitions: int, clock, after, lookup=PromptLookupDraft) -> dict:
-    """{prompt id: {arm: tokens per millisecond, median of the repetitions, ...}}. All prompts, then all again: the mixtures are one object each,
+    """{prompt id: {arm: tokens per millisecond over all repetitions, ...}}. All prompts, then all again: the mixtures are one object each,
     and remember the calls before."""
     records, drafts = {}, drafts_of(drafter, lookup)
     arms = {PLAIN: generate_arm(PLAIN, target)}
@@ -83,14 +83,14 @@ def measure(target, drafter, prompts, tokenizer, rate: float, max_new_tokens: in
     for turn in range(repetitions):
         for number, (prompt, answer) in enumerate(zip(prompts, answers)):
             ids = prompt.ids(tokenizer)
-            say(drafts, said(ids, answer[0], rate, number, target.config.vocab_size))
+            say(drafts, said(ids, answer[0], rate, 1000 * turn + number, target.config.vocab_size))
             for name in list(arms) if turn % 2 == 0 else list(arms)[::-1]:
                 begin = clock()
                 found = arms[name].run([ids], max_new_tokens)
                 spent.setdefault((prompt.id, name), []).append(clock() - begin)
                 same[prompt.id, name] = same.get((prompt.id, name), True) and found.tokens == answer
             records[prompt.id] = {"category": prompt.category, "same_text": {name: same[prompt.id, name] for name in arms},
-                                  "tokens_per_ms": {name: len(answer[0]) / statistics.median(spent[prompt.id, name]) / 1000 for name in arms}}
+                                  "tokens_per_ms": {name: len(answer[0]) / statistics.fmean(spent[prompt.id, name]) / 1000 for name in arms}}
             after(records)
     return records
 

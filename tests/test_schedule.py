@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hf_specdec.drafts import PromptLookupDraft
-from hf_specdec.schedule import AutoSchedule, Rates, progress
+from hf_specdec.schedule import AutoSchedule, Rates, RoundCost, progress
 
 NEW = 48
 # seconds of a round that drafts k tokens for n rows, and of the first one, which reads the prompts: measured on two CPUs' worth of kinds
@@ -104,3 +104,30 @@ def test_looking_again_takes_two_percent_of_the_time_at_most_but_goes_on(rows):
         spent += slope * k
         schedule.observe([k] * rows, [0] * rows, 1 + slope * k if step else None)
     assert looks >= 400 // 66 and spent < 0.02 * 400
+
+
+def costs(k: int) -> float:
+    """Of the kernels' tiles: 8 tokens cost what one costs, more of them more."""
+    return 1.0 if k < 8 else 1.25 + 0.07 * (k - 8)
+
+
+def test_what_wide_rounds_cost_is_not_laid_upon_narrow_ones():
+    cost = RoundCost(0.03)
+    for k in [0, *range(1, 24), *range(1, 24)]:
+        cost.update(k, costs(k))
+    assert all(abs(cost(k) - costs(k)) < 0.06 * costs(k) for k in range(24))
+
+
+def test_until_a_wide_round_is_timed_the_narrow_line_goes_on_and_the_other_way_round():
+    for known, asked in (((2, 5), 20), ((12, 20), 3)):
+        cost = RoundCost(0.03)
+        for k in known * 20:
+            cost.update(k, 2.0 + 0.1 * k)
+        assert cost(asked) == pytest.approx(2.0 + 0.1 * asked, rel=0.02)
+
+
+def test_rows_of_a_batch_make_a_pass_wide_sooner():
+    cost = RoundCost(0.03, rows=4)
+    for k in (1, 2, 1, 2, 1, 2):
+        cost.update(k, {1: 1.0, 2: 2.0}[k])
+    assert cost(1) < 1.2 and cost(2) > 1.8

@@ -79,32 +79,45 @@ class Rates:
 
 
 class RoundCost:
-    """Wall time of a round that drafts k tokens: T(0), a plain step, and a + s k for k >= 1, fitted with forgetting.
+    """Wall time of a round that drafts k tokens: T(0), a plain step, and two lines a + s k, fitted with forgetting, for passes over at most
+    NARROW tokens of all rows and for wider ones: small matrix products cost about what one row costs, up to a width from which they cost
+    more with every row.
 
-    c = s / T(0) is the cost ratio of Leviathan et al. 2023, with the price of the wider target pass in it. Until a plain step
-    has been timed, T(0) = a; until two values of k have been timed, s comes from `prior_ratio`.
+    c = s / T(0) is the cost ratio of Leviathan et al. 2023, with the price of the wider target pass in it. Until a plain step has been
+    timed, T(0) = a; until two values of k have been timed, s comes from `prior_ratio`; until rounds of one kind have been, the other's line
+    holds for both.
+
+    rows: of the batch.
     """
 
-    def __init__(self, prior_ratio: float, timed: bool = True):
-        self.prior_ratio, self.timed = prior_ratio, timed
+    NARROW = 8
+    MEMORY, ELSEWHERE = 0.95, 0.99  # what a round leaves of those before it, on its own line and on the other one
+    TRUST = 0.5                     # of the other line, in rounds
+
+    def __init__(self, prior_ratio: float, timed: bool = True, rows: int = 1):
+        self.prior_ratio, self.timed, self.rows = prior_ratio, timed, rows
         self.plain = None
-        self.sums = [0.0] * 5  # n, k, k^2, t, k t
+        self.sums = [[0.0] * 5 for _ in range(2)]  # narrow and wide: n, k, k^2, t, k t
 
     def update(self, k: int, seconds: float) -> None:
         if not self.timed:
             return
-        expected = self(k)
-        if expected is not None and (k == 0 and self.plain is not None or k and self.sums[0] > 2):
+        wide, expected = self._wide(k), self(k)
+        if expected is not None and (k == 0 and self.plain is not None or k and self.sums[wide][0] > 2):
             seconds = min(seconds, 2 * expected)  # a busy machine is not a cost
         if k == 0:
             weight = 0.2 if self.plain is not None and seconds > self.plain else 0.5  # the first steps of a call are slow ones
             self.plain = seconds if self.plain is None else (1 - weight) * self.plain + weight * seconds
         else:
             new = (1.0, k, k * k, seconds, k * seconds)
-            self.sums = [0.95 * old + x for old, x in zip(self.sums, new)]
+            self.sums = [[(self.MEMORY if own == wide else self.ELSEWHERE) * old + (x if own == wide else 0.0) for old, x in zip(sums, new)]
+                         for own, sums in enumerate(self.sums)]
 
-    def _line(self) -> tuple[float, float] | None:
-        n, k, kk, t, kt = self.sums
+    def _wide(self, k: int) -> bool:
+        return self.rows * (k + 1) > self.NARROW
+
+    def _line(self, sums: list[float]) -> tuple[float, float] | None:
+        n, k, kk, t, kt = sums
         if n == 0:
             return None
         base = t / (n + self.prior_ratio * k)  # the best a if s = prior_ratio * a
@@ -116,19 +129,27 @@ class RoundCost:
 
     def __call__(self, k: int) -> float | None:
         """Seconds of a round that drafts k tokens (1.0 per plain step where nothing has been timed); None: not known."""
-        if not self.timed or (self.plain is None and self.sums[0] == 0):
+        timed = any(sums[0] for sums in self.sums)
+        if not self.timed or (self.plain is None and not timed):
             return 1 + self.prior_ratio * k if not self.timed else None
-        line = self._line()
-        if line is None:
+        if k == 0 and self.plain is not None:
+            return self.plain
+        if not timed:
             return self.plain * (1 + self.prior_ratio * k)
-        if k == 0:
-            return line[0] if self.plain is None else self.plain
-        return line[0] + line[1] * k
+        wide = self._wide(k)
+        own, other = self._line(self.sums[wide]), self._line(self.sums[not wide])
+        if own is None or other is None:
+            base, slope = other if own is None else own
+            return base + slope * k
+        n, here, there = self.sums[wide][0], own[0] + own[1] * k, other[0] + other[1] * k
+        if wide:
+            here = max(here, other[0] + other[1] * (self.NARROW // self.rows - 1))  # no less than the widest narrow one
+        return (n * here + self.TRUST * there) / (n + self.TRUST)
 
     @property
     def c(self) -> float:
         """Cost of one more drafted token over the cost of a plain step."""
-        base, slope = self(0), self._line()
+        base, slope = self(0), next((line for line in map(self._line, self.sums) if line), None)
         return self.prior_ratio if slope is None or not base else slope[1] / base
 
 
@@ -173,7 +194,7 @@ class AutoSchedule:
 
     def next_k(self, evidence: list[int], room: list[int]) -> list[int]:
         self.evidence = evidence
-        self.cost.prior_ratio = self.drafting + self.PER_ROW * len(evidence)
+        self.cost.prior_ratio, self.cost.rows = self.drafting + self.PER_ROW * len(evidence), len(evidence)
         caps = [max(min(self.k_max, self.reach, left - 1), 0) if strength >= 0 else 0 for strength, left in zip(evidence, room)]
         k = self._best(evidence, caps, room)
         if k:

@@ -13,9 +13,10 @@ from hf_specdec.schedule import AutoSchedule, FixedSchedule
 from tests.helpers import generated, perturbed, repetitive, speculate, tiny_llama
 
 VOCAB, PROMPT, LENGTH = 1000, 120, 500
-# seconds of a pass by width: (flat, slope per token, step once there is more than one)
 SHORT = PROMPT + 60
-LINES = {"flat": (0.04, 0.0, 0.0), "steep": (0.04, 0.004, 0.0), "step": (0.06, 0.002, 0.035)}
+# seconds of a pass: of a plain one, more per drafted token, more once there is one, more once there are 8, and more per token from then on
+LINES = {"flat": (0.04, 0.0, 0.0, 0.0, 0.0), "steep": (0.04, 0.004, 0.0, 0.0, 0.0), "step": (0.06, 0.002, 0.035, 0.0, 0.0),
+         "tiles": (0.04, 0.0, 0.0, 0.01, 0.0025)}
 
 
 class Clock:
@@ -56,7 +57,7 @@ def text(kind: str, seed: int) -> list[int]:
 
 def seconds(draft, words: list[int], line: str, clock: Clock, k: int | None = None, most: int = 16) -> float:
     """Of decoding what follows the prompt with K = k, or "auto"."""
-    flat, slope, step = LINES[line]
+    flat, slope, step, jump, beyond = LINES[line]
     row, clock.now = list(words[:PROMPT]), 0.0
     context = Context([row], len(words), VOCAB, torch.device("cpu"), Sampler.greedy(), lambda stream, n: None)
     draft.start(context)
@@ -67,7 +68,8 @@ def seconds(draft, words: list[int], line: str, clock: Clock, k: int | None = No
             break
         begin, left = clock.now, len(words) - len(row)
         proposal = draft.propose(context, schedule.next_k(draft.evidence(context), [left])).within([left - 1])
-        clock.now += flat + slope * proposal.sizes[0] + step * (proposal.sizes[0] > 0)
+        size = proposal.sizes[0]
+        clock.now += flat + slope * size + step * (size > 0) + jump * (size > 7) + beyond * max(size - 7, 0)
         on_path, node, right = torch.zeros((1, len(proposal.tree) + 1), dtype=torch.bool), 0, 0
         on_path[0, 0] = True
         for own, (parent, token) in enumerate(zip(proposal.tree.parents, proposal.tokens[0].tolist()), start=1):
@@ -127,7 +129,7 @@ def test_a_mixture_begins_with_what_earlier_calls_have_taught_it(rate, mode, clo
         kept.parts[1].said = fresh.said
         again += seconds(kept, words, "steep", clock)
         anew += seconds(MixtureDraft([PromptLookupDraft(), fresh], mode), words, "steep", clock)
-    assert again < 0.98 * anew
+    assert again < 0.985 * anew
 
 
 def test_what_is_learned_for_one_target_and_one_number_of_rows_is_not_used_for_another():

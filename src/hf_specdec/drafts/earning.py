@@ -48,7 +48,7 @@ class Experience:
 
     def __init__(self, of: tuple[int, int], drafts: Sequence[Draft], ratios: list[float | None], timed: bool):
         self.of, self.calls = of, 0
-        self.verify = RoundCost(0.03, timed)
+        self.verify = RoundCost(0.03, timed, of[1])
         self.drafting = [DraftCost(Earnings.UNKNOWN if ratio is None else ratio) for ratio in ratios]
         self.reach = [Earnings.START + Earnings.STEP] * len(ratios)  # how much more of a costly draft than the last time
         self.since_plain, self.plain_every = AutoSchedule.PLAIN_EVERY if timed else 0, AutoSchedule.PLAIN_EVERY
