@@ -3,10 +3,11 @@
     OMP_NUM_THREADS=1 python benchmarks/mixture.py --out mixture.json
 
 Greedy, batch 1, K "auto", the packaged prompts, whole calls with their prompt pass, the arms in turns. On a CPU with one thread the time is
-processor time, and what K "auto" and the mixture measure is, too. The draft model's acceptance is SIMULATED, its cost is not: the shipped drafter
-runs, and what it says is replaced by the target's own next token at --rate of all places of the text, drawn anew in every repetition, else by
-another token: so many places decide little, and a few repetitions average over what they were. Outputs are compared with plain generate's. --weights tiles: bfloat16 tiles of hf_specdec.mx with row-invariant attention, so that a
-wider pass gives the same bits; float32 gives the same text anyway, in torch's own layout or, --weights fp32, in tiles.
+processor time, and what K "auto" and the mixture measure is, too. The draft model's acceptance is SIMULATED, its cost is not: the shipped
+drafter runs, and what it says is replaced by the target's own next token at --rate of all places of the text, drawn anew in every
+repetition, else by another token: so many places decide little, and a few repetitions average over what they were. Outputs are compared
+with plain generate's. --weights tiles: bfloat16 tiles of hf_specdec.mx with row-invariant attention, so that a wider pass gives the same
+bits; float32 gives the same text anyway, in torch's own layout or, --weights fp32, in tiles.
 """
 
 from __future__ import annotations
