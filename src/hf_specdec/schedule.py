@@ -83,9 +83,9 @@ class RoundCost:
     NARROW tokens of all rows and for wider ones: small matrix products cost about what one row costs, up to a width from which they cost
     more with every row.
 
-    c = s / T(0) is the cost ratio of Leviathan et al. 2023, with the price of the wider target pass in it. Until a plain step has been
-    timed, T(0) = a; until two values of k have been timed, s comes from `prior_ratio`; until rounds of one kind have been, the other's line
-    holds for both.
+    s / T(0) is the cost ratio c of Leviathan et al. 2023, with the price of the wider target pass in it. Until a plain step has been
+    timed, T(0) = a; until two values of k have been timed, s comes from `prior_ratio`; until rounds of one kind have been, the other's
+    line holds for both.
 
     rows: of the batch.
     """
@@ -110,8 +110,9 @@ class RoundCost:
             self.plain = seconds if self.plain is None else (1 - weight) * self.plain + weight * seconds
         else:
             new = (1.0, k, k * k, seconds, k * seconds)
-            self.sums = [[(self.MEMORY if own == wide else self.ELSEWHERE) * old + (x if own == wide else 0.0) for old, x in zip(sums, new)]
-                         for own, sums in enumerate(self.sums)]
+            for line, sums in enumerate(self.sums):
+                own, memory = line == wide, self.MEMORY if line == wide else self.ELSEWHERE
+                sums[:] = [memory * old + own * x for old, x in zip(sums, new)]
 
     def _wide(self, k: int) -> bool:
         return self.rows * (k + 1) > self.NARROW
@@ -145,12 +146,6 @@ class RoundCost:
         if wide:
             here = max(here, other[0] + other[1] * (self.NARROW // self.rows - 1))  # no less than the widest narrow one
         return (n * here + self.TRUST * there) / (n + self.TRUST)
-
-    @property
-    def c(self) -> float:
-        """Cost of one more drafted token over the cost of a plain step."""
-        base, slope = self(0), next((line for line in map(self._line, self.sums) if line), None)
-        return self.prior_ratio if slope is None or not base else slope[1] / base
 
 
 def progress(tokens: list[float], room: list[int], spread: float = 2.0, share: float = 0.2) -> float:
