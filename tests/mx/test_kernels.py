@@ -290,9 +290,18 @@ def test_a_row_has_the_same_bits_on_every_number_of_threads(name, n, path, dtype
     assert same_bits(found[0][:1], found[0][40:41]) and same_bits(found[0][:5], found[0][41:])
 
 
-@pytest.mark.parametrize("path", [path for path in ("portable", "avx2") if path in cpu.kernel_info()["available"]])
+@pytest.mark.parametrize("path", [path for path in PATHS if path != "portable"], indirect=True)
+@pytest.mark.parametrize("name", ["mxfp6_e2m3", "mxint8", *DENSE])
+@each_dtype
+def test_a_row_has_the_same_bits_among_many(name, path, dtype):
+    layer = random_layer(name, 40, 160, bias=True)
+    x = torch.randn(131, 160, generator=generator(9)).to(dtype)
+    assert same_bits(torch.cat([layer(row) for row in x.split(1)]), layer(x))
+
+
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_many_rows_on_the_narrow_paths_are_torchs_product_of_the_same_weights(path, dtype):
+def test_many_rows_are_the_product_of_the_same_weights(path, dtype):
     torch.manual_seed(0)
     layer = MXLinear.from_linear(torch.nn.Linear(96, 1061))
     x = torch.randn(2, 40, 96).to(dtype)

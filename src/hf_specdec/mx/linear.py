@@ -19,7 +19,7 @@ class MXLinear(nn.Linear):
     `weight` is uint8 `[out_features, in_features * bits / 8]` and `weight_scale` uint8 `[out_features, in_features / 32]`.
     They are saved in the stored order (least significant bit first). In use they lie as the kernels read them (`layout`): on a
     CPU in tiles, in the same memory; on a GPU in planes, and `weight` is empty then. A row of x gives the same bits at every number of rows
-    (on AVX2 and portable C: up to 64, without `alike`).
+    (in portable C up to 64, without `alike`).
     """
 
     alike = False

@@ -18,8 +18,7 @@ from .build import BuildError, build, packaged_library
 
 ROWS = 16  # of a tile
 ABI = 4
-WIDE, PANEL = 64, 1024  # rows of x from which on the paths in NARROW leave the product to torch; outputs they decode at a time
-NARROW = (0, 1)  # portable and avx2
+WIDE, PANEL = 64, 1024  # rows of x from which on portable C leaves the product to torch; outputs it decodes at a time
 PATHS = ("portable", "avx2", "avx512f", "avx512_bf16")  # as in csrc/mx.h
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _NUMBERS = {name: number for number, name in enumerate((*FORMATS, *DENSE))}
@@ -253,7 +252,7 @@ class Kernel:
         number of rows is multiplied as a few are."""
         if not x.is_contiguous():
             x = x.contiguous()
-        if x.numel() > WIDE * self.k and not alike and kernel_path() in NARROW:
+        if x.numel() > WIDE * self.k and not alike and PATHS[kernel_path()] == "portable":
             return self._by_panels(x)
         return multiply(self.address, x, self.n)
 

@@ -5,7 +5,7 @@
 #define TARGET __attribute__((target("avx2,fma")))
 #define RUN mx_run32_avx2
 #define LANES 8
-#define MOST 2
+#define MOST 4
 #define SPLAT(x) ((lanes)_mm256_set1_ps(x))
 #define MULADD(a, b, c) ((lanes)_mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c)))
 #include "dense32.h"

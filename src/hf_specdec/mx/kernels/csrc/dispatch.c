@@ -2,6 +2,7 @@
 #include "team.h"
 
 #include <stdlib.h>
+#include <string.h>
 #include <time.h>
 
 #define ABI 4
@@ -38,34 +39,45 @@ static mx_run runner(int path, int bits) {
 #if defined(__x86_64__)
 #include <immintrin.h>
 /* Twelve independent chains, so that neither latency nor memory counts; returns the multiply-adds of one round. */
+#define TWELVE(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7) DO(8) DO(9) DO(10) DO(11)
 __attribute__((target("avx512f,avx512bf16"), noinline)) static int64_t bf16_loop(int64_t rounds) {
-    __m512i bits = _mm512_set1_epi16(0x3f80);
+    __m512i one = _mm512_set1_epi16(0x3f80);
     __m512 a[12];
-    for (int i = 0; i < 12; i++) a[i] = _mm512_setzero_ps();
-#define DOT(i) a[i] = _mm512_dpbf16_ps(a[i], (__m512bh)bits, (__m512bh)bits);
-    for (int64_t r = 0; r < rounds; r++) {
-        DOT(0) DOT(1) DOT(2) DOT(3) DOT(4) DOT(5) DOT(6) DOT(7) DOT(8) DOT(9) DOT(10) DOT(11)
-        __asm__ volatile("" : "+v"(bits));
-    }
-    for (int i = 0; i < 12; i++) __asm__ volatile("" : : "v"(a[i]));
+#define BEGIN(i) a[i] = _mm512_setzero_ps();
+#define DOT(i) a[i] = _mm512_dpbf16_ps(a[i], (__m512bh)one, (__m512bh)one); __asm__ volatile("" : "+v"(a[i]));
+    TWELVE(BEGIN)
+    for (int64_t r = 0; r < rounds; r++) { TWELVE(DOT) }
     return 12 * 32;
+}
+
+__attribute__((target("avx2,fma"), noinline)) static int64_t fma_loop(int64_t rounds) {
+    __m256 one = _mm256_set1_ps(1.0f), a[12];
+#define BEGIN8(i) a[i] = _mm256_setzero_ps();
+#define FMA(i) a[i] = _mm256_fmadd_ps(one, one, a[i]); __asm__ volatile("" : "+x"(a[i]));
+    TWELVE(BEGIN8)
+    for (int64_t r = 0; r < rounds; r++) { TWELVE(FMA) }
+    return 12 * 8;
 }
 #endif
 
 static int64_t mx_dot_loop(int64_t rounds) {
 #if defined(__x86_64__)
     if (mx_has_path(MX_AVX512_BF16)) return bf16_loop(rounds);
+    if (mx_has_path(MX_AVX2)) return fma_loop(rounds);
 #endif
     return 0;
 }
 
-static float *widened(const void *x, int dtype, int64_t count) {
-    float *wide = malloc((size_t)(count + 1) * sizeof(float));
-    if (wide)
-        for (int64_t i = 0; i < count; i++) {
-            uint16_t bits = ((const uint16_t *)x)[i];
-            wide[i] = dtype == MX_DT_BF16 ? mx_from_bits((uint32_t)bits << 16) : mx_from_f16(bits);
-        }
+/* x [m, k] in float32, at the places of mx_job. */
+static float *widened(const void *x, int dtype, int64_t m, int64_t k, int64_t x_row, int64_t x_block) {
+    float *wide = malloc((size_t)(m * k) * sizeof(float));
+    for (int64_t at = 0; wide && at < m * k; at += MX_BLOCK) {
+        float *to = wide + at / k * x_row + at % k / MX_BLOCK * x_block;
+        const uint16_t *words = (const uint16_t *)x + at;
+        if (dtype == MX_DT_F32) memcpy(to, (const float *)x + at, MX_BLOCK * sizeof(float));
+        else if (dtype == MX_DT_BF16) for (int i = 0; i < MX_BLOCK; i++) to[i] = mx_from_bits((uint32_t)words[i] << 16);
+        else for (int i = 0; i < MX_BLOCK; i++) to[i] = mx_from_f16(words[i]);
+    }
     return wide;
 }
 
@@ -108,8 +120,10 @@ int mx_linears(const mx_layer *const *layers, void *const *outs, int count, cons
     int wide = dtype != MX_DT_BF16; /* needs float32 */
     for (int i = 0; i < count; i++) wide |= layers[i]->bits == 32;
     if (path == MX_AVX512_BF16 && wide) path = MX_AVX512F;
-    if (path != MX_AVX512_BF16 && dtype != MX_DT_F32) {
-        x = own = widened(x, dtype, m * k);
+    /* Rows that lie a power of two apart fall into few places of a cache; block by block they lie together. */
+    const int64_t x_row = path == MX_AVX2 ? MX_BLOCK : k, x_block = path == MX_AVX2 ? m * MX_BLOCK : MX_BLOCK;
+    if (path != MX_AVX512_BF16 && (dtype != MX_DT_F32 || (path == MX_AVX2 && m > 1))) {
+        x = own = widened(x, dtype, m, k, x_row, x_block);
         if (!own) return 1;
     } else if (path == MX_AVX512_BF16 && m > 1) {
         own = malloc((size_t)(m * k * 2));
@@ -122,7 +136,7 @@ int mx_linears(const mx_layer *const *layers, void *const *outs, int count, cons
     int64_t groups = 0;
     for (int i = 0; i < count; i++) {
         const mx_layer *layer = layers[i];
-        all.job[i] = (mx_job){.layer = layer, .x = x, .out = outs[i], .m = m, .out_dtype = dtype};
+        all.job[i] = (mx_job){.layer = layer, .x = x, .x_row = x_row, .x_block = x_block, .out = outs[i], .m = m, .out_dtype = dtype};
         all.run[i] = runner(path, layer->bits);
         if (path >= MX_AVX512F && layer->bits < 16)
             for (int j = 0; j < 128; j++)
@@ -159,7 +173,7 @@ uint64_t mx_read(const uint64_t *words, int64_t count, int threads) {
     return sum;
 }
 
-/* bfloat16 (or, on other paths, float32) multiply-adds per second: dot products on registers alone, on all threads. */
+/* Multiply-adds per second on registers alone, on all threads: bfloat16 dot products, or float32 where there are none; 0 on other processors. */
 double mx_dot_peak(int threads) {
     const int64_t rounds = 5000000;
     double start = seconds();

@@ -31,10 +31,12 @@ typedef struct {
     int32_t format, bits;
 } mx_layer;
 
-/* One stretch of row groups times m rows of x; x is packed bfloat16 (MX_AVX512_BF16) or float32 (the others). */
+/* One stretch of row groups times m rows of x; x is packed bfloat16 (MX_AVX512_BF16) or float32 (the others): a row and a block of it begin
+ * x_row and x_block numbers after the one before (on AVX512F k and 32). */
 typedef struct {
     const mx_layer *layer;
     const void *x;
+    int64_t x_row, x_block;
     void *out; /* [m, n] of out_dtype */
     int64_t m;
     int out_dtype;
