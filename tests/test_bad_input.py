@@ -478,6 +478,9 @@ BAD = {
     "bool": lambda b, v: Proposal.chain(tokens(b).bool()),
     "nothing": lambda b, v: None,
     "a tensor": lambda b, v: tokens(b),
+    "a token that its law cannot give": lambda b, v: Proposal.chain(tokens(b), torch.nn.functional.one_hot((tokens(b) + 1) % v, v).float()),
+    "laws that are a list": lambda b, v: Proposal.chain(tokens(b), laws(b, v).tolist()),
+    "sizes that are no ints": lambda b, v: Proposal.chain(tokens(b), sizes=[2.0] * b),
     "lists": lambda b, v: Proposal(Tree.chain(3), tokens(b).tolist(), None, [3] * b),
 }
 

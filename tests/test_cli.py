@@ -10,15 +10,17 @@ import torch
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from hf_specdec import __version__, compiled
+from hf_specdec import SpeculativeConfig, __version__, compiled
 from hf_specdec.bench.embedded import load_target
 from hf_specdec.cli import app
 from hf_specdec.commands.common import drafts_by_name, load_draft
+from hf_specdec.drafts import NGramDraft, RetrievalDraft
+from hf_specdec.loading import loaded
 from hf_specdec.training import build_drafter
 from hf_specdec.training.drafter import save
 
 from .bench import conftest as saved
-from .helpers import FULL, word_tokenizer
+from .helpers import FULL, VOCAB, word_tokenizer
 
 ROOT = Path(__file__).parent.parent
 target_folder, draft_folder = saved.target_folder, saved.draft_folder
@@ -100,6 +102,16 @@ def test_drafts_without_weights_go_by_name_and_a_folder_of_that_name_before_them
     monkeypatch.chdir(tmp_path)
     model.save_pretrained("mixture")
     assert type(load_draft("mixture", "float32", model, tokenizer)) is type(model)
+
+
+def test_a_file_is_the_draft_that_wrote_it(tmp_path):
+    tokenizer = word_tokenizer(range(VOCAB))
+    for made, name in ((RetrievalDraft, "retrieval"), (NGramDraft, "ngram")):
+        file = made.from_texts(["w1 w2 w3 w1 w2"], tokenizer).save(tmp_path / f"{name}.safetensors")
+        assert load_draft(str(file), "float32", None, tokenizer).name == name
+        assert loaded(SpeculativeConfig(draft=name, draft_source=str(file)), None).name == name
+    with pytest.raises(ValueError, match="another tokenizer"):
+        load_draft(str(file), "float32", None, word_tokenizer(range(1, VOCAB + 1)))
 
 
 def test_lenience_is_reported_as_not_lossless(target_folder):

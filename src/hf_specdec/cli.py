@@ -18,7 +18,7 @@ Target = Annotated[str, typer.Argument(help="smollm2 (the embedded target), a fo
 Draft = Annotated[
     str | None,
     typer.Option("--draft", help="prompt_lookup (default), mixture, ngram_recycling, recycling, suffix_automaton, lookahead, uniform, a shipped "
-                 "drafter's name, a saved n-gram table, a folder or a hub id."),
+                 "drafter's name, a saved n-gram table or datastore, a folder or a hub id."),
 ]
 K = Annotated[str, typer.Option("--k", help="Tokens drafted per round: 1..64, or auto.")]
 MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1)]

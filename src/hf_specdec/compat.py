@@ -145,8 +145,10 @@ def unwrap(model: Any) -> PreTrainedModel:
 
 def traits_of(model: PreTrainedModel, role: str) -> ModelTraits:
     """Ask what `model` accepts. ValueError naming `role` ("target" or "assistant_model") and the remedy if it cannot be used."""
-    config = model.config.get_text_config()
     name = f"{role}: {type(model).__name__}"
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"{name} is no transformers model.")
+    config = model.config.get_text_config()
     _refuse_what_cannot_roll_back(model, config, name)
     forward = inspect.signature(model.forward).parameters
     own_mask = config.model_type in _OWN_MASK or getattr(config, "alibi", False) \

@@ -13,7 +13,7 @@ from .registry import ACCEPTANCE, DRAFTS, shipped
 
 CONFIG_NAME = "speculative_config.json"
 MAX_ASSISTANT_TOKENS = 64
-WITH_WEIGHTS = ("model", "model_tree", "ngram", "feature", "feature_tree", "medusa", "parallel", "pass")
+WITH_WEIGHTS = ("model", "model_tree", "ngram", "retrieval", "feature", "feature_tree", "medusa", "parallel", "pass")
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class SpeculativeConfig:
         (default 0.09, 0.3, 0.3).
     record_probs: whether the trace keeps p and q of every committed and every rejected token (default False).
     draft_options: keyword arguments of that draft, as JSON has them, such as {"branches": 4}; the draft checks them.
-    draft_source: the folder, file or hub id of a draft that has weights ("model", "model_tree", "ngram"), or a drafter as in `draft` ("feature",
+    draft_source: the folder, file or hub id of a draft that has weights ("model", "model_tree", "ngram", "retrieval"), or a drafter as in `draft` ("feature",
         "feature_tree", "medusa", "parallel", "pass", or "model", "model_tree"), which is loaded where no `assistant_model` is passed:
         safetensors only, no code. The last model is kept, and a drafter as long as its target.
     compile: whether passes are compiled (`torch.compile`) over fixed shapes, the target's and a draft model's (default False). The

@@ -18,6 +18,7 @@ from .drafts.base import Draft
 from .registry import DRAFTS, LOADERS, SHIPPED, load
 
 OF_A_MODEL = ("model", "model_tree")
+OF_A_FILE = ("ngram", "retrieval")
 ALSO = {"feature": ("feature_tree",)}  # what else a drafter's weights may be put into
 _kept: WeakKeyDictionary = WeakKeyDictionary()  # target -> what its drafter was read from, and the drafter
 
@@ -35,15 +36,20 @@ def as_draft(draft: Any, config: SpeculativeConfig) -> Draft:
 
 
 def _made(name: str, config: SpeculativeConfig, *parts: Any) -> Draft:
+    made = _class(name, config)
+    try:
+        return made(*parts, **config.draft_options)
+    except TypeError as error:
+        raise ValueError(f"draft={config.draft!r} has to be made first: pass assistant_model={made.__name__}(...).") from error
+
+
+def _class(name: str, config: SpeculativeConfig) -> type[Draft]:
     made = load(DRAFTS, name, "draft")
     known = inspect.signature(made).parameters
     unknown = [name for name in config.draft_options if name not in known]
     if unknown:
         raise ValueError(f"draft_options: {made.__name__} has no {unknown[0]!r}; it has {sorted(known)}.")
-    try:
-        return made(*parts, **config.draft_options)
-    except TypeError as error:
-        raise ValueError(f"draft={config.draft!r} has to be made first: pass assistant_model={made.__name__}(...).") from error
+    return made
 
 
 def source_of(config: SpeculativeConfig) -> str | None:
@@ -59,8 +65,8 @@ def loaded(config: SpeculativeConfig, target: PreTrainedModel) -> PreTrainedMode
     Raises ValueError naming the argument if the source cannot be read, if the target is not the one of the drafter, or if `draft` is another kind.
     """
     source, argument = source_of(config), "draft_source" if config.draft_source else "draft"
-    if config.draft == "ngram":
-        return load(DRAFTS, "ngram", "draft").load(source)
+    if config.draft in OF_A_FILE:
+        return _class(config.draft, config).load(source, **config.draft_options)
     if not load(LOADERS, "is_drafter", argument)(source):
         if config.draft not in OF_A_MODEL:
             raise ValueError(f"{argument}={source!r} holds no drafter, which draft={config.draft!r} is made of. Name one, or pass the draft as assistant_model.")

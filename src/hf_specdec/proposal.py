@@ -82,6 +82,8 @@ class Proposal:
             return ValueError(f"draft {draft!r} returned {what}; a draft must return tokens [{batch}, {n}] with ids in "
                               f"0..{vocab_size - 1} and probs None or [{batch}, {n}, {vocab_size}] that sum to 1.")
 
+        if not (self.probs is None or torch.is_tensor(self.probs)) or not all(isinstance(size, int) for size in self.sizes):
+            raise wrong(f"probs of type {type(self.probs).__name__} with sizes {self.sizes}")
         if tuple(self.tokens.shape) != (batch, n) or len(self.sizes) != batch:
             raise wrong(f"tokens of shape {tuple(self.tokens.shape)} with {len(self.sizes)} sizes")
         if self.tokens.dtype != torch.long:
@@ -101,6 +103,9 @@ class Proposal:
             raise wrong("probs that are negative, infinite or nan")
         if real.numel() and float((real.sum(-1) - 1).abs().max()) > 1e-3:
             raise wrong(f"probs whose rows sum to between {float(real.sum(-1).min()):.4f} and {float(real.sum(-1).max()):.4f}")
+        drawn = self.valid if self.fillers is None else self.valid & ~self.fillers
+        if bool((drawn & (self.probs.gather(-1, self.tokens[..., None])[..., 0] <= 0)).any()):
+            raise wrong("a token of probability 0 by its own probs, which cannot have been drawn from them")
 
 
 @dataclass

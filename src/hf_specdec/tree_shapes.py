@@ -137,6 +137,8 @@ def rank_tree(rates: Sequence[Sequence[float]], nodes: int) -> Tree:
     """The tree of the `nodes` likeliest paths where the sibling of rank r at depth d + 1 is right with probability rates[d][r], whatever
     came before (Medusa, Cai et al. 2024, section 2.3.3): greedily, which is the best there is, since a child is never likelier than its
     parent. Ranks are taken in order. Fewer nodes where the rates end. Nodes come in order of their probability."""
+    if not len(rates) or not all(len(depth) for depth in rates):
+        raise ValueError("rates: expected at least one depth, and at least one rate at each.")
     parents: list[int] = []
     depths = [0]
     ahead = [(-float(rates[0][0]), 0, 0, 1.0)]  # (-probability, parent, rank, probability of the parent)

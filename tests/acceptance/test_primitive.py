@@ -52,10 +52,24 @@ def test_any_leading_shape_goes():
     (torch.ones(4), None, torch.tensor(0), "^p is not a law"),
     (torch.ones(4) / 4, torch.tensor([1.5, -0.5, 0, 0]), torch.tensor(0), "^q is not a law"),
     (torch.ones(4) / 4, None, torch.tensor(4), "^x holds indices from 4"),
+    (torch.tensor([float("nan"), 0.5]), None, torch.tensor(0), "^p is not a law"),
+    (torch.ones(2) / 2, torch.tensor([float("nan"), 0.5]), torch.tensor(0), "^q is not a law"),
+    (torch.ones(2) / 2, torch.tensor([1.0, 0.0]), torch.tensor(1), "^x holds an index whose q is 0"),
 ])
 def test_what_is_no_law_is_refused(p, q, x, message):
     with pytest.raises(ValueError, match=message):
         speculative_sample(p, q, x)
+
+
+@pytest.mark.parametrize("lenience", [0.0, -1.0, 1.5, float("nan")])
+def test_a_lenience_that_is_none_is_refused(lenience):
+    with pytest.raises(ValueError, match="^lenience="):
+        speculative_sample(torch.ones(2) / 2, None, torch.tensor(0), lenience)
+
+
+def test_nothing_drawn_gives_nothing():
+    out, accepted = speculative_sample(torch.zeros(0, 2), torch.zeros(0, 2), torch.zeros(0, dtype=torch.long))
+    assert out.shape == accepted.shape == (0,)
 
 
 def test_the_documents_example_runs_and_says_what_it_says():

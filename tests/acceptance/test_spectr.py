@@ -1,11 +1,10 @@
-"""K-sequential selection: the joint law in float64, its discount, and what it refuses to judge."""
+"""K-sequential selection: the joint law in float64, its discount, and siblings that share no law."""
 
 import pytest
 import torch
 
 from hf_specdec import registry
 from hf_specdec.acceptance.spectr import leftover, smallest_discount
-from hf_specdec.proposal import Proposal
 from hf_specdec.tree import Tree
 from tests.test_enumeration import EXACT, World, committed, different_one_hots, random_laws, sampling, without_replacement, worst_error
 
@@ -61,11 +60,14 @@ def test_more_draws_are_accepted_more_often():
     assert rates == sorted(rates) and rates[0] == pytest.approx(float(torch.minimum(p, q).sum())) and rates[-1] > rates[0] + 0.05
 
 
-@pytest.mark.parametrize("kind", ["without replacement", "not drawn"])
-def test_siblings_without_a_common_law_are_refused_by_name(kind):
-    tree, world = Tree((0, 0)), World(4, 1, seed=1)
-    draft = without_replacement(tree, 4) if kind == "without replacement" else different_one_hots(tree, 4)
-    tokens = torch.tensor([[0, 2]])
-    probs = torch.stack([draft((0,), 1), draft((0, 2), 2)])[None] if kind == "without replacement" else None
-    with pytest.raises(ValueError, match=r'acceptance="spectr" judges siblings .* the draft .mine. .* acceptance="speculative_sampling"'):
-        rule().verdict(Proposal(tree, tokens, probs, [2], "mine"), world.law(tree, tokens), torch.zeros(1, 2, dtype=torch.float64))
+@pytest.mark.parametrize("draft", [without_replacement, different_one_hots])
+@pytest.mark.parametrize("parents", [(0, 0), (0, 0, 0), (0, 1, 1), (0, 0, 1, 2)])
+def test_siblings_without_a_common_law_leave_it_as_well(parents, draft):
+    tree, world = Tree(parents), World(4, 2, seed=1)
+    assert worst_error(committed(rule(), tree, world, draft(tree, 4), 2), world, 2) < EXACT
+
+
+def test_a_place_of_each_kind_in_one_tree_leaves_it_as_well():
+    tree, world = Tree((0, 0, 1, 1)), World(4, 2, seed=2)
+    alike, without = of_the_parent(tree, 4), without_replacement(tree, 4)
+    assert worst_error(committed(rule(), tree, world, lambda row, node: (alike if node <= 2 else without)(row, node), 2), world, 2) < EXACT

@@ -87,7 +87,7 @@ def test_families_whose_layers_have_other_names_or_kinds(family):
     assert generated(out, rows) == plain(target, rows, max_new_tokens=8)
 
 
-@pytest.mark.parametrize("layers", [0, 5, [], [0, 0], [2, 1], [4], [0.5], True])
+@pytest.mark.parametrize("layers", [0, 5, [], [0, 0], [2, 1], [4], [0.5], True, 1.0, None, torch.tensor([0, 1])])
 def test_layers_out_of_range_are_named(layers):
     with pytest.raises(ValueError, match="layers="):
         EarlyExitDraft(deep(), layers)

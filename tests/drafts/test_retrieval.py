@@ -41,6 +41,7 @@ def test_a_match_does_not_cross_documents_and_no_continuation_does():
     assert store.match([2, 3])[0] == 1 and store.match([9, 6])[0] == 0
     assert store.continuations(*store.match([1]), 4, 8) == [[2]] and store.continuations(*store.match([3]), 2, 8) == [[4, 5]]
     assert store.match([0, 3, 4], least=3) == (0, 0, 0)
+    assert store.match([2, 6])[0] == 0 and store.match([1, 2, 6, 3])[0] == 1  # 6 stands between documents, and is no token of them
 
 
 def test_the_tree_holds_the_most_frequent_continuations():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hf_specdec.drafts import CascadeDraft, ModelDraft, PromptLookupDraft, TranslatedDraft
+from hf_specdec.drafts.translated import spelled
 from tests.conformance import law
 from tests.encoder_decoders import FAMILIES
 from tests.helpers import FULL, VOCAB, generated, perturbed, plain, prompts, repetitive, small_vocabulary_llama, speculate, tiny_llama, word_tokenizer
@@ -108,6 +109,11 @@ def test_the_drafts_cache_is_that_of_the_text():
     draft.start = started
     speculate(target, ROWS, draft, 4)
     assert len(checked) > 10 and all(checked)
+
+
+def test_a_space_is_a_space_however_a_vocabulary_writes_it():
+    assert spelled({"Ġword": 1, "word": 2, "Ã©t": 3, "<s>": 4, "Ã": 5}) == {" word": 1, "word": 2, "ét": 3, "<s>": 4, "Ã": 5}
+    assert spelled({"▁word": 7, "word": 8, "ét": 9, "<s>": 0}) == {" word": 7, "word": 8, "ét": 9, "<s>": 0}
 
 
 def test_vocabularies_that_share_nothing_are_refused():

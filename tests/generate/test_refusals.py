@@ -11,7 +11,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 
 import hf_specdec
 from hf_specdec import SpeculativeDecoder
-from hf_specdec.drafts import Draft, ModelDraft, PromptLookupDraft
+from hf_specdec.drafts import CascadeDraft, Draft, MixtureDraft, ModelDraft, PromptLookupDraft, RecyclingDraft
 from hf_specdec.proposal import Proposal
 from tests.helpers import VOCAB, build, generated, padded, perturbed, plain, prompts, repetitive, speculate, tiny_llama
 
@@ -237,6 +237,23 @@ def test_a_draft_serves_one_call_at_a_time_and_the_next_one_after_an_error(make)
     with pytest.raises(ValueError, match="is in use by another call.*a draft of its own"):
         ours(model, ROWS[:1], assistant_model=draft, logits_processor=LogitsProcessorList([Nested(tiny_llama(3), draft)]))
     assert generated(speculate(model, ROWS, draft, max_new_tokens=12), ROWS) == plain(model, ROWS, max_new_tokens=12)
+
+
+@pytest.mark.parametrize("make", [
+    lambda model, shared: MixtureDraft([CascadeDraft(model, shared), shared]), lambda model, shared: CascadeDraft(model, MixtureDraft([MixtureDraft([shared]), shared])),
+], ids=["beside", "within"])
+def test_one_draft_at_two_places_is_refused_before_any_work(make):
+    model = hf_specdec.enable(tiny_llama(3))
+    with pytest.raises(ValueError, match="one and the same RecyclingDraft is in this .*twice"):
+        ours(model, ROWS, assistant_model=make(perturbed(tiny_llama(3)), RecyclingDraft()))
+
+
+def test_a_draft_inside_another_one_serves_one_call_at_a_time_too():
+    model, inside = hf_specdec.enable(tiny_llama(3)), RecyclingDraft()
+    with pytest.raises(ValueError, match="this RecyclingDraft is in use by another call"):
+        ours(model, ROWS[:1], assistant_model=MixtureDraft([inside, "suffix_automaton"]),
+             logits_processor=LogitsProcessorList([Nested(tiny_llama(3), MixtureDraft([inside]))]))
+    assert generated(speculate(model, ROWS, inside, max_new_tokens=12), ROWS) == plain(model, ROWS, max_new_tokens=12)
 
 
 def test_a_copy_made_while_its_draft_is_in_use_serves_a_call_inside_the_call():

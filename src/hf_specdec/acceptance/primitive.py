@@ -41,16 +41,21 @@ def speculative_sample(p: torch.Tensor, q: torch.Tensor | None, x: torch.Tensor,
     x: int64 [...]. With lenience l < 1 the result x comes with probability at most p(x) / l. Leviathan et al. 2023, Algorithm 1
     and Theorem 3.5: P(accepted) = sum_x min(p(x), q(x)), which no other way of coupling the two laws exceeds.
 
-    Raises ValueError for shapes that do not fit and for laws that are negative or do not sum to 1 within 1e-3.
+    Raises ValueError for shapes that do not fit, for laws that are negative, nan or do not sum to 1 within 1e-3, for an x that q cannot have
+    given, and for a lenience outside (0, 1].
     """
+    if not 0 < lenience <= 1:
+        raise ValueError(f"lenience={lenience!r} must be above 0 and at most 1; 1 is exact.")
     for name, law in (("p", p), ("q", q)):
         if law is not None and (law.shape != (*x.shape, p.shape[-1]) or not law.is_floating_point()):
             raise ValueError(f"{name}: expected floats [..., V] with x int64 [...] of the same leading shape, got {tuple(law.shape)} and "
                              f"{tuple(x.shape)}.")
-        if law is not None and (bool((law < 0).any()) or float((law.sum(-1) - 1).abs().max()) > 1e-3):
+        if law is not None and not bool((law >= 0).all() & ((law.sum(-1) - 1).abs() <= 1e-3).all()):
             raise ValueError(f"{name} is not a law: entries must be 0 or more and sum to 1. Normalise it.")
     if x.numel() and not 0 <= int(x.min()) <= int(x.max()) < p.shape[-1]:
         raise ValueError(f"x holds indices from {int(x.min())} to {int(x.max())}; they must lie in 0..{p.shape[-1] - 1}.")
+    if q is not None and not bool((q.gather(-1, x[..., None]) > 0).all()):
+        raise ValueError("x holds an index whose q is 0, which cannot have been drawn from q. Pass the law that x was drawn from.")
     coins = torch.rand((2, *x.shape), dtype=torch.float64, device=x.device, generator=generator)
     p_x = p.gather(-1, x[..., None])[..., 0]
     q_x = torch.ones_like(p_x) if q is None else q.gather(-1, x[..., None])[..., 0]

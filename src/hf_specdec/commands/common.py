@@ -74,8 +74,9 @@ def load_draft(name: str | None, dtype: str, model, tokenizer):
     """What goes into `assistant_model`: None for prompt lookup (the default), else a draft or a model by path or name, a folder before a draft
     of its name; a model with another tokenizer as a draft that translates."""
     from ..bench.embedded import load_model
-    from ..drafts import NGramDraft
-    from ..registry import DRAFTS, shipped
+    from ..drafts.datastore import FORMAT
+    from ..drafts.mapped import format_of
+    from ..registry import DRAFTS, load as registered, shipped
     from ..training.drafter import is_drafter, load
 
     folder = name is not None and Path(name).is_dir()
@@ -85,7 +86,7 @@ def load_draft(name: str | None, dtype: str, model, tokenizer):
     if name in known:
         return known[name]()
     if name.endswith(".safetensors") and Path(name).is_file():
-        return NGramDraft.load(name)
+        return registered(DRAFTS, "retrieval" if format_of(name) == FORMAT else "ngram", "--draft").load(name, tokenizer)
     if is_drafter(name):
         return load(name, model)
     names = f"the names are {', '.join([*known, *shipped()])}"

@@ -191,17 +191,29 @@ class Draft(CandidateGenerator):
         """The place that `token` leads to, or None."""
         return None
 
+    def all(self) -> "Iterator[Draft]":
+        """This draft and those inside it, at every depth."""
+        yield self
+        for part in self.parts:
+            yield from part.all()
+
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """For the length of a call, at the end of which the draft is `finish`ed. ValueError if it is in another one."""
-        if id(self) in _in_use:
-            raise ValueError(f"assistant_model: this {type(self).__name__} is in use by another call. Give every thread, and a call inside a call, a draft "
-                             f"of its own (copy.deepcopy makes one).")
-        _in_use.add(id(self))
+        """For the length of a call, at the end of which the draft is `finish`ed. ValueError if it, or one inside it, is in another one, or is
+        inside it twice."""
+        ours: set[int] = set()
+        for draft in self.all():
+            if id(draft) in ours:
+                raise ValueError(f"assistant_model: one and the same {type(draft).__name__} is in this {type(self).__name__} twice. Make two of it.")
+            if id(draft) in _in_use:
+                raise ValueError(f"assistant_model: this {type(draft).__name__} is in use by another call. Give every thread, and a call inside a call, a draft "
+                                 f"of its own (copy.deepcopy makes one).")
+            ours.add(id(draft))
+        _in_use.update(ours)
         try:
             yield
         finally:
-            _in_use.discard(id(self))
+            _in_use.difference_update(ours)
             self.finish()
 
     def finish(self) -> None:

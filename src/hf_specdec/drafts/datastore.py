@@ -50,7 +50,7 @@ class Datastore:
         return found
 
     def _range(self, context: list[int]) -> tuple[int, int]:
-        if not 0 <= context[0] < self.vocab_size:
+        if min(context) < 0 or max(context) >= self.vocab_size:  # vocab_size itself stands between documents
             return 0, 0
         begin, end = int(self.firsts[context[0]]), int(self.firsts[context[0] + 1])
         if len(context) == 1:

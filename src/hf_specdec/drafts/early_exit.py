@@ -89,8 +89,8 @@ def some_layers(model: PreTrainedModel, layers: int | Sequence[int]) -> PreTrain
     path = next((name for name, part in model.named_modules() if isinstance(part, torch.nn.ModuleList) and len(part) == total), None)
     if path is None:
         raise ValueError(f"target: {type(model).__name__} has no list of its {total} layers; use another draft.")
-    kept = list(range(layers)) if type(layers) is int and 1 <= layers <= total else layers
-    if isinstance(kept, int) or not kept or any(type(i) is not int or not 0 <= i < total for i in kept) or kept != sorted(set(kept)):
+    kept = list(range(layers)) if type(layers) is int and 1 <= layers <= total else list(layers) if isinstance(layers, (list, tuple)) else []
+    if not kept or any(type(i) is not int or not 0 <= i < total for i in kept) or kept != sorted(set(kept)):
         raise ValueError(f"layers={layers!r} must be an int in 1..{total}, or ascending indices in 0..{total - 1}, each once.")
     fewer = copy.deepcopy(config)
     fewer.num_hidden_layers = len(kept)
@@ -135,6 +135,8 @@ def search(target: PreTrainedModel, texts: Sequence[Sequence[int]], patience: in
     if not texts or any(len(text) < 2 for text in texts):
         raise ValueError("texts: expected at least one list of at least two token ids.")
     ids = [torch.tensor([list(text)], device=model.device) for text in texts]
+    if not all(0 <= int(row.min()) <= int(row.max()) < model.get_input_embeddings().num_embeddings for row in ids):
+        raise ValueError("texts: ids outside the model's vocabulary; encode them with its own tokenizer.")
     wanted = [model(input_ids=row, use_cache=False).logits.argmax(-1) for row in ids]
     size = sum(p.numel() for p in model.parameters())
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from transformers import PreTrainedModel
 
 from .. import compat
 from ..proposal import Proposal, Verdict
@@ -77,7 +78,9 @@ class Judged:
 
 
 def refuse_encoder(model, role: str) -> None:
-    """ValueError if `model` has an encoder: a draft that runs it reads the rows alone."""
+    """ValueError if `model` has an encoder: a draft that runs it reads the rows alone; TypeError if it is no model."""
+    if not isinstance(compat.unwrap(model), PreTrainedModel):
+        raise TypeError(f"{role}: {type(model).__name__} is no transformers model.")
     if compat.unwrap(model).config.is_encoder_decoder:
         raise ValueError(f"{role}: {type(compat.unwrap(model)).__name__} is an encoder-decoder model, which this draft cannot run. Pass a "
                          f"decoder-only one, or make the whole model the draft with ModelDraft(model).")

@@ -24,6 +24,17 @@ def save(path: str | Path, arrays: dict[str, np.ndarray], metadata: dict[str, st
     return path
 
 
+def format_of(path: str | Path) -> str | None:
+    """The format in a safetensors file's metadata; None where there is none, or the file is no such one."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "numpy") as file:
+            return (file.metadata() or {}).get("format")
+    except (SafetensorError, OSError):
+        return None
+
+
 class Mapped:
     """A file that `save` has written. what: "a datastore", for messages; made_by: the draft whose from_texts builds it; format, version:
     as they stand in the metadata, up to which version it is read.

@@ -17,6 +17,14 @@ from .merging import Merge
 MODES = ("merge", "choose")
 
 
+def _made(name: str) -> Draft:
+    draft = load(DRAFTS, name, "drafts")
+    try:
+        return draft()
+    except TypeError as error:
+        raise ValueError(f"drafts: {name!r} has to be made first: put {draft.__name__}(...) into the list.") from error
+
+
 class MixtureDraft(Draft):
     """Several drafts; what each earns is measured during the call, and what calls without a seed have measured is where the next one on the
     same target with as many rows begins: keep the object.
@@ -49,12 +57,12 @@ class MixtureDraft(Draft):
         for name, value, most in (("tokens", tokens, 64), ("branches", branches, 16)):
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
                 raise ValueError(f"{name}={value!r} must be an int in 1..{most}.")
-        if isinstance(drafts, (str, Draft)) or not len(drafts):
+        if not isinstance(drafts, Sequence) or isinstance(drafts, str) or not len(drafts):
             raise ValueError("drafts: expected a list of at least one draft (or names of registered drafts).")
-        made = tuple(load(DRAFTS, draft, "drafts")() if isinstance(draft, str) else draft for draft in drafts)
-        wrong = next((draft for draft in made if not isinstance(draft, Draft)), None)
-        if wrong is not None:
-            raise TypeError(f"drafts: expected drafts, got {type(wrong).__name__}; make a model one with ModelDraft(model).")
+        made = tuple(_made(draft) if isinstance(draft, str) else draft for draft in drafts)
+        wrong = [type(draft).__name__ for draft in made if not isinstance(draft, Draft)]
+        if wrong:
+            raise TypeError(f"drafts: expected drafts, got {wrong[0]}; make a model one with ModelDraft(model).")
         if len({id(draft) for draft in made}) < len(made):
             raise ValueError("drafts: the same object is in the list twice; make two.")
         self.parts, self.mode, self.tokens, self.branches = made, mode, tokens, branches

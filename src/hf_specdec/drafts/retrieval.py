@@ -32,6 +32,8 @@ class RetrievalDraft(Draft):
     SAMPLES, DEPTH = 32, 12
 
     def __init__(self, datastore: Datastore, branches: int = 4, min_match: int = 2):
+        if not isinstance(datastore, Datastore):
+            raise TypeError(f"datastore: expected a Datastore, got {type(datastore).__name__}; RetrievalDraft.from_texts, from_tokens and load make one.")
         for name, value, most in (("branches", branches, 16), ("min_match", min_match, 16)):
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
                 raise ValueError(f"{name}={value!r} must be an int in 1..{most}.")

@@ -20,7 +20,7 @@ class TranslatedDraft(Draft):
     """Drafts with `model`, whose `draft_tokenizer` is not the target's `tokenizer`.
 
     Greedy: the draft writes K tokens of its own, and their text, in the target's tokens, is proposed (at most K): point masses.
-    Sampling: the draft draws among the tokens that both vocabularies spell the same, and the law over these is q, processors
+    Sampling: the draft draws among the tokens that both vocabularies spell the same (however they write a space), and the law over these is q, processors
     applied: exact, and the fewer tokens are shared, the less is accepted.
     Every round the row's text is decoded and tokenized anew, some 0.1 ms per hundred tokens.
 
@@ -35,7 +35,10 @@ class TranslatedDraft(Draft):
         refuse_encoder(model, "model")
         self.model, self.tokenizer, self.draft_tokenizer = model, tokenizer, draft_tokenizer
         self.model_traits = compat.traits_of(compat.unwrap(model), "assistant_model")
-        ours, theirs = tokenizer.get_vocab(), draft_tokenizer.get_vocab()
+        for role, one in (("tokenizer", tokenizer), ("draft_tokenizer", draft_tokenizer)):
+            if not hasattr(one, "get_vocab"):
+                raise TypeError(f"{role}: expected a tokenizer, got {type(one).__name__}.")
+        ours, theirs = spelled(tokenizer.get_vocab()), spelled(draft_tokenizer.get_vocab())
         shared = sorted((ours[token], theirs[token]) for token in ours.keys() & theirs.keys() if theirs[token] < self.model_traits.vocab_size)
         if not shared:
             raise ValueError("draft_tokenizer: shares no token with tokenizer; take a draft whose vocabulary overlaps the target's.")
@@ -141,3 +144,21 @@ class TranslatedDraft(Draft):
 
     def _stock_vocab_size(self) -> int:
         return len(self.tokenizer)
+
+
+def spelled(vocabulary: dict[str, int]) -> dict[str, int]:
+    """The ids by the text of their tokens: byte-level vocabularies write a character for every byte (the space is "Ġ"; GPT-2, Radford et al.
+    2019), SentencePiece's "▁" for a space."""
+    if sum(token.startswith("Ġ") for token in vocabulary) < sum(token.startswith("▁") for token in vocabulary):
+        return {token.replace("▁", " "): id for token, id in vocabulary.items()}
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    byte_of = {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+
+    def text(token: str) -> str:
+        try:
+            return bytes(byte_of[character] for character in token).decode()
+        except (KeyError, UnicodeDecodeError):  # another kind of vocabulary, or part of a character
+            return token
+
+    return {text(token): id for token, id in vocabulary.items()}
