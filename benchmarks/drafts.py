@@ -35,8 +35,9 @@ from hf_specdec.bench.arms import PLAIN, generate_arm
 from hf_specdec.bench.embedded import EMBEDDED, load_target
 from hf_specdec.bench.prompts import Prompt, by_category, load_prompts
 from hf_specdec.draft_stop import CHOICES as STOPS
-from hf_specdec.drafts import (Draft, LookaheadDraft, MixtureDraft, ModelDraft, NGramRecyclingDraft, PromptLookupDraft, RecyclingDraft,
-                               SuffixAutomatonDraft)
+from hf_specdec.drafts import (CascadeDraft, Draft, EarlyExitDraft, HorizontalCascadeDraft, LookaheadDraft, MixtureDraft, ModelDraft, ModelTreeDraft,
+                               NGramRecyclingDraft, PromptLookupDraft, RecyclingDraft, RetrievalDraft, SuffixAutomatonDraft, TranslatedDraft)
+from hf_specdec.drafts.early_exit import search
 from hf_specdec.drafts.feature import FeatureDraft
 from hf_specdec.drafts.feature_tree import FeatureTreeDraft
 from hf_specdec.training import load_drafter
@@ -44,6 +45,7 @@ from hf_specdec.tree_shapes import DynamicTree
 
 CHAIN, TREE, AUTO = "chain", "tree", "auto"
 WAYS = ("chain", "or lookup", "tree", "mixture")
+OTHERS = ("model", "model_tree", "cascade", "horizontal_cascade", "translated", "early_exit", "retrieval")
 # made once for all prompts; only those that remember keep anything from one to the next
 DRAFTS: dict[str, tuple[str, Callable[[], Draft]]] = {
     "prompt_lookup": (CHAIN, PromptLookupDraft),
@@ -110,6 +112,31 @@ def copies(formats: list[str], ways: list[str], target) -> dict[str, tuple[str, 
                     [SuffixAutomatonDraft(), NGramRecyclingDraft(), ModelDraft(own)], tokens=7)))}
         found |= dict(made[way] for way in ways if way in made)
     return found
+
+
+def others(names: list[str], target, tokenizer, texts: list[Path]) -> dict[str, tuple[str, Callable[[], Draft]]]:
+    """Drafts that are made of something: the shipped independent drafter (which reads the same tokens as the target, so that "translated" shows what
+    the way through text costs), some of the target's layers, and a datastore of `texts`."""
+    small = load_drafter("smollm2_drafter", target)
+    made = {
+        "model": (CHAIN, lambda: ModelDraft(small)),
+        "model_tree": (CHAIN, lambda: ModelTreeDraft(small, DynamicTree(nodes=24, width=6, branches=4))),
+        "cascade": (CHAIN, lambda: CascadeDraft(small, SuffixAutomatonDraft())),
+        "horizontal_cascade": (CHAIN, lambda: HorizontalCascadeDraft(ModelDraft(small), PromptLookupDraft())),
+        "translated": (CHAIN, lambda: TranslatedDraft(small, tokenizer, tokenizer)),
+        "early_exit": (CHAIN, lambda: EarlyExitDraft(target, found_layers(target, tokenizer))),
+        "retrieval": (TREE, lambda: RetrievalDraft.from_texts(texts, tokenizer)),
+    }
+    return {name: made[name] for name in names}
+
+
+def found_layers(target, tokenizer) -> list[int]:
+    """The best subset on the shipped chat prompts and their answers."""
+    asked = [tokenizer(prompt.text).input_ids[-64:] for prompt in load_prompts("chat")[:2]]
+    answered = [target.generate(torch.tensor([row]), do_sample=False, max_new_tokens=32, pad_token_id=0)[0].tolist() for row in asked]
+    found = search(target, answered)
+    print(f"early exit: {found}", file=sys.stderr)
+    return list(found.layers)
 
 
 def chosen(prompts: list[Prompt], limit: int, wanted: list[str]) -> list[Prompt]:
@@ -205,6 +232,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--drafts", nargs="*", default=list(DRAFTS), choices=list(DRAFTS))
     parser.add_argument("--drafters", nargs="*", default=[], help="trained drafters, too: a shipped one's name, or a folder")
     parser.add_argument("--copies", nargs="*", default=[], choices=list(mx.FORMATS), help="the target's own weights in these formats as its draft, too")
+    parser.add_argument("--others", nargs="*", default=[], choices=OTHERS, help="drafts made of the shipped drafter, of the target's layers, of --texts")
+    parser.add_argument("--texts", nargs="*", type=Path, default=[], help="text files for retrieval's datastore")
     parser.add_argument("--tasks", nargs="*", default=[], help="of these alone")
     parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=WAYS, help="how trained drafters and copies are used")
     parser.add_argument("--draft-stop", default="constant", choices=STOPS, help="when a draft model's chain ends before K")
@@ -231,6 +260,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     made = {name: DRAFTS[name] for name in given.drafts} | trained(given.drafters, given.ways, target)
     made |= copies(given.copies, given.ways, load_target(given.target, given.dtype, "cpu" if given.row_invariant else None)[0]) if given.copies else {}
+    made |= others(given.others, target, tokenizer, given.texts) if given.others else {}
     with torch.inference_mode():
         measure(hf_specdec.enable(target), tokenizer, prompts, given.k, given.nodes, given.max_new_tokens, made, result["records"], after,
                 given.draft_stop)
