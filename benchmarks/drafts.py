@@ -114,7 +114,7 @@ def copies(formats: list[str], ways: list[str], target) -> dict[str, tuple[str, 
     return found
 
 
-def others(names: list[str], target, tokenizer, texts: list[Path]) -> dict[str, tuple[str, Callable[[], Draft]]]:
+def others(names: list[str], target, tokenizer, texts: list[Path], layers: int | None) -> dict[str, tuple[str, Callable[[], Draft]]]:
     """Drafts that are made of something: the shipped independent drafter (which reads the same tokens as the target, so that "translated" shows what
     the way through text costs), some of the target's layers, and a datastore of `texts`."""
     small = load_drafter("smollm2_drafter", target)
@@ -124,7 +124,7 @@ def others(names: list[str], target, tokenizer, texts: list[Path]) -> dict[str, 
         "cascade": (CHAIN, lambda: CascadeDraft(small, SuffixAutomatonDraft())),
         "horizontal_cascade": (CHAIN, lambda: HorizontalCascadeDraft(ModelDraft(small), PromptLookupDraft())),
         "translated": (CHAIN, lambda: TranslatedDraft(small, tokenizer, tokenizer)),
-        "early_exit": (CHAIN, lambda: EarlyExitDraft(target, found_layers(target, tokenizer))),
+        "early_exit": (CHAIN, lambda: EarlyExitDraft(target, layers or found_layers(target, tokenizer))),
         "retrieval": (TREE, lambda: RetrievalDraft.from_texts(texts, tokenizer)),
     }
     return {name: made[name] for name in names}
@@ -234,6 +234,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--copies", nargs="*", default=[], choices=list(mx.FORMATS), help="the target's own weights in these formats as its draft, too")
     parser.add_argument("--others", nargs="*", default=[], choices=OTHERS, help="drafts made of the shipped drafter, of the target's layers, of --texts")
     parser.add_argument("--texts", nargs="*", type=Path, default=[], help="text files for retrieval's datastore")
+    parser.add_argument("--layers", type=int, help="of early exit: the first ones; else the best subset that is found")
     parser.add_argument("--tasks", nargs="*", default=[], help="of these alone")
     parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=WAYS, help="how trained drafters and copies are used")
     parser.add_argument("--draft-stop", default="constant", choices=STOPS, help="when a draft model's chain ends before K")
@@ -260,7 +261,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     made = {name: DRAFTS[name] for name in given.drafts} | trained(given.drafters, given.ways, target)
     made |= copies(given.copies, given.ways, load_target(given.target, given.dtype, "cpu" if given.row_invariant else None)[0]) if given.copies else {}
-    made |= others(given.others, target, tokenizer, given.texts) if given.others else {}
+    made |= others(given.others, target, tokenizer, given.texts, given.layers) if given.others else {}
     with torch.inference_mode():
         measure(hf_specdec.enable(target), tokenizer, prompts, given.k, given.nodes, given.max_new_tokens, made, result["records"], after,
                 given.draft_stop)

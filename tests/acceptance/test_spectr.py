@@ -6,6 +6,7 @@ import torch
 from hf_specdec import registry
 from hf_specdec.acceptance.spectr import leftover, smallest_discount
 from hf_specdec.tree import Tree
+from tests.helpers import FULL
 from tests.test_enumeration import EXACT, World, committed, different_one_hots, random_laws, sampling, without_replacement, worst_error
 
 
@@ -20,7 +21,7 @@ def of_the_parent(tree: Tree, vocab: int, seed: int = 7, zeros: bool = False):
 
 
 @pytest.mark.parametrize("zeros", [False, True], ids=["everything possible", "some tokens impossible"])
-@pytest.mark.parametrize("parents", [(0, 0), (0, 0, 0), (0, 1, 1), (0, 0, 1, 2), (0, 1, 0)])
+@pytest.mark.parametrize("parents", [(0, 0, 0), (0, 1, 0), *([(0, 0), (0, 1, 1), (0, 0, 1, 2)] if FULL else [])])
 def test_siblings_drawn_from_one_law_leave_the_targets_joint_law(parents, zeros):
     tree, world = Tree(parents), World(4, 2, seed=1, zeros=zeros)
     assert worst_error(committed(rule(), tree, world, of_the_parent(tree, 4, zeros=zeros), 2), world, 2) < EXACT
@@ -61,7 +62,7 @@ def test_more_draws_are_accepted_more_often():
 
 
 @pytest.mark.parametrize("draft", [without_replacement, different_one_hots])
-@pytest.mark.parametrize("parents", [(0, 0), (0, 0, 0), (0, 1, 1), (0, 0, 1, 2)])
+@pytest.mark.parametrize("parents", [(0, 0), (0, 0, 0), (0, 0, 1, 2)] if FULL else [(0, 0, 0)])
 def test_siblings_without_a_common_law_leave_it_as_well(parents, draft):
     tree, world = Tree(parents), World(4, 2, seed=1)
     assert worst_error(committed(rule(), tree, world, draft(tree, 4), 2), world, 2) < EXACT
