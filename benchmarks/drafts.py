@@ -36,7 +36,7 @@ from hf_specdec.bench.embedded import EMBEDDED, load_target
 from hf_specdec.bench.prompts import Prompt, by_category, load_prompts
 from hf_specdec.draft_stop import CHOICES as STOPS
 from hf_specdec.drafts import (CascadeDraft, Draft, EarlyExitDraft, HorizontalCascadeDraft, LookaheadDraft, MixtureDraft, ModelDraft, ModelTreeDraft,
-                               NGramRecyclingDraft, PromptLookupDraft, RecyclingDraft, RetrievalDraft, SuffixAutomatonDraft, TranslatedDraft)
+                               NGramDraft, NGramRecyclingDraft, PromptLookupDraft, RecyclingDraft, RetrievalDraft, SuffixAutomatonDraft, TranslatedDraft)
 from hf_specdec.drafts.early_exit import search
 from hf_specdec.drafts.feature import FeatureDraft
 from hf_specdec.drafts.feature_tree import FeatureTreeDraft
@@ -45,7 +45,7 @@ from hf_specdec.tree_shapes import DynamicTree
 
 CHAIN, TREE, AUTO = "chain", "tree", "auto"
 WAYS = ("chain", "or lookup", "tree", "mixture")
-OTHERS = ("model", "model_tree", "cascade", "horizontal_cascade", "translated", "early_exit", "retrieval")
+OTHERS = ("model", "model_tree", "cascade", "horizontal_cascade", "translated", "early_exit", "retrieval", "ngram")
 # made once for all prompts; only those that remember keep anything from one to the next
 DRAFTS: dict[str, tuple[str, Callable[[], Draft]]] = {
     "prompt_lookup": (CHAIN, PromptLookupDraft),
@@ -116,7 +116,7 @@ def copies(formats: list[str], ways: list[str], target) -> dict[str, tuple[str, 
 
 def others(names: list[str], target, tokenizer, texts: list[Path], layers: int | None) -> dict[str, tuple[str, Callable[[], Draft]]]:
     """Drafts that are made of something: the shipped independent drafter (which reads the same tokens as the target, so that "translated" shows what
-    the way through text costs), some of the target's layers, and a datastore of `texts`."""
+    the way through text costs), some of the target's layers, and a datastore and a table of `texts`."""
     small = load_drafter("smollm2_drafter", target)
     made = {
         "model": (CHAIN, lambda: ModelDraft(small)),
@@ -126,6 +126,7 @@ def others(names: list[str], target, tokenizer, texts: list[Path], layers: int |
         "translated": (CHAIN, lambda: TranslatedDraft(small, tokenizer, tokenizer)),
         "early_exit": (CHAIN, lambda: EarlyExitDraft(target, layers or found_layers(target, tokenizer))),
         "retrieval": (TREE, lambda: RetrievalDraft.from_texts(texts, tokenizer)),
+        "ngram": (CHAIN, lambda: NGramDraft.from_texts(texts, tokenizer)),
     }
     return {name: made[name] for name in names}
 
