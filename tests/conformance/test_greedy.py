@@ -29,7 +29,7 @@ DRAFTS = {
 BATCHES = ([0], [0, 1, 2])
 LINES = [family for family in FAMILIES if family.name in NAMES]
 TABLE = [(family, seed) for seed in SEEDS for family in LINES]
-SHARE = [(family, 0) for family in LINES[:4]]
+SHARE = [(family, 0) for family in LINES[:2]]
 ALL_BUT_TREES = len(DRAFTS) * len(KS) * len(BATCHES)
 
 

@@ -22,7 +22,7 @@ def greedy_rule(draft: str, k: int, batch: str) -> None:
     assert generated(out, rows) == plain(target, rows)
 
 
-def sampling_rule(draft: str, k: int, batch: str, acceptance: str = "speculative_sampling", n: int = 450) -> None:
+def sampling_rule(draft: str, k: int, batch: str, acceptance: str = "speculative_sampling", n: int = 320) -> None:
     """The law of the first three tokens."""
     target = small_vocabulary_llama(1, law.VOCAB)
     rows = [[1, 2, 3, 1, 2]] if batch == ALONE else [[1, 2, 3, 1, 2], [4], [5, 4, 5]]
@@ -55,10 +55,10 @@ def lossy_rule(acceptance: str, passes):
 
 
 RULES = {
-    "block": partial(sampling_rule, acceptance="block", n=400),
+    "block": partial(sampling_rule, acceptance="block", n=300),
     "coupled": coupled_rule,
     "greedy": greedy_rule,
-    "spectr": partial(sampling_rule, acceptance="spectr", n=500),
+    "spectr": partial(sampling_rule, acceptance="spectr", n=400),
     "speculative_sampling": sampling_rule,
     "threshold": lossy_rule("threshold", lambda p: p >= 0.1 - 1e-6),
     "typical": lossy_rule("typical", lambda p: p > 1.0 / 61 - 1e-6),  # exp(-H) is at least 1 / V
