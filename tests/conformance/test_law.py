@@ -13,8 +13,8 @@ from tests.conformance.builders import VARIANTS, make
 from tests.helpers import FULL, small_vocabulary_llama
 
 EOS = 5
-N = 50_000 if FULL else 1_000
-PER_PREFIX = 50_000 if FULL else 300  # processors that look at the prefix run once per node in Python
+N = 50_000 if FULL else 700
+PER_PREFIX = 50_000 if FULL else 200  # processors that look at the prefix run once per node in Python
 TOKENS = 4
 
 # name -> options of generate; "slow" ones look at the prefix
