@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 
 import pytest
 import torch
@@ -21,7 +22,24 @@ def pytest_report_header(config) -> list[str]:
     ]
 
 
-def pytest_collection_modifyitems(items) -> None:
+def left_out(items) -> set[str]:
+    """Cases that `@pytest.mark.share(x)` leaves out: of each function's n cases a seeded choice of x * n stays, one at least."""
+    functions = {}
+    for item in items:
+        if item.get_closest_marker("share"):
+            functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    out = set()
+    for name, cases in functions.items():
+        kept = max(1, round(cases[0].get_closest_marker("share").args[0] * len(cases)))
+        out |= {case.nodeid for case in random.Random(name).sample(cases, len(cases) - kept)}
+    return out
+
+
+def pytest_collection_modifyitems(config, items) -> None:
+    if not FULL and not any("::" in argument for argument in config.args):  # who names a test gets all of its cases
+        out = left_out(items)
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in out])
+        items[:] = [item for item in items if item.nodeid not in out]
     if torch.cuda.is_available():
         return
     for item in items:

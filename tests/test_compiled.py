@@ -50,6 +50,7 @@ def run(target, rows, draft, k=4, **options):
     return generated(out, rows)
 
 
+@pytest.mark.share(1 / 2)
 @pytest.mark.parametrize("name", SHARE)
 def test_greedy_texts_are_those_of_plain_generate(name, traced, strict):
     target, rows = family(name).model("eager"), repetitive(13) + prompts(7)
@@ -68,6 +69,7 @@ def test_a_draft_model_and_a_tree_are_compiled_too(traced, strict):
     assert run(target, rows[:1], EarlyExitDraft(target, 1)) == texts[:1]
 
 
+@pytest.mark.share(1 / 2)
 @pytest.mark.parametrize("name", ["feature", "mixture of two", *(["feature_tree, by confidence", "medusa", "parallel, tree", "pass", "online"] if FULL else [])])
 def test_a_draft_that_reads_the_targets_states_is_compiled_and_sees_what_it_sees_without(name, traced, strict):
     target, rows = family("Llama").model("eager"), repetitive(13) + (prompts(7) if name == "feature" or FULL else [])
@@ -99,6 +101,7 @@ def test_a_draft_whose_head_lacks_tokens_is_compiled_too(traced, strict):
     assert compiled._functions[draft]
 
 
+@pytest.mark.share(1 / 2)
 @pytest.mark.parametrize(("mode", "k"), [("choose", "auto"), ("merge", 4), *([("choose", 4), ("merge", "auto")] if FULL else [])])
 def test_a_mixture_with_a_draft_model_is_compiled_too(mode, k, traced, strict):
     target, rows = family("Llama").model("eager"), repetitive(13) + prompts(7)
@@ -236,6 +239,7 @@ def test_warming_up_compiles_what_a_call_needs(traced, strict):
     assert all(compiled._functions[model] == functions for model, functions in made.items())
 
 
+@pytest.mark.share(1 / 2)
 @pytest.mark.parametrize("name", ["feature", "prompt_lookup", *(["medusa", "cascade"] if FULL else [])])
 def test_warming_up_for_a_draft_compiles_what_its_calls_need(name, traced, strict):
     target, rows = enabled(family("Llama").model("eager")), repetitive(13)[:1]

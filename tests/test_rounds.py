@@ -159,6 +159,7 @@ ARCHITECTURES = {
 }
 
 
+@pytest.mark.share(1 / 2)
 @pytest.mark.parametrize("rows", [ROWS, ROWS[:1]], ids=["ragged", "alone"])
 @pytest.mark.parametrize("draft", ["scripted", "knowing tree", "mixture"])
 @pytest.mark.parametrize("name", ARCHITECTURES)

@@ -17,6 +17,7 @@ from tests.helpers import FULL, KnowingTreeDraft, assert_unchanged, perturbed, s
 CASES = [(line, attn) for i, line in enumerate(FAMILIES) for attn in ("eager", "sdpa") if FULL or i < REQUIRED or attn == "eager"]
 
 
+@pytest.mark.share(1 / 2)
 @pytest.mark.parametrize(("line", "attn"), CASES, ids=[f"{line.name}-{attn}" for line, attn in CASES])
 def test_greedy_text_is_plain_generates_whatever_drafts(line, attn):
     if not offers(line, attn):

@@ -99,7 +99,7 @@ def check_the_product_is_within_a_millionth_of_the_terms(kernel, device: str) ->
     for one, name in enumerate(FORMATS):
         for two, dtype in enumerate(DTYPES):
             for number, (n, k) in enumerate(SHAPES):
-                if device == "cpu" and not FULL and (one + two + number) % 6:  # the interpreter is slow
+                if device == "cpu" and not FULL and (3 * one + 5 * two + number) % 8:  # the interpreter is slow
                     continue
                 near(kernel, device, n, k, (3, 1, 9, 2, 17)[number], name, dtype, with_bias=number % 2 == 1)
 
