@@ -3,15 +3,22 @@
     python recipes/llama2_7b__115m.py --scale full --draft FOLDER       real weights; the target is gated, see below
     python recipes/llama2_7b__115m.py --scale shape --acceptance 0.8    the full shape, random weights, SIMULATED acceptance
     python recipes/llama2_7b__115m.py --scale tiny                      a toy, in seconds
+    python recipes/llama2_7b__115m.py train --out FOLDER                trains the drafter (a GPU's work)
 
 The target's licence is accepted at https://huggingface.co/meta-llama/Llama-2-7b-chat-hf. The drafter (4 layers, width 1024, 8
-heads, MLP 2816, Llama 2's tokenizer) is not published: it has to be trained, and its folder given with --draft.
+heads, MLP 2816, Llama 2's tokenizer) is not published: `train` lets the target write text and trains it on that, stopped and gone on with at
+any moment; whatever `hf-specdec train` takes (--tokens, --steps, --loss, --prompts ...) is passed on.
 """
 
 from __future__ import annotations
 
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
 from recipe_kit import Recipe, main
-from transformers import LlamaConfig
+from transformers import AutoConfig, LlamaConfig
 
 PROMPTS = {
     "weather": "I am leaving for Oslo on Friday morning and stay until Sunday. What is the weather there usually like in late October, "
@@ -29,7 +36,8 @@ PROMPTS = {
 }
 DRAFT_MISSING = (
     "this recipe needs a drafter of about 115M parameters with Llama 2's tokenizer (LlamaConfig: 4 layers, hidden_size 1024, 8 heads, "
-    "intermediate_size 2816, vocab_size 32000), which is not published. Train one and pass its folder: --draft FOLDER; or run "
+    "intermediate_size 2816, vocab_size 32000), which is not published. Train one, `python recipes/llama2_7b__115m.py train --out FOLDER`, and pass "
+    "its folder: --draft FOLDER; or run "
     "--scale shape, which needs no weights."
 )
 
@@ -59,5 +67,24 @@ RECIPE = Recipe(
     },
 )
 
+
+def train(arguments: list[str]) -> int:
+    """Train the drafter of this recipe's shape with the command line of the package; its exit status."""
+    parser = argparse.ArgumentParser(prog="llama2_7b__115m train", epilog="Other options go to `hf-specdec train`.")
+    parser.add_argument("--target", default=RECIPE.target, help="hub id or folder of the model that writes the text")
+    parser.add_argument("--out", type=Path, default=Path("recipes/out/llama2_115m"), help="the drafter's folder, for --draft")
+    parser.add_argument("--scale", choices=("full", "tiny"), default="full", help="tiny: the drafter of the toy")
+    options, others = parser.parse_known_args(arguments)
+    try:
+        vocabulary = AutoConfig.from_pretrained(options.target).vocab_size
+    except (OSError, ValueError) as error:
+        print(f"llama2_7b__115m: --target {options.target} cannot be read ({' '.join(str(error).split())}); its licence is accepted at {RECIPE.licence}.", file=sys.stderr)
+        return 2
+    config = llama(1024, 4, 8, 2816, vocabulary) if options.scale == "full" else llama(32, 1, 2, 64, vocabulary)
+    config.save_pretrained(options.out / "shape")
+    command = [sys.executable, "-m", "hf_specdec", "train", options.target, "--config", str(options.out / "shape"), "--out", str(options.out), *others]
+    return subprocess.call(command)
+
+
 if __name__ == "__main__":
-    raise SystemExit(main(RECIPE))
+    raise SystemExit(train(sys.argv[2:]) if sys.argv[1:2] == ["train"] else main(RECIPE))

@@ -15,7 +15,7 @@ import hf_specdec
 from hf_specdec import registry
 
 SOURCE = Path(hf_specdec.__file__).parent
-LEAVES = {"bench", "cli", "commands", "mx", "viz", "training"}
+LEAVES = {"__main__", "bench", "cli", "commands", "mx", "viz", "training"}
 # what may be imported by what comes after it; modules of one line know nothing of each other
 LINES = [
     {"tree", "registry", "theory", "noise", "compat", "kv_cache", "draft_stop", "head", "lengths", "parts", "passes"},

@@ -225,6 +225,8 @@ def train(
     column: Annotated[str | None, typer.Option(help="The prompt's column in --prompts.")] = None,
     features: Annotated[bool, typer.Option("--features", help="A drafter that reads the target's hidden states (EAGLE-3).")] = False,
     eagle3: Annotated[bool, typer.Option("--eagle3", help="As --features, in EAGLE-3's own form, which vLLM loads: one layer, stored in bf16.")] = False,
+    config: Annotated[str | None, typer.Option("--config", help="A draft of its own: a new model of this config.json (a folder, a hub id), with the target's vocabulary.")] = None,
+    distill: Annotated[str | None, typer.Option("--distill", help="A draft of its own: this model (a folder, a hub id), taught further (DistillSpec).")] = None,
     begin: Annotated[str | None, typer.Option("--begin", help="Go on from the weights of this drafter with as many layers, its folder or name.")] = None,
     single: Annotated[int, typer.Option(min=0, help="With --features: first steps that learn the next token alone, at a third of the cost.")] = 0,
     heads: Annotated[int, typer.Option(min=0, max=16, help="Train that many heads on the last hidden state (Medusa) instead.")] = 0,
@@ -247,7 +249,8 @@ def train(
     from .commands.train import train as run
 
     run(target, out, data, tokens, prompts, column, layers, head, loss, steps, batch_tokens, lr, on_policy, format, new_tokens, seed, features,
-        {"--heads": heads, "--joint": joint, "--parallel": parallel, "--look-ahead": look_ahead}, lora, eagle3, begin, single)
+        {"--heads": heads, "--joint": joint, "--parallel": parallel, "--look-ahead": look_ahead}, lora, eagle3, begin, single,
+        {option: name for option, name in {"--config": config, "--distill": distill}.items() if name is not None})
 
 
 @app.command()

@@ -64,3 +64,11 @@ def test_the_embedded_tokenizer_splits_digits_as_the_published_one_does():
     assert tokenizer.tokenize("x 123") == ["x", "Ġ", "1", "2", "3"]
     text = "def f(x):\n    return 'héllo 🎉'"
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_an_encoder_decoder_is_refused_with_the_way_it_goes(tmp_path):
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    T5ForConditionalGeneration(T5Config(vocab_size=16, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="AutoModelForSeq2SeqLM"):
+        embedded.load_model(str(tmp_path))

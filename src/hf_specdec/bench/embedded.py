@@ -65,6 +65,11 @@ def load_model(name: str, dtype="float32", device=None):
             model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
         except SafetensorError as error:
             raise ValueError(f"{name}: a file of weights is damaged or cut short ({error}): copy it again.") from error
+        except ValueError as error:
+            if "Unrecognized configuration class" not in str(error):
+                raise
+            raise ValueError(f"{name} is no decoder-only language model of transformers, which the command line takes; an encoder-decoder goes through Python: "
+                             "hf_specdec.enable(AutoModelForSeq2SeqLM.from_pretrained(...)).generate(speculative=True).") from error
         except OSError as error:
             if Path(source).is_dir():
                 raise

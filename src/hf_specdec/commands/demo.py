@@ -72,6 +72,8 @@ def demo(
             "of your own: with nothing to copy, expect the speed of plain generate.",
             style="dim",
         )
+    elif assistant is None and target == EMBEDDED:
+        console.print("With little to copy, --draft smollm2_feature_drafter or smollm2_drafter proposes more; whether that pays is the machine's to say.", style="dim")
 
 
 def _in_tiles(draft: str | None, dtype: str, speculation: dict) -> list:

@@ -1,4 +1,4 @@
-"""`hf-specdec demo --race`: plain generate against speculation, and against speculation with other weights, as a replay."""
+"""`hf-specdec demo --race`: baseline, MX weights, MX weights with speculation, as a replay; where MX has no kernels, plain and speculative."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from rich.console import Console
 
 from ..viz import races
 
-MOST_PARAMETERS = 1_000_000_000  # above it no copies of the model are made for the arms with other weights
-WEIGHTS = {"bf16": "bf16 kernels", "mxfp6_e2m3": "MXFP6"}
+MOST_PARAMETERS = 1_000_000_000  # above it no copy of the model is made for the arms with MX weights
 
 
 def race(console: Console, model, tokenizer, inputs: dict[str, Any], options: dict[str, Any], save: Path | None) -> races.Race:
@@ -19,9 +18,12 @@ def race(console: Console, model, tokenizer, inputs: dict[str, Any], options: di
     shared = {"do_sample": False, "max_new_tokens": options["max_new_tokens"]}
     if tokenizer.pad_token_id is not None:
         shared["pad_token_id"] = tokenizer.pad_token_id
-    arms = [races.racer("plain", model, inputs, **shared), races.racer("speculative", model, inputs, **{**shared, **options})]
-    for name, other in _other_weights(console, model):
-        arms.append(races.racer(f"speculative, {name}", other, inputs, **{**shared, **options}))
+    packed, ours = _packed(console, model), {**shared, **options}
+    arms = [races.racer("baseline", model, inputs, **shared)]
+    if packed is None:
+        arms.append(races.racer("speculation", model, inputs, **ours))
+    else:
+        arms += [races.racer("MXFP6", packed, inputs, **shared), races.racer("MXFP6 + speculation", packed, inputs, **ours)]
     result = races.race(arms, tokenizer, console)
     if save is not None:
         result.save_gif(save)
@@ -29,17 +31,17 @@ def race(console: Console, model, tokenizer, inputs: dict[str, Any], options: di
     return result
 
 
-def _other_weights(console: Console, model) -> list[tuple[str, Any]]:
-    """Copies of the model with weights in other formats, where kernels for them run and the model is small enough to be copied."""
+def _packed(console: Console, model):
+    """A copy of the model with MXFP6 weights, or None where no kernels for them run or the model is too large to be copied."""
     if model.num_parameters() > MOST_PARAMETERS:
-        return []
+        return None
     try:
         from .. import mx
 
         info = mx.kernel_info()
         if model.device.type == "cpu" and info["path"] == "torch":
             raise ImportError(info["reason"] or "the kernels are not compiled")
-        return [(name, mx.compress(copy.deepcopy(model), format, measure=False)) for format, name in WEIGHTS.items()]
+        return mx.compress(copy.deepcopy(model), measure=False)
     except (ImportError, ValueError) as error:
-        console.print(f"Without arms with MX weights: {error}", style="dim", markup=False)
-        return []
+        console.print(f"Without MX weights: {error}", style="dim", markup=False)
+        return None

@@ -11,13 +11,14 @@ from .common import check_folder
 
 def train(target: str, out: Path, data: Path | None, tokens: int, prompts: str | None, column: str | None, layers: str | None, head: int,
           losses: str, steps: int, batch_tokens: int, lr: float, on_policy: int, format: str, new_tokens: int, seed: int,
-          features: bool, places: dict[str, int], lora: int = 0, eagle3: bool = False, begin: str | None = None, single: int = 0) -> None:
-    """places: the option that asks for tokens predicted at once -> how many, 0 for none."""
+          features: bool, places: dict[str, int], lora: int = 0, eagle3: bool = False, begin: str | None = None, single: int = 0, own: dict[str, str] | None = None) -> None:
+    """places: the option that asks for tokens predicted at once -> how many, 0 for none. own: --config or --distill -> the model that it names."""
     from ..bench.embedded import load_target
     from ..mx.formats import get_format
     from ..training.eagle3 import Eagle3RunConfig
     from ..training.feature_trainer import FeatureRunConfig
     from ..training.heads import HeadsRunConfig
+    from ..training.independent import check_config, draft_config
     from ..training.joint import JointRunConfig
     from ..training.look_ahead import LookAheadRunConfig
     from ..training.losses import LOSSES
@@ -30,7 +31,7 @@ def train(target: str, out: Path, data: Path | None, tokens: int, prompts: str |
     need_accelerate()
     check_folder(out, "--out")
     check_folder(data, "--data")
-    features, format = features or eagle3, "bf16" if eagle3 else format
+    features, format = features or eagle3, "bf16" if eagle3 or own else format
     names = [name.strip() for name in losses.split(",")]
     for name in names:
         if name not in LOSSES:
@@ -48,18 +49,37 @@ def train(target: str, out: Path, data: Path | None, tokens: int, prompts: str |
     more |= _going_on(features, asked_for, begin, single, steps)
     if features and on_policy:
         raise ValueError("--on-policy: a feature drafter learns from the target's own text alone; leave it out with --features.")
-    config = kind(layers=_numbers(layers or ("-1" if features or asked_for else "0,-1")), head=None if places["--look-ahead"] else head or None, loss=names[0], steps=steps,
-                  batch_tokens=batch_tokens, lr=lr, format=format, seed=seed, **more)
+    common = {"loss": names[0], "steps": steps, "batch_tokens": batch_tokens, "lr": lr, "seed": seed}
+    if own:
+        config = _own_config(own, {"--features": features, "--layers": layers, "--begin": begin, **places}, common)
+    else:
+        config = kind(layers=_numbers(layers or ("-1" if features or asked_for else "0,-1")), head=None if places["--look-ahead"] else head or None, format=format, **common, **more)
     asked = None
     if prompts is not None:
         asked = read_prompts(prompts, column) if Path(prompts).is_file() else dataset_prompts(prompts.removeprefix("hub:"), column)
     console, data = Console(stderr=True), data or out / "data"
     writer, tokenizer = load_target(target, "bfloat16")
-    layer_numbers(config.layers, writer)
+    if own:
+        check_config(draft_config(config.model), writer, config.model)
+    else:
+        layer_numbers(config.layers, writer)
     prepare(data, writer, tokenizer, tokens, asked, new_tokens, seed=seed, console=console)
+    model = writer if own else None
     del writer
-    model, _ = load_target(target, "float32")
+    model = model or load_target(target, "float32")[0]
     run(model, tokenizer, data, out, config, names, target, console, on_policy=on_policy)
+
+
+def _own_config(own: dict[str, str], others: dict[str, object], common: dict):
+    """The config of a draft that is a model of its own; others: options that ask for one made of the target's parts."""
+    from ..training.independent import IndependentRunConfig, draft_config
+
+    asked_for = [*own, *(option for option, given in others.items() if given)]
+    if len(asked_for) > 1:
+        raise ValueError(f"{asked_for[0]}: the draft is a model of its own then, not made of the target's parts, and named once; leave out {asked_for[1]}.")
+    option, name = next(iter(own.items()))
+    draft_config(name)
+    return IndependentRunConfig(model=name, fresh=option == "--config", **common)
 
 
 def _going_on(features: bool, others: list[str], begin: str | None, single: int, steps: int) -> dict:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+SHARES = "Embedding and output head are the target's own and not stored."
+LOADING = 'from hf_specdec import training\n\ndraft = training.load_drafter("{folder}", target)'
 CARD = """---
 library_name: hf_specdec
 base_model: {target}
@@ -11,14 +13,11 @@ tags: [speculative-decoding, drafter]
 ---
 # A draft for {target}
 
-{warning}{what}; embedding and output head are the target's own and not stored. The
-head keeps {head} tokens, which carry {coverage:.2%} of the target's probability on the training text. Weights: {format}, {size:.1f} MB.
+{warning}{what}. {shares} The head keeps {head} tokens, which carry {coverage:.2%} of the target's probability on the training text. Weights: {format}, {size:.1f} MB.
 
 ```python
 import hf_specdec
-from hf_specdec import training
-
-draft = training.load_drafter("{folder}", target)
+{loading}
 hf_specdec.enable(target).generate(**inputs, assistant_model=draft, speculative=True)
 ```
 
@@ -44,8 +43,10 @@ def write_card(folder: Path, trainer, data: dict) -> Path:
     size = (folder / "model.safetensors").stat().st_size / 1e6
     text = CARD.format(
         warning=trainer.warning and f"{trainer.warning}\n",
+        shares=trainer.shares if not trainer.of_the_target else SHARES,
+        loading=(trainer.loading if not trainer.of_the_target else LOADING).format(folder=folder),
         target=trainer.target_name or "the target", what=trainer.what,
-        head=f"{len(trainer.ids):,}", coverage=trainer.coverage, format=config.format, size=size, folder=folder,
+        head=f"{len(trainer.ids):,}", coverage=trainer.coverage, format=config.format, size=size,
         tokens=data["tokens"], texts=", ".join(f"{count} {kind}" for kind, count in sorted(data["texts"].items())),
         loss=config.loss, steps=last["step"], batch_tokens=config.batch_tokens, lr=config.lr,
         agreement="" if "target_agreement" not in last else

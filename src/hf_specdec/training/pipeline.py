@@ -17,6 +17,7 @@ from .data import make_data, make_on_policy
 from .eagle3 import Eagle3RunConfig, Eagle3Trainer
 from .feature_trainer import FeatureRunConfig, FeatureTrainer
 from .heads import HeadsRunConfig, HeadsTrainer
+from .independent import IndependentRunConfig, IndependentTrainer
 from .joint import CHANGED, JointRunConfig, JointTrainer
 from .look_ahead import LookAheadRunConfig, LookAheadTrainer
 from .parallel import ParallelRunConfig, ParallelTrainer
@@ -24,7 +25,7 @@ from .shards import Shard, shard_files
 from .trainer import RunConfig, Trainer, need_accelerate
 
 KINDS = {RunConfig: Trainer, FeatureRunConfig: FeatureTrainer, Eagle3RunConfig: Eagle3Trainer, HeadsRunConfig: HeadsTrainer, ParallelRunConfig: ParallelTrainer,
-         LookAheadRunConfig: LookAheadTrainer, JointRunConfig: JointTrainer}
+         LookAheadRunConfig: LookAheadTrainer, JointRunConfig: JointTrainer, IndependentRunConfig: IndependentTrainer}
 
 
 def prepare(folder: str | Path, model, tokenizer, tokens: int, prompts: list[str] | None = None, new_tokens: int = 160,
@@ -39,7 +40,7 @@ def train(target, tokenizer, data: str | Path, out: str | Path, config: RunConfi
     """Train one draft per loss (config.loss alone without `losses`) on the shards in `data`; a run that was stopped goes on. What
     is trained goes by the kind of the config: `KINDS`.
 
-    target: in float32. on_policy: tokens that the draft, half trained, writes itself and the target judges; every other step of
+    target: in float32, but for a draft of its own config, where any dtype will do. on_policy: tokens that the draft, half trained, writes itself and the target judges; every other step of
     the second half is on them (DistillSpec, arXiv 2310.08461). Returns held-out acceptance per loss, best first; with several
     losses the drafters lie in out/<loss>.
     """
@@ -56,6 +57,8 @@ def train(target, tokenizer, data: str | Path, out: str | Path, config: RunConfi
         last = trainer.progress.history[-1]
         results.append({"loss": loss, "out": str(trainer.out), **last, "history": trainer.progress.history})
         write_card(trainer.out, trainer, data_notes(data))
+        if not trainer.of_the_target:
+            tokenizer.save_pretrained(trainer.out)
         if trainer.warning:
             tokenizer.save_pretrained(trainer.out / CHANGED)
             console.print(trainer.warning)

@@ -113,12 +113,13 @@ class Trainer:
     reads: tuple[int, ...] = ()  # layers of the target whose hidden states the draft sees
     checkpoint = "checkpoint.safetensors"
     states: Path | None = None   # where those of the shards are
+    of_the_target = True  # the draft is made of the target's parts
 
     def __init__(self, target, data: str | Path, out: str | Path, config: RunConfig, target_name: str = ""):
         self.config, self.out, self.target_name = config, Path(out), target_name
-        if target.dtype != torch.float32:
+        if target.dtype != torch.float32 and self.of_the_target:
             raise ValueError(f"target: weights in {target.dtype}; load it in float32 to train a draft from its parts.")
-        layers = layer_numbers(config.layers, target)
+        layers = layer_numbers(config.layers, target) if self.of_the_target else []
         drafter.check_begin(config.begin)
         self.accelerator = need_accelerate().Accelerator(cpu=target.device.type == "cpu")
         files, held = split(Path(data))

@@ -1,0 +1,35 @@
+"""The Llama 2 recipe trains the drafter that it takes."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from ..helpers import tiny_llama
+from ..training.conftest import chat_tokenizer
+from .conftest import FOLDER
+
+SCRIPT = FOLDER / "llama2_7b__115m.py"
+
+
+def train(*arguments) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "PYTHONPATH": str(FOLDER.parent / "src"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return subprocess.run([sys.executable, str(SCRIPT), "train", *map(str, arguments)], capture_output=True, text=True, env=environment, timeout=300)
+
+
+def test_the_drafter_it_trains_is_one_it_takes(run, tmp_path):
+    pytest.importorskip("accelerate")
+    target, draft = tmp_path / "target", tmp_path / "draft"
+    tiny_llama(3).save_pretrained(target)
+    chat_tokenizer().save_pretrained(target)
+    done = train("--target", target, "--out", draft, "--scale", "tiny", "--tokens", 300, "--new-tokens", 8, "--steps", 2, "--batch-tokens", 128)
+    assert done.returncode == 0, done.stderr
+    status, out, error = run(SCRIPT.stem, "--scale", "full", "--target", str(target), "--draft", str(draft), "--new-tokens", "8", "--prompts", "1", "--repetitions", "1",
+                             "--dtype", "float32", "--no-plot")
+    assert status == 0 and "1/1" in out, error
+
+
+def test_a_target_that_cannot_be_read_is_one_line():
+    done = train("--target", "no/such/target")
+    assert done.returncode == 2 and "--target no/such/target cannot be read" in done.stderr and "Traceback" not in done.stderr
