@@ -65,6 +65,7 @@ def ending(target) -> list[int]:
 # --- rows that part -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.share(1 / 2)
 @greedy_and_sampled
 @pytest.mark.parametrize("draft", ["model", "prompt_lookup", "uniform", "knowing tree", "suffix automaton", "recycling", "early exit"])
 def test_a_row_does_not_depend_on_its_neighbours(draft, do_sample):
@@ -262,6 +263,7 @@ PER_ROW = {
 }
 
 
+@pytest.mark.share(1 / 2)
 @pytest.mark.parametrize("draft", ["prompt_lookup", "model"])
 @pytest.mark.parametrize("name", PER_ROW)
 def test_processors_treat_a_row_as_in_a_batch_of_its_own(name, draft):

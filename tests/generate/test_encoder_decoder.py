@@ -49,6 +49,7 @@ DRAFTS = {
 }
 
 
+@pytest.mark.share(1 / 2)
 @pytest.mark.parametrize("k", [1, 5, "auto"])
 @pytest.mark.parametrize("name", DRAFTS)
 def test_every_other_draft_leaves_the_text_as_it_is(name, k):
@@ -203,6 +204,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.share(1 / 2)
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("name", ["T5", "BART"])
 def test_options_act_token_by_token(name, option):
