@@ -17,7 +17,8 @@ from pathlib import Path
 
 from hf_specdec.drafts import ModelDraft, NGramDraft
 from recipe_kit import RecipeError
-from recipe_kit.corpus import Corpus, build_corpus, build_tokenizer, documents
+from recipe_kit.corpus import Corpus, build_corpus, build_tokenizer, documents, kept_tokenizer
+from recipe_kit.inputs import check_folder, contents
 from recipe_kit.memory import check_memory, size_of
 from recipe_kit.models import random_model
 from recipe_kit.pretraining import Plan, pretrain
@@ -25,6 +26,7 @@ from recipe_kit.recipe import token_prompts
 from recipe_kit.simulated import SimulatedDraft, SimulatedTable
 from recipe_kit.study import PAPER, Material, Row, Study
 from recipe_kit.study_cli import main
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 MODEL, BIGRAM, UNIGRAM = "6M draft", "bigram", "unigram"
@@ -89,15 +91,13 @@ def _tiny(options: argparse.Namespace, prompts: list[str]) -> Material:
 
 def _full(options: argparse.Namespace, prompts: list[str]) -> Material:
     texts = partial(documents, options.text, options.dataset, options.column, options.documents)
-    source = {"text": [str(path) for path in options.text or []], "dataset": options.dataset, "column": options.column, "documents": options.documents}
     if options.target:
         tokenizer, pair = _folder(options.target, "--target"), _loaded(options)
         return _measured(build_corpus(texts, tokenizer), *pair, prompts)
     sizes = [size_of(config) for config in configs("full", 8000)]
     check_memory(sizes[0], sizes[1], 16, POSITIONS * 64, True, options.device, "")  # weights, gradients and two moments, in float32
-    tokenizer = AutoTokenizer.from_pretrained(options.work / "tokenizer") if (options.work / "tokenizer").is_dir() else build_tokenizer(texts(), 8000)
-    tokenizer.save_pretrained(options.work / "tokenizer")
-    corpus = build_corpus(texts, tokenizer, options.work, source)
+    tokenizer = kept_tokenizer(texts, 8000, options.work, options.source)
+    corpus = build_corpus(texts, tokenizer, options.work, options.source)
     plan = Plan(options.steps, batch=options.batch)
     pair = [pretrain(name, config, corpus.train, plan, options.device, options.work / name)
             for name, config in zip(("target", "draft"), configs("full", len(tokenizer)))]  # fmt: skip
@@ -131,7 +131,7 @@ def _loaded(options: argparse.Namespace) -> list:
 def _folder(name: str, flag: str, kind=AutoTokenizer, **kwargs):
     try:
         return kind.from_pretrained(name, **kwargs)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise RecipeError(f"{flag} {name}: cannot be read ({str(error).splitlines()[0]}). Name a folder with config, weights and tokenizer, or leave "
                           "--target and --draft out to train them.") from error
 
@@ -162,17 +162,32 @@ def check(options: argparse.Namespace) -> None:
         raise RecipeError("--scale full needs text: --text FILE ... or --dataset NAME (LM1B in the paper). --scale shape needs none.")
     if full and bool(options.target) != bool(options.draft):
         raise RecipeError("--target and --draft go together: both are trained here, or neither.")
+    if options.text and options.dataset:
+        raise RecipeError("--text and --dataset: give one of them.")
     for name in ("steps", "batch", "documents"):
         if getattr(options, name) < 1:
             raise RecipeError(f"--{name} {getattr(options, name)}: must be 1 or more.")
     if PROMPT_TOKENS + options.new_tokens > POSITIONS:
         raise RecipeError(f"--new-tokens {options.new_tokens}: the models have {POSITIONS} positions, {PROMPT_TOKENS} of them for the prompt.")
+    if full:
+        check_folder("work", options.work)
+        options.source = _source(options)
+
+
+def _source(options: argparse.Namespace) -> dict:
+    """Which text: its names, and what is under them."""
+    missing = [path for path in options.text or [] if not path.is_file()]
+    if missing:
+        raise RecipeError(f"--text {missing[0]}: there is no such file.")
+    text = [str(path) for path in options.text or []]
+    named = {"text": text, "dataset": options.dataset, "column": options.column, "documents": options.documents}
+    return named | contents(text=options.text, dataset=(options.dataset or "").partition(":")[0])
 
 
 def settings(options: argparse.Namespace) -> dict:
-    kept = {"full": ("dataset", "column", "documents", "steps", "batch", "target", "draft"), "shape": ("acceptance",), "tiny": ()}[options.scale]
+    kept = {"full": ("steps", "batch", "target", "draft"), "shape": ("acceptance",), "tiny": ()}[options.scale]
     found = {name: getattr(options, name) for name in kept}
-    return found | ({"text": [str(path) for path in options.text or []]} if options.scale == "full" else {})
+    return found | options.source | contents(target=options.target, draft=options.draft) if options.scale == "full" else found
 
 
 RECIPE = Study(

@@ -19,6 +19,7 @@ from hf_specdec.bench.prompts import load_prompts
 from hf_specdec.drafts import ModelDraft, NGramDraft
 from recipe_kit import RecipeError
 from recipe_kit.corpus import build_corpus, build_tokenizer, documents
+from recipe_kit.inputs import contents
 from recipe_kit.memory import check_memory, size_of
 from recipe_kit.pretraining import Plan, pretrain
 from recipe_kit.study import PAPER, Material, Row, Study
@@ -111,7 +112,9 @@ def check(options: argparse.Namespace) -> None:
 
 
 def settings(options: argparse.Namespace) -> dict:
-    return {"target": options.target, "draft": options.draft} if options.scale == "full" else {}
+    if options.scale != "full":
+        return {}
+    return {"target": options.target, "draft": options.draft} | contents(target=options.target, draft=options.draft)
 
 
 RECIPE = Study(
@@ -121,6 +124,7 @@ RECIPE = Study(
     label={"full": "real weights, measured acceptance", "tiny": "a toy trained for seconds on the text of this package"},
     new_tokens={"full": 64, "tiny": 32},
     rows=rows, names=names, material=material, arguments=arguments, check=check, settings=settings,
+    no_shape="random weights have no acceptance of their own, and how acceptance rises with lenience is what this recipe measures: ",
     remarks=("Rows with l < 1 are LOSSY: their text is not the target's own. At l < 1 a sampled token has at most 1 / l times its probability.",),
 )  # fmt: skip
 

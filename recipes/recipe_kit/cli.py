@@ -15,9 +15,10 @@ from hf_specdec.bench.embedded import EMBEDDED
 from hf_specdec.bench.terminal import counting
 
 from . import quality
+from .inputs import check_counts, check_folder, check_map, contents
 from .machine import environment, use_machine
 from .models import read
-from .recipe import RUNS, Recipe, RecipeError
+from .recipe import LOOKUP, RUNS, Recipe, RecipeError
 from .report import print_report, save_plot
 from .running import Runner
 from .store import Store
@@ -31,7 +32,7 @@ def main(recipe: Recipe, argv: list[str] | None = None) -> int:
     try:
         options = parse(recipe, argv)
         return _run(recipe, options)
-    except (RecipeError, ImportError) as error:
+    except (RecipeError, ImportError, OSError) as error:
         print(f"{recipe.name}: {error}", file=sys.stderr)
         return 2
 
@@ -75,13 +76,14 @@ def _run(recipe: Recipe, options: argparse.Namespace) -> int:
 def parse(recipe: Recipe, argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=recipe.name, description=recipe.title)
     add = parser.add_argument
-    add("--scale", choices=recipe.scales, default="full" if "shape" not in recipe.scales else None, required="shape" in recipe.scales,
+    small = recipe.target == EMBEDDED
+    add("--scale", choices=recipe.scales, default="full" if small else None, required=not small,
         help="full: real weights; shape: the full architecture with random weights and SIMULATED acceptance; tiny: a toy, for tests")
     add("--target", default=recipe.target, help="full: hub id or folder of the target")
     add("--draft", help="full: hub id or folder of the draft model")
     add("--acceptance", type=float, help="shape, tiny: the rate that is SIMULATED (default 0.8)")
     add("--k", type=int, default=7, help="tokens drafted per round (default 7)")
-    add("--new-tokens", type=int, help=f"most new tokens a prompt (default {recipe.new_tokens}; shape on a CPU: 8; tiny: {TINY_TOKENS})")
+    add("--new-tokens", type=int, help=f"most new tokens a prompt (default {recipe.new_tokens}; shape of 7B on a CPU: 8; tiny: {TINY_TOKENS})")
     add("--prompts", type=int, help="only the first N prompts")
     add("--repetitions", type=int, help="default: full 3, else 1")
     add("--layers", type=int, help="shape: a TRIAL with the first N layers of the target only")
@@ -101,28 +103,28 @@ def parse(recipe: Recipe, argv: list[str] | None) -> argparse.Namespace:
 def _complete(recipe: Recipe, options: argparse.Namespace) -> argparse.Namespace:
     """Defaults that depend on the scale, and what does not go together."""
     full, tiny = options.scale == "full", options.scale == "tiny"
+    lookup = ("draft", "acceptance") if tiny else ("draft",)  # what prompt lookup has no use for; in a toy its acceptance is its own
     for name in ("draft", "device_map", "acceptance", "layers"):
         given, wanted = getattr(options, name) is not None, full if name in ("draft", "device_map") else not full
-        if given and (not wanted or (recipe.lookup and name in ("draft", "acceptance")) or (name == "layers" and tiny)):
+        if given and (not wanted or (recipe.lookup and name in lookup) or (name == "layers" and tiny)):
             raise RecipeError(f"--{name.replace('_', '-')} has no meaning at --scale {options.scale} in this recipe.")
     if options.humaneval and not (full and recipe.code):
         raise RecipeError(f"--humaneval has no meaning at --scale {options.scale} in this recipe: it needs real weights of a code model.")
     if options.execute_code and not options.humaneval:
         raise RecipeError("--execute-code needs the tasks that the code is for: --humaneval FILE.")
-    for name in ("k", "new_tokens", "prompts", "repetitions", "layers", "threads"):
-        if (getattr(options, name) or 1) < 1 or getattr(options, name) == 0:
-            raise RecipeError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be 1 or more.")
+    check_counts(options, "k", "new_tokens", "prompts", "repetitions", "layers", "threads")
+    check_folder("out", options.out)
     if options.acceptance is not None and not 0 <= options.acceptance <= 1:
         raise RecipeError(f"--acceptance {options.acceptance}: must be a rate in 0..1.")
     use_machine(options)
+    check_map(options)
     options.draft = (options.draft or recipe.draft) if full else None
-    if not full and not recipe.lookup and options.acceptance is None:
+    if not full and options.acceptance is None and not (recipe.lookup and tiny):
         options.acceptance = 0.8
-    if options.new_tokens is None:
-        on_cpu = options.scale == "shape" and options.device.type == "cpu"
-        options.new_tokens = TINY_TOKENS if tiny else 8 if on_cpu else recipe.new_tokens
+    slow = options.scale == "shape" and options.device.type == "cpu" and recipe.target != EMBEDDED
+    options.new_tokens = options.new_tokens or (TINY_TOKENS if tiny else 8 if slow else recipe.new_tokens)
     options.repetitions = options.repetitions or (3 if full else 1)
-    options.cost_repetitions = 3 if options.scale == "shape" and options.device.type == "cpu" else 7
+    options.cost_repetitions = 3 if slow else 7
     options.dtype = getattr(torch, options.dtype or ("float32" if tiny else "bfloat16"))
     return options
 
@@ -136,13 +138,14 @@ def _head(recipe: Recipe, options: argparse.Namespace, names: list[str]) -> dict
         layers = recipe.configs[options.scale]()[0].num_hidden_layers
         label = f"TRIAL: the target with its first {options.layers} of {layers} layers, random weights: not its cost"
     label += f", acceptance SIMULATED at {options.acceptance:g}" if kind == "SIMULATED" else ""
-    draft = "prompt lookup" if recipe.lookup else options.draft if full else recipe.draft or "115M drafter"
+    draft = LOOKUP if recipe.lookup else options.draft if full else recipe.draft or "115M drafter"
     target = options.target if full else f"{recipe.target} (shape)" if options.scale == "shape" else "tiny"
     settings = {
         "recipe": recipe.name, "scale": options.scale, "target": target, "draft": draft, "k": options.k,
         "acceptance": options.acceptance, "new_tokens": options.new_tokens, "prompts": names, "repetitions": options.repetitions,
         "layers": options.layers, "phases": options.phases, "dtype": str(options.dtype).removeprefix("torch."),
     } | ({"humaneval": str(options.humaneval)} if options.humaneval else {})  # fmt: skip
+    settings |= contents(target=options.target, draft=options.draft, humaneval=options.humaneval) if full else {}
     title = recipe.title + ("" if options.target in (recipe.target, EMBEDDED) else f" ({options.target})")
     return {"title": title, "label": label, "acceptance": {"kind": kind, "rate": options.acceptance}, "settings": settings,
             "environment": environment(options.device) | {"mx": mx.kernel_info()["path"]}}  # fmt: skip

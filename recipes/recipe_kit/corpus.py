@@ -7,12 +7,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from shutil import rmtree
+from zipfile import BadZipFile
 
 import numpy as np
 
 from .recipe import RecipeError
 
 END, UNKNOWN = "[SEP]", "[UNK]"
+SOURCE = "source.json"  # beside a tokenizer: what it was trained on
 HELD_OUT = 50  # every fiftieth document is kept from training, for the prompts
 
 
@@ -95,15 +98,45 @@ def build_tokenizer(texts: Iterator[str], vocabulary: int):
     return PreTrainedTokenizerFast(tokenizer_object=core, unk_token=UNKNOWN, sep_token=END)
 
 
+def kept_tokenizer(texts, vocabulary: int, folder: Path, source: dict):
+    """`build_tokenizer` of the documents texts() gives, kept in the folder (whole or not at all) with `source`, and read again for the same one."""
+    from transformers import AutoTokenizer
+
+    kept, partial = folder / "tokenizer", folder / "tokenizer.partial"
+    if kept.exists():
+        try:
+            _check_source(kept, (kept / SOURCE).read_text(encoding="utf-8"), source)
+            return AutoTokenizer.from_pretrained(kept)
+        except RecipeError:
+            raise
+        except Exception as error:  # the library of tokenizers raises nothing narrower for a file that is cut short
+            raise RecipeError(f"{kept} holds no whole tokenizer of this recipe: move it away, or take another --work.") from error
+    tokenizer = build_tokenizer(texts(), vocabulary)
+    rmtree(partial, ignore_errors=True)
+    tokenizer.save_pretrained(partial)
+    (partial / SOURCE).write_text(json.dumps(source), encoding="utf-8")
+    partial.rename(kept)
+    return tokenizer
+
+
+def _check_source(kept: Path, stored: str, source: dict | None) -> None:
+    if json.loads(stored) != source:
+        raise RecipeError(f"{kept} was made of other text: {stored}, this call has {json.dumps(source)}. Take another --work.")
+
+
 def build_corpus(texts, tokenizer, folder: Path | None = None, source: dict | None = None) -> Corpus:
     """Token ids of the documents texts() gives. With a folder, they are kept there as `tokens.npz` and read again if `source` (what
     the texts are) is the same; RecipeError if the folder holds other ones."""
     kept = folder / "tokens.npz" if folder else None
-    if kept and kept.is_file():
-        with np.load(kept, allow_pickle=False) as stored:
-            if json.loads(str(stored["source"])) != source:
-                raise RecipeError(f"{kept} was made of other text: {stored['source']}, this call has {json.dumps(source)}. Take another --work.")
-            return Corpus(tokenizer, stored["train"], stored["held_out"])
+    if kept and kept.exists():
+        try:
+            with np.load(kept, allow_pickle=False) as stored:
+                _check_source(kept, str(stored["source"]), source)
+                return Corpus(tokenizer, stored["train"], stored["held_out"])
+        except RecipeError:
+            raise
+        except (OSError, ValueError, TypeError, KeyError, EOFError, BadZipFile) as error:
+            raise RecipeError(f"{kept} is damaged or not of this recipe: move it away, or take another --work.") from error
     end = tokenizer.convert_tokens_to_ids(END if END in tokenizer.get_vocab() else tokenizer.eos_token or END)
     parts: tuple[list, list] = ([], [])
     iterator, number = texts(), 0

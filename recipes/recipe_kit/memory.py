@@ -40,10 +40,10 @@ def size_of(config) -> Size:
 
 
 def untied(model):
-    """An encoder-decoder model whose halves share the embedding and whose head is its own, as in T5 v1.1; others as they are."""
+    """A model whose weights are tied as its config says, but in an encoder-decoder the head, which is its own, as in T5 v1.1."""
+    model.tie_weights()  # which a model that is made without weights is not yet
     if not model.config.is_encoder_decoder:
         return model
-    model.tie_weights()
     head = model.get_output_embeddings()
     if head.weight is model.get_input_embeddings().weight:
         model.set_output_embeddings(nn.Linear(head.in_features, head.out_features, bias=False, dtype=head.weight.dtype, device=head.weight.device))

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
+from .inputs import check_context
 from .memory import Size, check_memory, size_of, untied
 from .recipe import Recipe, RecipeError, text_prompts, token_prompts
 
@@ -37,12 +39,18 @@ def make_pair(recipe: Recipe, options, names: list[str]) -> Pair:
         config, draft = recipe.configs[options.scale]()
         if options.layers:
             config.num_hidden_layers = min(options.layers, config.num_hidden_layers)
-    sizes: list[Size | None] = [one and size_of(one) for one in (config, draft)]
+    sizes: list[Size | None] = [size_of(config), None if draft is None or callable(draft) else size_of(draft)]
     check_memory(*sizes, options.dtype.itemsize, tokens, options.phases, options.device)
     if options.scale == "full":
-        return _loaded(recipe, options, names)
-    target, draft = (one and random_model(one, options.dtype, options.device) for one in (config, draft))
-    return Pair(target, draft, token_prompts(names, recipe.prompt_tokens, config.vocab_size))
+        tokenizer = read(recipe, options.target, "tokenizer")
+        prompts = text_prompts(recipe, names, tokenizer)
+    else:
+        prompts = token_prompts(names, recipe.prompt_tokens, config.vocab_size)
+    check_context(config, prompts, options.new_tokens)
+    if options.scale == "full":
+        return _loaded(recipe, options, prompts)
+    target = random_model(config, options.dtype, options.device)
+    return Pair(target, draft(target) if callable(draft) else draft and random_model(draft, options.dtype, options.device), prompts)
 
 
 def compressed(model, in_place: bool):
@@ -68,7 +76,7 @@ def weight_bytes(model) -> int:
 @torch.no_grad()
 def random_model(config, dtype: torch.dtype, device: torch.device):
     """A model of that shape at the real cost. Its blocks are one random stretch repeated and speak softly, its head is the
-    embedding moved on by one token: every greedy token is clear-cut, so that rounding cannot part two outputs."""
+    embedding moved on by one token (a tied one repeats the last token): every greedy token is clear-cut, so that rounding cannot part two outputs."""
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
     from transformers.initialization import no_init_weights
 
@@ -88,7 +96,8 @@ def random_model(config, dtype: torch.dtype, device: torch.device):
         if name.split(".")[-2] in OUTPUTS:
             parameter.mul_(0.02)
     embedding.normal_(0, 1, generator=generator)
-    head.copy_(embedding.roll(1, 0)).mul_(config.hidden_size**-0.5)
+    if head is not embedding:
+        head.copy_(embedding.roll(1, 0)).mul_(config.hidden_size**-0.5)
     return model.requires_grad_(False).eval()
 
 
@@ -132,7 +141,7 @@ def read(recipe: Recipe, name: str, what: str, **kwargs):
             return kind.from_pretrained(source, **kwargs)
         with working(f"Loading {name} ..."):
             return kind.from_pretrained(source, **kwargs)
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise RecipeError(_what_to_do(recipe, name, what, error)) from error
 
 
@@ -146,11 +155,10 @@ def _what_to_do(recipe: Recipe, name: str, what: str, error: BaseException) -> s
     return f"{text}. It needs a connection to huggingface.co, or a folder with the weights: {flag} FOLDER."
 
 
-def _loaded(recipe: Recipe, options, names: list[str]) -> Pair:
+def _loaded(recipe: Recipe, options, prompts: dict[str, list[int]]) -> Pair:
     from hf_specdec.training.drafter import is_drafter
     from hf_specdec.training.drafter import load as load_drafter
 
-    tokenizer = read(recipe, options.target, "tokenizer")
     placed = {"dtype": options.dtype}
     if options.device.type != "cpu":
         if find_spec("accelerate") is None:
@@ -158,9 +166,12 @@ def _loaded(recipe: Recipe, options, names: list[str]) -> Pair:
         placed["device_map"] = options.device_map or str(options.device)
     target = read(recipe, options.target, "model", **placed).eval()
     if options.draft and is_drafter(options.draft):
-        return Pair(target, load_drafter(options.draft, target), text_prompts(recipe, names, tokenizer))
+        try:
+            return Pair(target, load_drafter(options.draft, target), prompts)
+        except ValueError as error:
+            raise RecipeError(f"--draft {options.draft}: {error}") from error
     draft = read(recipe, options.draft, "model", **placed).eval() if options.draft else None
     if draft is not None and draft.config.vocab_size < target.config.vocab_size // 2:
         raise RecipeError(f"--draft {options.draft}: a vocabulary of {draft.config.vocab_size} against the target's "
                           f"{target.config.vocab_size}: the draft needs the target's tokenizer.")
-    return Pair(target, draft, text_prompts(recipe, names, tokenizer))
+    return Pair(target, draft, prompts)

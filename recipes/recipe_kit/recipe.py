@@ -15,6 +15,7 @@ PLAIN_OF = {SPECULATION: BASELINE, BOTH: MX}  # whose output a speculative run h
 ARTICLE = "Qualcomm's article on MX formats and speculative decoding on Cloud AI 100"
 ARTICLE_SPEED_UP = {BASELINE: 1.0, MX: 2.0, BOTH: 4.0}  # "about"; it has no figure for speculation alone
 GOAL = ARTICLE_SPEED_UP[BOTH]
+LOOKUP = "prompt lookup"
 
 
 class RecipeError(ValueError):
@@ -28,8 +29,8 @@ class Recipe:
     target, draft: hub ids; target "smollm2" is the embedded model; draft None means prompt lookup if `lookup`, else that
     `--draft` has to name one (`draft_missing` says what it is). licence: where a gated target's licence is accepted. code: the target
     writes Python, so that HumanEval can be asked of it.
-    prompts: name -> text, or a function that gives both. configs: scale -> function making (target config, draft config or
-    None), for the scales with random weights.
+    prompts: name -> text, or a function that gives both. configs: scale -> function making (target config, draft config,
+    None for lookup, or a function that makes the draft of the target), for the scales with random weights.
     """
 
     name: str

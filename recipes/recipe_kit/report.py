@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from . import quality
-from .recipe import ARTICLE, BASELINE
+from .recipe import ARTICLE, BASELINE, LOOKUP
 from .summary import goal_text
 
 FEW = 32  # decoded tokens below which a measured speed-up is mostly chance
@@ -74,8 +74,10 @@ def notes(data: dict[str, Any]) -> list[str]:
         "outputs equal to the run of the same weights without speculation.",
     ]
     if data["acceptance"]["kind"] == "SIMULATED":
-        lines.append(f"* SIMULATED acceptance: the weights are random, the draft model runs, and its tokens are replaced by right ones with "
-                     f"probability {data['acceptance']['rate']:g}. Costs are real, text and acceptance are not.")
+        how = "the draft model runs, and its tokens are replaced by right ones with probability"
+        if data["settings"]["draft"] == LOOKUP:
+            how = "in the place of lookup, K tokens a round come from nowhere, free of cost, each right with probability"
+        lines.append(f"* SIMULATED acceptance: the weights are random, {how} {data['acceptance']['rate']:g}. Costs are real, text and acceptance are not.")
     if any(row["article"] for row in data["summary"]):
         lines.append(f"article: {ARTICLE}; other hardware, trained weights.")
     few = min(row["decoded_tokens"] for row in data["summary"])

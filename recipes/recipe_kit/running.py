@@ -18,7 +18,7 @@ from hf_specdec.drafts.model import ModelDraft
 from . import memory
 from .models import Pair, compressed, make_pair, weight_bytes
 from .recipe import BASELINE, BOTH, MX, PLAIN_OF, RUNS, SPECULATION, Recipe
-from .simulated import SimulatedDraft
+from .simulated import SimulatedDraft, SimulatedTable
 from .store import Store
 
 CONTEXT = 32  # tokens in the cache while single forwards are timed
@@ -106,9 +106,9 @@ class Runner:
         return generate_arm(arm, target, **extra).run([prompt], new)
 
     def _draft(self, draft, oracle: list[int], seed: int):
-        if draft is None:
-            return None  # prompt lookup
         rate = self.options.acceptance
+        if draft is None:  # prompt lookup
+            return None if rate is None else SimulatedTable(oracle, rate, seed)
         return ModelDraft(draft) if rate is None else SimulatedDraft(draft, oracle, rate, seed)
 
     # --- single forwards, forks -------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ class SimulatedDraft(ModelDraft):
 
 
 class SimulatedTable(Draft):
-    """As `SimulatedDraft`, for a draft that costs nothing (an n-gram table): k tokens, each right with probability `rate`."""
+    """As `SimulatedDraft`, for a draft that costs nothing (an n-gram table, prompt lookup): k tokens, each right with probability `rate`."""
 
     name = "simulated"
     trusted = False

@@ -18,23 +18,36 @@ class Store:
     def __init__(self, path: Path, head: dict[str, Any], restart: bool = False):
         self.path = path
         self.data: dict[str, Any] = head | {"costs": {}, "runs": [], "forks": []}
-        if path.exists() and not restart:
-            self._resume()
+        for taken in (path, path.with_suffix(".png")):
+            if taken.is_dir():
+                raise RecipeError(f"{taken} is a folder, and a file of this recipe goes there: move it away, or pass another --out.")
+        old = self._read() if path.exists() else None
+        if old and not restart:
+            self._resume(old)
 
-    def _resume(self) -> None:
+    def _read(self) -> dict[str, Any]:
+        """What a recipe wrote; RecipeError for any other file, which --restart must not delete either."""
         try:
             old = json.loads(self.path.read_text(encoding="utf-8"))
-            parts = [(part, old[part], self.data[part]) for part in ("settings", "environment")]
-            self.data |= {part: old[part] for part in ("costs", "runs", "forks")}
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-            raise RecipeError(f"{self.path} was not written by a recipe: move it away, or pass another --out.") from error
-        for part, before, now in parts:
+            whole = all(isinstance(old[part], dict) for part in ("settings", "environment", "costs"))
+            whole = whole and all(isinstance(old[part], list) for part in ("runs", "forks"))
+            whole = whole and all(isinstance(one, dict) for part in ("runs", "forks") for one in old[part])
+            if not whole or not all({"repetition", "prompt", "run"} <= run.keys() for run in old["runs"]):
+                raise ValueError("parts of another kind")
+            return old
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise RecipeError(f"{self.path} was not written by a recipe, or cannot be read: move it away, or pass another --out.") from error
+
+    def _resume(self, old: dict[str, Any]) -> None:
+        for part in ("settings", "environment"):
+            before, now = old[part], self.data[part]
             for key in [*now, *(key for key in before if key not in now)]:
                 if before.get(key) != now.get(key):
                     raise RecipeError(
                         f"{self.path} holds runs with {key} = {before.get(key)!r}, this call has {now.get(key)!r} ({part}): runs of "
                         f"different settings do not go together. Use the same settings, another --out, or --restart to begin anew."
                     )
+        self.data |= {part: old[part] for part in ("costs", "runs", "forks", "notes") if part in old}
 
     def find(self, repetition: int, prompt: str, arm: str) -> dict[str, Any] | None:
         return next((run for run in self.data["runs"] if (run["repetition"], run["prompt"], run["run"]) == (repetition, prompt, arm)), None)

@@ -61,7 +61,8 @@ class Material:
 class Study:
     """rows, material, settings, names: functions of the options. material(options, names) builds or loads, and checks the memory
     before. settings: what goes into the JSON beside the common ones. label: scale -> what the figures stand on. k: tokens drafted per
-    round by default; None: as the rows say. dtypes: scale -> the default where it is not float32. variant: options -> a part of the file's name."""
+    round by default; None: as the rows say. dtypes: scale -> the default where it is not float32. variant: options -> a part of the file's
+    name. no_shape: why there is no shape scale, where there is none."""
 
     name: str
     title: str
@@ -78,6 +79,7 @@ class Study:
     k: int | None = 5
     dtypes: dict[str, str] = field(default_factory=dict)
     variant: Callable[[argparse.Namespace], str] = lambda options: ""
+    no_shape: str = ""
 
     @property
     def scales(self) -> list[str]:

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from hf_specdec.bench.terminal import counting
 
+from .inputs import check_counts, check_folder
 from .machine import environment, use_machine
 from .recipe import RecipeError
 from .report import print_with_notes, text_of
@@ -26,7 +27,7 @@ def main(study: Study, argv: list[str] | None = None) -> int:
     """Run a study; the exit status. What the user can mend is one line on the standard error stream."""
     try:
         return _run(study, parse(study, argv))
-    except (RecipeError, ImportError, FileNotFoundError) as error:
+    except (RecipeError, ImportError, OSError) as error:
         print(f"{study.name}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -58,7 +59,7 @@ def _run(study: Study, options: argparse.Namespace) -> int:
 def parse(study: Study, argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=study.name, description=study.title)
     add = parser.add_argument
-    add("--scale", choices=study.scales, required=True, help="; ".join(f"{scale}: {text}" for scale, text in study.label.items()))
+    add("--scale", required=True, metavar=f"{{{','.join(study.scales)}}}", help="; ".join(f"{scale}: {text}" for scale, text in study.label.items()))
     add("--k", type=int, default=study.k, help=f"tokens drafted per round (default {study.k or 'as in the paper, row by row'})")
     add("--new-tokens", type=int, help=f"most new tokens a prompt (default {study.new_tokens})")
     add("--prompts", type=int, help="only the first N prompts")
@@ -71,9 +72,11 @@ def parse(study: Study, argv: list[str] | None) -> argparse.Namespace:
     add("--no-plot", dest="plot", action="store_false")
     study.arguments(parser)
     options = parser.parse_args(argv)
-    for name in ("k", "new_tokens", "prompts", "repetitions", "threads"):
-        if getattr(options, name) is not None and getattr(options, name) < 1:
-            raise RecipeError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be 1 or more.")
+    if options.scale not in study.scales:
+        why = study.no_shape if options.scale == "shape" else ""
+        raise RecipeError(f"--scale {options.scale}: {why}choose one of {', '.join(study.scales)}.")
+    check_counts(options, "k", "new_tokens", "prompts", "repetitions", "threads")
+    check_folder("out", options.out)
     use_machine(options)
     options.dtype = getattr(torch, options.dtype or study.dtypes.get(options.scale, "float32"))
     options.new_tokens = options.new_tokens or study.new_tokens[options.scale]
