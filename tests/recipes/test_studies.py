@@ -83,6 +83,8 @@ def test_the_full_gpt_shape_has_the_papers_size_and_says_that_its_acceptance_is_
     rows = {row["draft"]: row for row in data["summary"]}
     assert all(row["equal_to_plain"] == 2 and row["acceptance_is"] == "SIMULATED" for row in rows.values())
     assert rows["6M draft"]["alpha"] > 0.7 and rows["unigram"]["alpha"] < 0.2
+    _, out, _ = run("gpt_97m__6m", "--scale", "shape", "--prompts", "2", "--new-tokens", "40")
+    assert "rates SIMULATED: 6M draft 0.88" in out  # also where nothing is left to run
 
 
 @pytest.mark.parametrize("name", STUDIES)
