@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from pathlib import Path
 
 from rich.console import Console
@@ -24,8 +23,9 @@ def train(target: str, out: Path, data: Path | None, tokens: int, prompts: str |
     from ..training.look_ahead import LookAheadRunConfig
     from ..training.losses import LOSSES
     from ..training.parallel import ParallelRunConfig
-    from ..training.pipeline import check_out, prepare
+    from ..training.pipeline import prepare
     from ..training.pipeline import train as run
+    from ..training.prompts import dataset_prompts, read_prompts
     from ..training.trainer import RunConfig, layer_numbers, need_accelerate
 
     need_accelerate()
@@ -54,41 +54,20 @@ def train(target: str, out: Path, data: Path | None, tokens: int, prompts: str |
         config = _own_config(own, {"--features": features, "--layers": layers, "--begin": begin, **places}, common)
     else:
         config = kind(layers=_numbers(layers or ("-1" if features or asked_for else "0,-1")), head=None if places["--look-ahead"] else head or None, format=format, **common, **more)
-    check_out(out, config, names)
-    asked, state = _asked(prompts, column), this_process()
-    console, data = Console(stderr=True, quiet=not state.is_main_process), data or out / "data"
+    asked = None
+    if prompts is not None:
+        asked = read_prompts(prompts, column) if Path(prompts).is_file() else dataset_prompts(prompts.removeprefix("hub:"), column)
+    console, data = Console(stderr=True), data or out / "data"
     writer, tokenizer = load_target(target, "bfloat16")
     if own:
         check_config(draft_config(config.model), writer, config.model)
     else:
         layer_numbers(config.layers, writer)
-    with state.main_process_first():  # the others find what it has made
-        prepare(data, writer, tokenizer, tokens, asked, new_tokens, seed=seed, console=console)
+    prepare(data, writer, tokenizer, tokens, asked, new_tokens, seed=seed, console=console)
     model = writer if own else None
     del writer
     model = model or load_target(target, "float32")[0]
     run(model, tokenizer, data, out, config, names, target, console, on_policy=on_policy)
-
-
-def _asked(prompts: str | None, column: str | None) -> list[str] | None:
-    """The prompts of --prompts, None without it."""
-    from ..training.prompts import dataset_prompts, read_prompts
-
-    if prompts is None:
-        if column:
-            raise ValueError(f"--column {column}: it is a column of --prompts; add those, or leave it out.")
-        return None
-    if not prompts.startswith("hub:") and not Path(prompts).exists():
-        raise ValueError(f"--prompts {prompts}: there is no such file; a data set of the hub is hub:NAME.")
-    return read_prompts(prompts, column) if Path(prompts).is_file() else dataset_prompts(prompts.removeprefix("hub:"), column)
-
-
-def this_process():
-    """accelerate's state of this process, among several where a launcher started them; who waits for the first one's text waits for a week."""
-    import torch
-    from accelerate import PartialState
-
-    return PartialState(cpu=not torch.cuda.is_available(), timeout=timedelta(weeks=1))
 
 
 def _own_config(own: dict[str, str], others: dict[str, object], common: dict):

@@ -31,15 +31,12 @@ class Batch:
 
 class Corpus:
     """All texts of some shards in memory, the last `longest` tokens of each; `order(epoch)` cuts them into batches of about `size`
-    tokens. held: of the texts, those to be held out (True) or the others (False); None for all."""
+    tokens."""
 
-    def __init__(self, files: list[Path], vocab_size: int, size: int, seed: int, longest: int = 512, states: Path | None = None, held: bool | None = None):
+    def __init__(self, files: list[Path], vocab_size: int, size: int, seed: int, longest: int = 512, states: Path | None = None):
         shards = [Shard.load(path, vocab_size) for path in files]
         self.states = {} if states is None else {id(shard): read_features(states / path.name) for shard, path in zip(shards, files)}
         self.texts = [(shard, int(max(a, b - longest)), int(b)) for shard in shards for a, b in zip(shard.starts, shard.starts[1:])]
-        if held is not None:
-            part = _held_out(self.texts)
-            self.texts = part if held else [text for text in self.texts if text not in part]
         self.size, self.seed = size, seed
 
     @property
@@ -94,26 +91,12 @@ class Stream:
         return self.corpus.batch(self.batches[number - self.first])
 
 
-def _held_out(items: list) -> list:
-    return items[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY] or items[-1:]
-
-
-def corpora(folder: Path, vocab_size: int, size: int, seed: int, states: Path | None = None) -> tuple[Corpus, Corpus]:
-    """What to train on and what is held out: shards, or texts where there is one shard. ValueError where there is one text."""
-    files, held = split(folder)
-    alone = files == held
-    parts = [Corpus(part, vocab_size, size, seed, states=states, held=number == 1 if alone else None) for number, part in enumerate((files, held))]
-    if not parts[0].texts:
-        raise ValueError(f"data: {folder} holds one text, of which nothing can be held out; make more (--tokens).")
-    return parts[0], parts[1]
-
-
 def split(folder: Path) -> tuple[list[Path], list[Path]]:
-    """(shards to train on, held-out shards); the same where there is one, whose texts are divided."""
+    """(shards to train on, held-out shards)."""
     files = shard_files(folder)
     if not files:
         raise ValueError(f"data: {folder} holds no training shards; `hf-specdec train` makes some, or name the right folder.")
-    held = _held_out(files)
+    held = files[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY] or files[-1:]
     return [path for path in files if path not in held] or files, held
 
 

@@ -25,7 +25,7 @@ The draft decides how fast the target decodes, never what it says: every token i
 
 | | |
 | --- | --- |
-| training text | {tokens:,} tokens written by the target itself ({texts}){policy} |
+| training text | {tokens:,} tokens written by the target itself ({texts}) |
 | loss, steps, tokens a step, learning rate | {loss}, {steps}, {batch_tokens}, {lr} |
 | held out: the draft's likeliest token is the target's | {greedy:.3f} |
 | held out: acceptance rate when sampling | {sampling:.3f} |{agreement}
@@ -47,7 +47,6 @@ def write_card(folder: Path, trainer, data: dict) -> Path:
         loading=(trainer.loading if not trainer.of_the_target else LOADING).format(folder=folder),
         target=trainer.target_name or "the target", what=trainer.what,
         head=f"{len(trainer.ids):,}", coverage=trainer.coverage, format=config.format, size=size,
-        policy=f", and {config.on_policy:,} that the draft wrote and the target judged" if config.on_policy else "",
         tokens=data["tokens"], texts=", ".join(f"{count} {kind}" for kind, count in sorted(data["texts"].items())),
         loss=config.loss, steps=last["step"], batch_tokens=config.batch_tokens, lr=config.lr,
         agreement="" if "target_agreement" not in last else

@@ -28,9 +28,6 @@ KINDS = {RunConfig: Trainer, FeatureRunConfig: FeatureTrainer, Eagle3RunConfig: 
          LookAheadRunConfig: LookAheadTrainer, JointRunConfig: JointTrainer, IndependentRunConfig: IndependentTrainer}
 
 
-WRITTEN = ("README.md", "config.json", "model.safetensors", "results.json")  # in a drafter's folder
-
-
 def prepare(folder: str | Path, model, tokenizer, tokens: int, prompts: list[str] | None = None, new_tokens: int = 160,
             rows: int = 48, seed: int = 0, console: Console | None = None) -> list[Path]:
     """`make_data` with its progress on `console`, standard error without it."""
@@ -50,46 +47,25 @@ def train(target, tokenizer, data: str | Path, out: str | Path, config: RunConfi
     need_accelerate()
     console = console or Console(stderr=True)
     losses, out = list(losses) or [config.loss], Path(out)
-    on_policy = on_policy or config.on_policy
-    check_out(out, config, losses)
     if on_policy and isinstance(config, FeatureRunConfig):
         raise ValueError("on_policy: a feature drafter learns from the target's own text alone; leave on_policy out.")
     results = []
     for loss in losses:
-        run = replace(config, loss=loss, on_policy=on_policy)
-        trainer = _trainer(target, data, folder_of(out, loss, losses), run, target_name, console)
+        run = replace(config, loss=loss)
+        trainer = _trainer(target, data, out / loss.replace("+", "p") if len(losses) > 1 else out, run, target_name, console)
         _run(trainer, console, every, _on_policy(trainer, target, tokenizer, data, on_policy) if on_policy else None)
         last = trainer.progress.history[-1]
         results.append({"loss": loss, "out": str(trainer.out), **last, "history": trainer.progress.history})
-        if trainer.accelerator.is_main_process:
-            write_card(trainer.out, trainer, data_notes(data))
-            if not trainer.of_the_target:
-                tokenizer.save_pretrained(trainer.out)
-            if trainer.warning:
-                tokenizer.save_pretrained(trainer.out / CHANGED)
-                console.print(trainer.warning)
-        trainer.accelerator.wait_for_everyone()
+        write_card(trainer.out, trainer, data_notes(data))
+        if not trainer.of_the_target:
+            tokenizer.save_pretrained(trainer.out)
+        if trainer.warning:
+            tokenizer.save_pretrained(trainer.out / CHANGED)
+            console.print(trainer.warning)
     results.sort(key=lambda result: -result["greedy_acceptance"])
-    if trainer.accelerator.is_main_process:
-        (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     console.print(table(results))
     return results
-
-
-def folder_of(out: Path, loss: str, losses: Sequence[str]) -> Path:
-    """Where the drafter of `loss` goes."""
-    return out / loss.replace("+", "p") if len(losses) > 1 else out
-
-
-def check_out(out: str | Path, config: RunConfig, losses: Sequence[str]) -> None:
-    """ValueError where training would write over files that no run has written."""
-    out, checkpoint = Path(out), KINDS[type(config)].checkpoint
-    wanted = {folder_of(out, loss, losses): WRITTEN for loss in losses} | ({out: ("results.json",)} if len(losses) > 1 else {})
-    for folder, names in wanted.items():
-        own = any((folder / name).is_file() for name in (checkpoint, "drafter.json", "training.json")) or any(folder.glob(f"*/{checkpoint}"))
-        foreign = [] if own else [name for name in names if (folder / name).exists()]
-        if foreign:
-            raise ValueError(f"out: {folder} holds {foreign[0]}, which training would write over; name another folder.")
 
 
 def _trainer(target, data: str | Path, out: Path, config: RunConfig, target_name: str, console: Console) -> Trainer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from dataclasses import dataclass, field
@@ -108,31 +107,6 @@ def check_target(folder: Path, target) -> None:
             continue  # `Shard.load` says what is wrong
         if known is not None and not same(known, probe(target.get_input_embeddings().weight)):
             raise ValueError(f"{path}: written by another target, whose laws it holds; name another folder, or delete this one to make it anew.")
-
-
-def digest(path: Path) -> str:
-    """By which a file is known again."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
-
-
-def check_shards(out: Path, known: dict[str, str], files: list[Path]) -> None:
-    """ValueError where a run in `out` began with shards that are not among `files`; known: their digests by name. There may be more by now."""
-    missing = sorted(set(known.values()) - {digest(path) for path in files}) if known else []
-    if missing:
-        raise ValueError(f"data: the run in {out} was trained on other shards than those in {files[0].parent}; go on with its own, or name another folder in out.")
-
-
-def read_checkpoint(path: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
-    """(what a run said of itself, its tensors); ValueError for a file that is damaged, or no run's."""
-    try:
-        with safe_open(path, "pt") as file:
-            about, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}
-    except SafetensorError as error:
-        raise ValueError(f"out: {path} is damaged or cut short ({error}); move it away to begin anew, or name another folder.") from error
-    if not {"config", "progress"} <= about.keys():
-        raise ValueError(f"out: {path} is no checkpoint of training; move it away, or name another folder.")
-    return about, tensors
 
 
 def shard_files(folder: Path) -> list[Path]:

@@ -10,13 +10,14 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
 from . import drafter
-from .batches import Batch, Corpus, Stream, corpora, frequent_tokens, split
+from .batches import Batch, Corpus, Stream, frequent_tokens, split
 from .losses import LOSSES, acceptance, buckets
-from .shards import check_shards, check_target, digest, probe, read_checkpoint, same, shard_files
+from .shards import check_target, probe, same
 
 
 def need_accelerate():
@@ -35,7 +36,7 @@ class RunConfig:
     loss: a name in `losses.LOSSES`. steps, batch_tokens: optimiser steps, and tokens in each. lr: AdamW's, after `warmup` steps,
     falling to a tenth along a cosine. head: tokens that the draft's head keeps, None for all. layers: the target's layers that
     the draft starts from. format: of the stored weights. begin: a drafter with as many layers, from whose weights this one goes on: one that reads
-    no hidden states, or, for a drafter that does, one that reads the same. on_policy: tokens of its own text that the draft learns from, too.
+    no hidden states, or, for a drafter that does, one that reads the same.
     """
 
     layers: tuple[int, ...] = (0, -1)
@@ -49,7 +50,6 @@ class RunConfig:
     format: str = "mxint8"
     precision: str = "bf16"
     begin: str = ""
-    on_policy: int = 0
 
     def __post_init__(self):
         if self.loss not in LOSSES:
@@ -122,11 +122,11 @@ class Trainer:
         layers = layer_numbers(config.layers, target) if self.of_the_target else []
         drafter.check_begin(config.begin)
         self.accelerator = need_accelerate().Accelerator(cpu=target.device.type == "cpu")
-        files, self.shards = split(Path(data))[0], shard_files(Path(data))
+        files, held = split(Path(data))
         check_target(Path(data), target)
         self.probe = probe(target.get_input_embeddings().weight)
         vocab = target.config.get_text_config().vocab_size
-        self.corpus, self.held = corpora(Path(data), vocab, config.batch_tokens, config.seed, self.states)
+        self.corpus, self.held = (Corpus(part, vocab, config.batch_tokens, config.seed, states=self.states) for part in (files, held))
         ids, self.coverage = (torch.arange(vocab), 1.0) if config.head is None else frequent_tokens(files, vocab, config.head)
         self.ids = ids.to(target.device)
         self.place = torch.full((vocab,), -1).index_put((ids,), torch.arange(len(ids))).to(target.device)
@@ -262,7 +262,7 @@ class Trainer:
         for i, p in enumerate(self.own):
             tensors |= {f"{name}.{i}": value for name, value in self.optimizer.state.get(p, {}).items()}
         about = {"config": json.dumps(asdict(self.config)), "progress": json.dumps(asdict(self.progress)),
-                 "target": json.dumps(self.probe), "shards": json.dumps({path.name: digest(path) for path in self.shards})}
+                 "target": json.dumps(self.probe)}
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, self.out / "checkpoint.partial", metadata=about)
         os.replace(self.out / "checkpoint.partial", self.out / self.checkpoint)
 
@@ -270,7 +270,8 @@ class Trainer:
         path = self.out / self.checkpoint
         if not path.is_file():
             return
-        about, tensors = read_checkpoint(path)
+        with safe_open(path, "pt") as file:
+            about, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}
         if "target" in about and not same(json.loads(about["target"]), self.probe):
             raise ValueError(f"out: {self.out} holds a run of another target; name another folder.")
         config = {option.name: option.default for option in fields(self.config)} | json.loads(about["config"])  # options that came later were at their default
@@ -279,14 +280,11 @@ class Trainer:
         if different:
             raise ValueError(f"out: {self.out} holds a run with {different[0]}={config.get(different[0])!r}, not "
                              f"{mine[different[0]]!r}; go on with that, or name another folder.")
-        check_shards(self.out, json.loads(about.get("shards", "{}")), self.shards)
-        self.progress = Progress(**json.loads(about["progress"]))
-        if self.progress.step > self.config.steps:
-            raise ValueError(f"steps={self.config.steps}: the run in {self.out} is at step {self.progress.step} already; ask for more, or name another folder.")
         for i, p in enumerate(self.own):
             p.data.copy_(tensors[f"weight.{i}"])
             self.optimizer.state[p] = {name: tensors[f"{name}.{i}"].to(p.device if name != "step" else "cpu")
                                        for name in ("step", "exp_avg", "exp_avg_sq") if f"{name}.{i}" in tensors}
+        self.progress = Progress(**json.loads(about["progress"]))
 
     def finish(self) -> Path:
         """Write the drafter, with what the run was and reached."""
