@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from hf_specdec.training import RunConfig, Trainer
 from hf_specdec.training.answers import continue_texts, judge_texts
+from hf_specdec.training.batches import split
 from hf_specdec.training.data import make_data, make_on_policy
 from hf_specdec.training.prompts import OPENINGS, TURNS, chat_parts, dataset_prompts, openings, read_prompts
 from hf_specdec.training.shards import TOP, Shard, shard_files
@@ -80,7 +81,7 @@ def test_given_prompts_are_answered_in_order(target, tokenizer, tmp_path):
 
 def test_text_of_the_drafts_own_is_judged_by_the_target(target, data, tmp_path):
     draft = tiny_llama(9)
-    path = make_on_policy(tmp_path, draft, target, shard_files(data), 200, [60], rows=4, new_tokens=12)[0]
+    path = make_on_policy(tmp_path, draft, target, split(data)[0], 200, [60], rows=4, new_tokens=12)[0]
     shard = Shard.load(path)
     text = texts_of(shard)[0]
     asked = torch.isfinite(shard.logprobs[text][:, 0])
@@ -149,7 +150,7 @@ def test_shards_of_another_target_are_refused_before_any_are_made(target, tokeni
         make_data(data, other, tokenizer, tokens=100_000)
     with pytest.raises(ValueError, match="written by another target"):
         Trainer(other, data, tmp_path, RunConfig(layers=(1,), head=None))
-    assert make_data(data, copy.deepcopy(target).bfloat16(), tokenizer, tokens=10) == shard_files(data)  # the same in another dtype
+    assert make_data(data, copy.deepcopy(target).bfloat16(), tokenizer, tokens=10, new_tokens=24) == shard_files(data)  # the same in another dtype
 
 
 

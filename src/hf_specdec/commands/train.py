@@ -22,10 +22,11 @@ def train(target: str, out: Path, data: Path | None, tokens: int, prompts: str |
     from ..training.look_ahead import LookAheadRunConfig
     from ..training.losses import LOSSES
     from ..training.parallel import ParallelRunConfig
-    from ..training.pipeline import prepare
+    from ..training.pipeline import check_out, prepare
     from ..training.pipeline import train as run
-    from ..training.prompts import dataset_prompts, read_prompts
-    from ..training.trainer import RunConfig, layer_numbers, need_accelerate
+    from ..training.processes import is_main, need_accelerate
+    from ..training.prompts import find_prompts
+    from ..training.trainer import RunConfig, layer_numbers
 
     need_accelerate()
     check_folder(out, "--out")
@@ -35,6 +36,8 @@ def train(target: str, out: Path, data: Path | None, tokens: int, prompts: str |
     for name in names:
         if name not in LOSSES:
             raise ValueError(f"--loss {name}: choose from {', '.join(LOSSES)}.")
+    if column is not None and prompts is None:
+        raise ValueError(f"--column {column}: it is a column of --prompts; name these, too, or leave it out.")
     get_format(format)
     kinds = {"--heads": HeadsRunConfig, "--joint": JointRunConfig, "--parallel": ParallelRunConfig, "--look-ahead": LookAheadRunConfig}
     asked_for = [option for option, count in places.items() if count]
@@ -49,17 +52,17 @@ def train(target: str, out: Path, data: Path | None, tokens: int, prompts: str |
     if features and on_policy:
         raise ValueError("--on-policy: a feature drafter learns from the target's own text alone; leave it out with --features.")
     config = kind(layers=_numbers(layers or ("-1" if features or asked_for else "0,-1")), head=None if places["--look-ahead"] else head or None, loss=names[0], steps=steps,
-                  batch_tokens=batch_tokens, lr=lr, format=format, seed=seed, **more)
-    asked = None
-    if prompts is not None:
-        asked = read_prompts(prompts, column) if Path(prompts).is_file() else dataset_prompts(prompts.removeprefix("hub:"), column)
-    console, data = Console(stderr=True), data or out / "data"
+                  batch_tokens=batch_tokens, lr=lr, format=format, seed=seed, on_policy=on_policy, **more)
+    data = data or out / "data"
+    check_out(out, data, config, names)
+    asked = None if prompts is None else find_prompts(prompts, column)
+    console = Console(stderr=True, quiet=not is_main())
     writer, tokenizer = load_target(target, "bfloat16")
     layer_numbers(config.layers, writer)
     prepare(data, writer, tokenizer, tokens, asked, new_tokens, seed=seed, console=console)
     del writer
     model, _ = load_target(target, "float32")
-    run(model, tokenizer, data, out, config, names, target, console, on_policy=on_policy)
+    run(model, tokenizer, data, out, config, names, target, console)
 
 
 def _going_on(features: bool, others: list[str], begin: str | None, single: int, steps: int) -> dict:
