@@ -86,6 +86,8 @@ def _of_file(path: Path, column: str | None) -> dict[str, str]:
     if not lines:
         raise ValueError(f"prompts: {path} is empty; write one prompt a line, or leave prompts out.")
     places = {f"{path}, line {number}": line for number, line in lines.items()}
+    if path.suffix == ".txt" and column:
+        raise ValueError(f"column: {path} has none, its lines are the prompts; leave column={column!r} out.")
     if path.suffix == ".txt":
         return places
     return {place: _prompt(_record(line, place), column, place) for place, line in places.items()}
