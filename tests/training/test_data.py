@@ -11,8 +11,9 @@ from safetensors.torch import save_file
 
 from hf_specdec.training import RunConfig, Trainer
 from hf_specdec.training.answers import continue_texts, judge_texts
+from hf_specdec.training.batches import split
 from hf_specdec.training.data import make_data, make_on_policy
-from hf_specdec.training.prompts import OPENINGS, TURNS, chat_parts, dataset_prompts, openings, read_prompts
+from hf_specdec.training.prompts import OPENINGS, TURNS, chat_parts, dataset_prompts, find_prompts, openings, read_prompts
 from hf_specdec.training.shards import TOP, Shard, shard_files
 
 from ..helpers import tiny_llama
@@ -80,7 +81,7 @@ def test_given_prompts_are_answered_in_order(target, tokenizer, tmp_path):
 
 def test_text_of_the_drafts_own_is_judged_by_the_target(target, data, tmp_path):
     draft = tiny_llama(9)
-    path = make_on_policy(tmp_path, draft, target, shard_files(data), 200, [60], rows=4, new_tokens=12)[0]
+    path = make_on_policy(tmp_path, draft, target, split(data)[0], 200, [60], rows=4, new_tokens=12)[0]
     shard = Shard.load(path)
     text = texts_of(shard)[0]
     asked = torch.isfinite(shard.logprobs[text][:, 0])
@@ -115,6 +116,8 @@ def test_prompts_come_from_lines_columns_and_turns(tmp_path):
     (tmp_path / "a.txt").write_text("one\n\ntwo\n")
     (tmp_path / "b.jsonl").write_text('{"turns": ["first", "second"]}\n{"prompt": "other"}\n')
     assert read_prompts(tmp_path / "a.txt") == ["one", "two"]
+    with pytest.raises(ValueError, match="^column: .*a.txt has none"):
+        read_prompts(tmp_path / "a.txt", "question")
     assert read_prompts(tmp_path / "b.jsonl") == ["first", "other"]
     (tmp_path / "c.jsonl").write_text(json.dumps({"question": "?"}))
     assert read_prompts(tmp_path / "c.jsonl", "question") == ["?"]
@@ -149,7 +152,7 @@ def test_shards_of_another_target_are_refused_before_any_are_made(target, tokeni
         make_data(data, other, tokenizer, tokens=100_000)
     with pytest.raises(ValueError, match="written by another target"):
         Trainer(other, data, tmp_path, RunConfig(layers=(1,), head=None))
-    assert make_data(data, copy.deepcopy(target).bfloat16(), tokenizer, tokens=10) == shard_files(data)  # the same in another dtype
+    assert make_data(data, copy.deepcopy(target).bfloat16(), tokenizer, tokens=10, new_tokens=24) == shard_files(data)  # the same in another dtype
 
 
 
@@ -159,3 +162,69 @@ def test_a_tokenizer_without_a_chat_template_is_refused(tokenizer):
 
     with pytest.raises(ValueError, match="chat template"):
         chat_parts(Plain())
+
+
+PROMPTS = [f"HELLO{letter}" for letter in "ABCDEFGH"]
+
+
+def test_given_prompts_go_without_a_chat_template_as_they_stand(target, tokenizer, tmp_path):
+    plain = copy.deepcopy(tokenizer)
+    plain.chat_template = None
+    make_data(tmp_path, target, plain, tokens=10**9, rows=2, new_tokens=5, prompts=PROMPTS[:2])
+    shard = Shard.load(shard_files(tmp_path)[0])
+    for prompt, text in zip(PROMPTS, texts_of(shard)):
+        head = plain(prompt).input_ids
+        assert shard.tokens[text].tolist()[: len(head)] == head and bool(torch.isfinite(shard.logprobs[text][len(head) - 1 : -1, 0]).all())
+    with pytest.raises(ValueError, match="cannot make up prompts"):
+        make_data(tmp_path / "own", target, plain, tokens=10)
+
+
+def made(folder, target, tokenizer, tokens=60, **changed):
+    job = {"rows": 2, "new_tokens": 5, "seed": 1, "prompts": PROMPTS} | changed
+    return make_data(folder, target, tokenizer, tokens, **job)
+
+
+@pytest.mark.parametrize(("name", "value"), [("prompts", ["OTHERS", *PROMPTS[1:]]), ("prompts", None), ("new_tokens", 6), ("seed", 2), ("rows", 3)])
+def test_shards_of_another_job_are_refused_and_nothing_is_made(target, tokenizer, tmp_path, name, value):
+    files = made(tmp_path, target, tokenizer, tokens=20)
+    with pytest.raises(ValueError, match=f"^{name}: .*000000.safetensors .*; give what it was made with, or name another folder"):
+        made(tmp_path, target, tokenizer, **{name: value})
+    assert shard_files(tmp_path) == files
+    if name in ("seed", "rows"):  # of no weight where all tokens are there
+        assert made(tmp_path, target, tokenizer, tokens=20, **{name: value}) == files
+
+
+def test_shards_of_the_same_job_and_those_that_do_not_say_are_gone_on_from(target, tokenizer, tmp_path):
+    files = made(tmp_path, target, tokenizer, tokens=20)
+    more = made(tmp_path, target, tokenizer, tokens=10**6, prompts=[*PROMPTS, "MORE"])
+    assert len(files) < len(more) == 5
+    for path in more:
+        shard = Shard.load(path)
+        del shard.notes["job"]
+        shard.save(path)
+    assert made(tmp_path, target, tokenizer, tokens=20, new_tokens=9) == more
+
+
+def test_a_run_of_the_drafts_own_text_that_was_stopped_goes_on_as_it_would_have(target, data, tmp_path):
+    draft, (parts, _) = tiny_llama(9), split(data)
+    for stops, name in [((400,), "whole"), ((1, 400), "parts")]:
+        for tokens in stops:
+            make_on_policy(tmp_path / name, draft, target, parts, tokens, [60], rows=4, new_tokens=12)
+    whole, broken = ([Shard.load(path).tokens.tolist() for path in shard_files(tmp_path / name)] for name in ("whole", "parts"))
+    assert whole == broken and len(whole) > 1 and whole[0][:8] != whole[1][:8]
+
+
+def test_a_prompt_longer_than_the_context_is_named_before_any_shard_is_made(target, tokenizer, tmp_path):
+    long = "A" * (target.config.max_position_embeddings + 1)
+    (tmp_path / "asked.txt").write_text(f"HELLO\n\n{long}\n")
+    with pytest.raises(ValueError, match=r"^prompts: .*asked.txt, line 3 has \d+ tokens, and the target's context holds"):
+        make_data(tmp_path / "data", target, tokenizer, 10**6, 1, 5, prompts=find_prompts(str(tmp_path / "asked.txt")))
+    with pytest.raises(ValueError, match="^prompts: prompt 2 has"):
+        make_data(tmp_path / "data", target, tokenizer, 10**6, 1, 5, prompts=["HELLO", long])
+    assert not (tmp_path / "data").exists()
+    make_data(tmp_path / "data", target, tokenizer, 5, 1, 5, prompts=["HELLO", long])  # which is not reached
+
+
+def test_prompts_that_are_not_there_are_not_asked_of_the_hub():
+    with pytest.raises(ValueError, match="^prompts: missing.jsonl is not a file; .* or hub:NAME"):
+        find_prompts("missing.jsonl")

@@ -101,25 +101,25 @@ def test_the_second_half_can_be_on_the_drafts_own_text(target, tokenizer, data, 
 
 
 def test_batches_hold_every_text_once_an_epoch(target, data):
-    files, held = split(data)
-    assert not set(files) & set(held)
-    corpus = Corpus(files, 61, 256, seed=1)
+    parts, held = split(data)
+    assert not {part.path for part in parts} & {part.path for part in held}
+    corpus = Corpus(parts, 61, 256, seed=1)
     for epoch in (0, 1):
         assert sorted(sum(corpus.order(epoch), [])) == list(range(len(corpus.texts)))
-    assert corpus.order(0) != corpus.order(1) and corpus.order(1) == Corpus(files, 61, 256, seed=1).order(1)
+    assert corpus.order(0) != corpus.order(1) and corpus.order(1) == Corpus(parts, 61, 256, seed=1).order(1)
 
 
 def test_of_a_long_text_the_last_tokens_are_kept(data):
-    files, _ = split(data)
-    whole, cut = (Corpus(files, 61, 256, seed=1, longest=longest) for longest in (512, 10))
+    parts, _ = split(data)
+    whole, cut = (Corpus(parts, 61, 256, seed=1, longest=longest) for longest in (512, 10))
     assert [b for _, _, b in whole.texts] == [b for _, _, b in cut.texts]
     assert all(b - a <= 10 for _, a, b in cut.texts) and cut.tokens < whole.tokens
 
 
 def test_the_head_keeps_what_the_target_likes_most(data):
-    files, _ = split(data)
-    ids, coverage = frequent_tokens(files, 61, 30)
-    _, more = frequent_tokens(files, 61, 61)
+    parts, _ = split(data)
+    ids, coverage = frequent_tokens(parts, 61, 30)
+    _, more = frequent_tokens(parts, 61, 61)
     assert len(ids) == 30 and torch.equal(ids, ids.sort().values) and 0.3 < coverage < more == pytest.approx(1)
 
 

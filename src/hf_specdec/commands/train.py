@@ -13,20 +13,18 @@ def train(target: str, out: Path, data: Path | None, tokens: int, prompts: str |
           losses: str, steps: int, batch_tokens: int, lr: float, on_policy: int, format: str, new_tokens: int, seed: int,
           features: bool, places: dict[str, int], lora: int = 0, eagle3: bool = False, begin: str | None = None, single: int = 0, own: dict[str, str] | None = None) -> None:
     """places: the option that asks for tokens predicted at once -> how many, 0 for none. own: --config or --distill -> the model that it names."""
-    from ..bench.embedded import load_target
     from ..mx.formats import get_format
     from ..training.eagle3 import Eagle3RunConfig
     from ..training.feature_trainer import FeatureRunConfig
     from ..training.heads import HeadsRunConfig
-    from ..training.independent import check_config, draft_config
     from ..training.joint import JointRunConfig
     from ..training.look_ahead import LookAheadRunConfig
     from ..training.losses import LOSSES
     from ..training.parallel import ParallelRunConfig
-    from ..training.pipeline import prepare
-    from ..training.pipeline import train as run
-    from ..training.prompts import dataset_prompts, read_prompts
-    from ..training.trainer import RunConfig, layer_numbers, need_accelerate
+    from ..training.pipeline import check_out
+    from ..training.processes import need_accelerate
+    from ..training.prompts import find_prompts
+    from ..training.trainer import RunConfig
 
     need_accelerate()
     check_folder(out, "--out")
@@ -36,6 +34,8 @@ def train(target: str, out: Path, data: Path | None, tokens: int, prompts: str |
     for name in names:
         if name not in LOSSES:
             raise ValueError(f"--loss {name}: choose from {', '.join(LOSSES)}.")
+    if column is not None and prompts is None:
+        raise ValueError(f"--column {column}: it is a column of --prompts; name these, too, or leave it out.")
     get_format(format)
     kinds = {"--heads": HeadsRunConfig, "--joint": JointRunConfig, "--parallel": ParallelRunConfig, "--look-ahead": LookAheadRunConfig}
     asked_for = [option for option, count in places.items() if count]
@@ -49,25 +49,36 @@ def train(target: str, out: Path, data: Path | None, tokens: int, prompts: str |
     more |= _going_on(features, asked_for, begin, single, steps)
     if features and on_policy:
         raise ValueError("--on-policy: a feature drafter learns from the target's own text alone; leave it out with --features.")
-    common = {"loss": names[0], "steps": steps, "batch_tokens": batch_tokens, "lr": lr, "seed": seed}
+    common = {"loss": names[0], "steps": steps, "batch_tokens": batch_tokens, "lr": lr, "seed": seed, "on_policy": on_policy}
     if own:
         config = _own_config(own, {"--features": features, "--layers": layers, "--begin": begin, **places}, common)
     else:
         config = kind(layers=_numbers(layers or ("-1" if features or asked_for else "0,-1")), head=None if places["--look-ahead"] else head or None, format=format, **common, **more)
-    asked = None
-    if prompts is not None:
-        asked = read_prompts(prompts, column) if Path(prompts).is_file() else dataset_prompts(prompts.removeprefix("hub:"), column)
-    console, data = Console(stderr=True), data or out / "data"
-    writer, tokenizer = load_target(target, "bfloat16")
+    data = data or out / "data"
+    check_out(out, data, config, names)
+    asked = None if prompts is None else find_prompts(prompts, column)
+    _run(target, data, out, config, names, bool(own), tokens, asked, new_tokens)
+
+
+def _run(target: str, data: Path, out: Path, config, losses: list[str], own: bool, tokens: int, prompts, new_tokens: int) -> None:
+    """Text where it is lacking, then the draft; own: it is a model of its own, and the target stays in 16 bit."""
+    from ..bench.embedded import load_target
+    from ..training import pipeline
+    from ..training.independent import check_config, draft_config
+    from ..training.processes import is_main
+    from ..training.trainer import layer_numbers
+
+    console = Console(stderr=True, quiet=not is_main())
+    model, tokenizer = load_target(target, "bfloat16")
     if own:
-        check_config(draft_config(config.model), writer, config.model)
+        check_config(draft_config(config.model), model, config.model)
     else:
-        layer_numbers(config.layers, writer)
-    prepare(data, writer, tokenizer, tokens, asked, new_tokens, seed=seed, console=console)
-    model = writer if own else None
-    del writer
-    model = model or load_target(target, "float32")[0]
-    run(model, tokenizer, data, out, config, names, target, console, on_policy=on_policy)
+        layer_numbers(config.layers, model)
+    pipeline.prepare(data, model, tokenizer, tokens, prompts, new_tokens, seed=config.seed, console=console)
+    if not own:
+        del model
+        model, _ = load_target(target, "float32")
+    pipeline.train(model, tokenizer, data, out, config, losses, target, console)
 
 
 def _own_config(own: dict[str, str], others: dict[str, object], common: dict):

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from .features import read_features
-from .shards import Shard, shard_files
+from .shards import Part, Shard, shard_files
 
-HELD_OUT_EVERY = 16  # of 16 shards, one is not trained on
+HELD_OUT_EVERY = 16  # of 16 shards, one is not trained on; of the texts, where there is one shard
 
 
 @dataclass
@@ -33,10 +34,10 @@ class Corpus:
     """All texts of some shards in memory, the last `longest` tokens of each; `order(epoch)` cuts them into batches of about `size`
     tokens."""
 
-    def __init__(self, files: list[Path], vocab_size: int, size: int, seed: int, longest: int = 512, states: Path | None = None):
-        shards = [Shard.load(path, vocab_size) for path in files]
-        self.states = {} if states is None else {id(shard): read_features(states / path.name) for shard, path in zip(shards, files)}
-        self.texts = [(shard, int(max(a, b - longest)), int(b)) for shard in shards for a, b in zip(shard.starts, shard.starts[1:])]
+    def __init__(self, parts: list[Part], vocab_size: int, size: int, seed: int, longest: int = 512, states: Path | None = None):
+        shards = [Shard.load(part.path, vocab_size) for part in parts]
+        self.states = {} if states is None else {id(shard): read_features(states / part.path.name) for shard, part in zip(shards, parts)}
+        self.texts = [(shard, max(a, b - longest), b) for shard, part in zip(shards, parts) for a, b in part.spans(shard)]
         self.size, self.seed = size, seed
 
     @property
@@ -91,21 +92,36 @@ class Stream:
         return self.corpus.batch(self.batches[number - self.first])
 
 
-def split(folder: Path) -> tuple[list[Path], list[Path]]:
-    """(shards to train on, held-out shards)."""
+def split(folder: Path) -> tuple[list[Part], list[Part]]:
+    """(what to train on, what is held out): whole shards, or texts of the only one.
+
+    Raises ValueError for a folder without shards, and for a single text.
+    """
     files = shard_files(folder)
     if not files:
         raise ValueError(f"data: {folder} holds no training shards; `hf-specdec train` makes some, or name the right folder.")
-    held = files[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY] or files[-1:]
-    return [path for path in files if path not in held] or files, held
+    if len(files) > 1:
+        train, held = _held_out(files)
+        return [Part(path) for path in train], [Part(path) for path in held]
+    texts = range(len(Shard.load(files[0])))
+    if len(texts) < 2:
+        raise ValueError(f"data: {folder} holds a single text, and one has to be held out; write more of them (tokens, prompts).")
+    train, held = _held_out(texts)
+    return [Part(files[0], tuple(train))], [Part(files[0], tuple(held))]
 
 
-def frequent_tokens(files: list[Path], vocab_size: int, count: int) -> tuple[torch.Tensor, float]:
+def _held_out(every: Sequence) -> tuple[list, list]:
+    held = every[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY] or every[-1:]
+    return [one for one in every if one not in held], list(held)
+
+
+def frequent_tokens(parts: list[Part], vocab_size: int, count: int) -> tuple[torch.Tensor, float]:
     """The `count` tokens that the target gives most of its probability to, ids int64 ascending, and the share that they cover."""
     mass = torch.zeros(vocab_size, dtype=torch.float64)
-    for path in files:
-        shard = Shard.load(path, vocab_size)
-        asked = torch.isfinite(shard.logprobs[:, 0])
+    for part in parts:
+        shard = Shard.load(part.path, vocab_size)
+        places = torch.cat([torch.arange(a, b) for a, b in part.spans(shard)])
+        asked = places[torch.isfinite(shard.logprobs[places, 0])]
         mass.index_add_(0, shard.ids[asked].flatten().long(), shard.logprobs[asked].double().exp().flatten())
     ids = mass.topk(min(count, vocab_size)).indices.sort().values
     return ids, float(mass[ids].sum() / mass.sum())

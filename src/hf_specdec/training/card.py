@@ -25,7 +25,7 @@ The draft decides how fast the target decodes, never what it says: every token i
 
 | | |
 | --- | --- |
-| training text | {tokens:,} tokens written by the target itself ({texts}) |
+| training text | {tokens:,} tokens written by the target itself ({texts}) |{on_policy}
 | loss, steps, tokens a step, learning rate | {loss}, {steps}, {batch_tokens}, {lr} |
 | held out: the draft's likeliest token is the target's | {greedy:.3f} |
 | held out: acceptance rate when sampling | {sampling:.3f} |{agreement}
@@ -49,6 +49,7 @@ def write_card(folder: Path, trainer, data: dict) -> Path:
         head=f"{len(trainer.ids):,}", coverage=trainer.coverage, format=config.format, size=size,
         tokens=data["tokens"], texts=", ".join(f"{count} {kind}" for kind, count in sorted(data["texts"].items())),
         loss=config.loss, steps=last["step"], batch_tokens=config.batch_tokens, lr=config.lr,
+        on_policy=config.on_policy and f"\n| the draft's own text, judged by the target, in the second half | at least {config.on_policy:,} tokens |" or "",
         agreement="" if "target_agreement" not in last else
         f"\n| held out: the changed target's likeliest token is the given one's | {last['target_agreement']:.3f} |",
         greedy=last["greedy_acceptance"], sampling=last["sampling_acceptance"],

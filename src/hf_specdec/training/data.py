@@ -2,34 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
+from .. import compat
 from .answers import continue_texts, judge_texts
-from .prompts import TURNS, chat_parts, openings
-from .shards import Sample, Shard, check_target, probe, shard_files
+from .prompts import TURNS, chat_parts, openings, prompt_ids
+from .shards import Part, Sample, Shard, check_target, notes_of, probe, shard_files
 
 
 def make_shard(model, tokenizer, number: int, rows: int, seed: int, new_tokens: int, prompts: list[str] | None = None) -> Shard:
     """Answers of `model` to `rows` prompts: the given ones, or user turns that it makes up itself from its chat template.
     Every other shard is answered greedily, the rest at temperature 0.7."""
-    before, after = chat_parts(tokenizer)
+    about = job(number, rows, seed, new_tokens, prompts)
     seed = 1_000_003 * seed + 2 * number
     eos = [tokenizer.eos_token_id]
     kind, turns = "given", []
     if prompts is None:
+        before, after = chat_parts(tokenizer)
         kind, limit, starts = openings(number, rows, seed)
         heads = [before + tokenizer(start, add_special_tokens=False).input_ids for start in starts]
         turns = continue_texts(model, heads, limit, seed, eos, do_sample=True, temperature=1.0, top_p=0.95)
-        asked = [sample.tokens[len(before):-1 if sample.tokens[-1] in eos else None] for sample in turns]
+        asked = [[*sample.tokens[: -1 if sample.tokens[-1] in eos else None], *after] for sample in turns]
     else:
-        asked = [tokenizer(prompt, add_special_tokens=False).input_ids for prompt in prompts]
+        asked = prompt_ids(tokenizer, prompts)
     greedy = (number + number // len(TURNS)) % 2 == 0
     sampling = {"do_sample": False} if greedy else {"do_sample": True, "temperature": 0.7, "top_p": 1.0}
-    answers = continue_texts(model, [before + turn + after for turn in asked], new_tokens, seed + 1, eos, **sampling)
-    notes = {"kind": kind, "seed": seed, "greedy": greedy, "new_tokens": new_tokens,
+    answers = continue_texts(model, asked, new_tokens, seed + 1, eos, **sampling)
+    notes = {"kind": kind, "seed": seed, "greedy": greedy, "new_tokens": new_tokens, "job": about,
              "target": probe(model.get_input_embeddings().weight)}
     return Shard.of([_joined(turn, answer) for turn, answer in zip(turns or answers, answers)], notes)
 
@@ -48,17 +52,56 @@ def _joined(turn: Sample, answer: Sample) -> Sample:
     return Sample(answer.tokens, turn.first, ids, law)
 
 
+def job(number: int, rows: int, seed: int, new_tokens: int, prompts: Sequence[str] | None) -> dict:
+    """What decides the shard `number`, whose own part of the prompts `prompts` is."""
+    asked = None if prompts is None else hashlib.blake2b(json.dumps(list(prompts)).encode(), digest_size=8).hexdigest()
+    return {"number": number, "rows": rows, "seed": seed, "new_tokens": new_tokens, "prompts": asked}
+
+
+def check_job(folder: Path, seed: int, new_tokens: int, prompts: Sequence[str] | None, rows: int | None) -> None:
+    """ValueError for the first shard of the folder that is of another job; of those that do not say nothing is known. rows: of the
+    shards that are still to be made, None where there are none: then only prompts that are given have to be theirs."""
+    for path in shard_files(folder):
+        made = notes_of(path).get("job")
+        if made is None:
+            continue
+        first = made["number"] * made["rows"]
+        asked = job(made["number"], rows or made["rows"], seed, new_tokens, None if prompts is None else prompts[first : first + made["rows"]])
+        for name in asked if rows else ["prompts"] if prompts is not None else []:
+            if made[name] != asked[name]:
+                what = "has the answers to other prompts" if name == "prompts" else f"was made with {name}={made[name]!r}, not {asked[name]!r}"
+                raise ValueError(f"{name}: {path} {what}; give what it was made with, or name another folder (--out, --data).")
+
+
+def check_lengths(places: Mapping[str, str], model, tokenizer, tokens: int, rows: int) -> None:
+    """ValueError for the first prompt that is longer than the target's context, among those that `tokens` tokens of text can take."""
+    limit = compat.traits_of(model, "target").max_positions
+    for number, (place, prompt) in enumerate(places.items() if limit else ()):
+        if tokens <= 0 and number % rows == 0:
+            return
+        (ids,) = prompt_ids(tokenizer, [prompt])
+        if len(ids) > limit:
+            raise ValueError(f"prompts: {place} has {len(ids)} tokens, and the target's context holds {limit}; shorten it, or leave it out.")
+        tokens -= len(ids)
+
+
 def make_data(folder: str | Path, model, tokenizer, tokens: int, rows: int = 48, new_tokens: int = 160, seed: int = 0,
-              prompts: list[str] | None = None, progress: Callable[[int, int], None] | None = None) -> list[Path]:
+              prompts: Sequence[str] | Mapping[str, str] | None = None, progress: Callable[[int, int], None] | None = None) -> list[Path]:
     """Shards of at least `tokens` tokens in `folder`; what is there already counts, so a run that was stopped goes on.
 
-    prompts: answered in order, as far as they reach. progress: called with (tokens so far, tokens). ValueError for shards of another model.
+    prompts: answered in order, as far as they reach; a dict has them by their places, such as "asked.txt, line 3". progress: called
+    with (tokens so far, tokens). ValueError for shards of another model or made of something else, and for a prompt that is too long.
     """
     folder, done, made = Path(folder), 0, set()
+    places = prompts if prompts is None or isinstance(prompts, Mapping) else {f"prompt {i}": prompt for i, prompt in enumerate(prompts, 1)}
+    prompts = None if places is None else list(places.values())
     check_target(folder, model)
     for path in shard_files(folder):
         done += len(Shard.load(path, model.config.vocab_size).tokens)
         made.add(path.name)
+    check_job(folder, seed, new_tokens, prompts, rows if done < tokens else None)
+    if places and done < tokens:
+        check_lengths(places, model, tokenizer, tokens, rows)
     number = 0
     while done < tokens and (prompts is None or number * rows < len(prompts)):
         path = folder / f"{number:06d}.safetensors"
@@ -73,23 +116,26 @@ def make_data(folder: str | Path, model, tokenizer, tokens: int, rows: int = 48,
     return shard_files(folder)
 
 
-def make_on_policy(folder: str | Path, draft, target, files: list[Path], tokens: int, eos: list[int], rows: int = 16,
+def make_on_policy(folder: str | Path, draft, target, parts: list[Part], tokens: int, eos: list[int], rows: int = 16,
                    new_tokens: int = 96, seed: int = 0) -> list[Path]:
-    """Shards of at least `tokens` tokens that `draft` wrote after prompts from `files` and `target` judged (DistillSpec,
+    """Shards of at least `tokens` tokens that `draft` wrote after beginnings of the texts in `parts` and `target` judged (DistillSpec,
     arXiv 2310.08461). What is in `folder` already counts."""
-    folder, generator = Path(folder), torch.Generator().manual_seed(seed)
+    folder = Path(folder)
     done = sum(len(Shard.load(path).tokens) for path in shard_files(folder))
     number = len(shard_files(folder))
     while done < tokens:
-        source = Shard.load(files[int(torch.randint(len(files), (), generator=generator))])
-        heads = []
-        for text in torch.randperm(len(source), generator=generator)[:rows].tolist():
-            a, b = int(source.starts[text]), int(source.starts[text + 1])
+        own = 1_000_003 * seed + number
+        generator = torch.Generator().manual_seed(own)
+        part = parts[int(torch.randint(len(parts), (), generator=generator))]
+        source = Shard.load(part.path)
+        spans, heads = part.spans(source), []
+        for text in torch.randperm(len(spans), generator=generator)[:rows].tolist():
+            a, b = spans[text]
             cut = int(torch.randint(a + 1, b + 1, (), generator=generator)) - a
             heads.append(source.tokens[a : a + cut].tolist())
-        written = continue_texts(draft, heads, new_tokens, seed + number, eos, do_sample=True, top_k=0)
+        written = continue_texts(draft, heads, new_tokens, own, eos, do_sample=True, top_k=0)
         shard = Shard.of(judge_texts(target, [text.tokens for text in written], [text.first for text in written]),
-                         {"kind": "on_policy", "seed": seed + number})
+                         {"kind": "on_policy", "seed": own})
         shard.save(folder / f"{number:06d}.safetensors")
         done, number = done + len(shard.tokens), number + 1
     return shard_files(folder)

@@ -14,7 +14,8 @@ from . import drafter
 from .batches import Batch, split
 from .features import make_features
 from .losses import LOSSES
-from .trainer import RunConfig, Trainer, layer_numbers, need_accelerate
+from .processes import main_first, need_accelerate
+from .trainer import RunConfig, Trainer, layer_numbers
 
 
 @dataclass(frozen=True)
@@ -77,9 +78,10 @@ class FeatureTrainer(Trainer):
         layer_numbers(config.layers, target)
         count = target.config.get_text_config().num_hidden_layers
         self.reads = self._reads(config, count)
-        files = [path for part in split(Path(data)) for path in part]
+        files = sorted({part.path for parts in split(Path(data)) for part in parts})
         self.states = Path(data) / "states"
-        make_features(files, target, self.reads, self.states, progress, config.precision == "bf16")
+        with main_first(target.device):
+            make_features(files, target, self.reads, self.states, progress, config.precision == "bf16")
         super().__init__(target, data, out, config, target_name)
 
     def _reads(self, config: FeatureRunConfig, count: int) -> tuple[int, ...]:

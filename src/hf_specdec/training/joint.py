@@ -64,6 +64,7 @@ class JointTrainer(HeadsTrainer):
     """A `Trainer` of heads and a copy of the target; ImportError where a rank is asked for without peft."""
 
     config: JointRunConfig
+    writes = (CHANGED,)
 
     def __init__(self, target, data: str | Path, out: str | Path, config: JointRunConfig, target_name: str = "", progress=None):
         self.reads = (target.config.get_text_config().num_hidden_layers,)

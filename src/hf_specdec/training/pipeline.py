@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..bench.terminal import counting
+from . import checkpoint
 from .batches import split
 from .card import write_card
 from .data import make_data, make_on_policy
@@ -20,18 +21,20 @@ from .heads import HeadsRunConfig, HeadsTrainer
 from .independent import IndependentRunConfig, IndependentTrainer
 from .joint import CHANGED, JointRunConfig, JointTrainer
 from .look_ahead import LookAheadRunConfig, LookAheadTrainer
+from .losses import LOSSES
 from .parallel import ParallelRunConfig, ParallelTrainer
+from .processes import is_main, main_first, need_accelerate
 from .shards import Shard, shard_files
-from .trainer import RunConfig, Trainer, need_accelerate
+from .trainer import RunConfig, Trainer
 
 KINDS = {RunConfig: Trainer, FeatureRunConfig: FeatureTrainer, Eagle3RunConfig: Eagle3Trainer, HeadsRunConfig: HeadsTrainer, ParallelRunConfig: ParallelTrainer,
          LookAheadRunConfig: LookAheadTrainer, JointRunConfig: JointTrainer, IndependentRunConfig: IndependentTrainer}
 
 
-def prepare(folder: str | Path, model, tokenizer, tokens: int, prompts: list[str] | None = None, new_tokens: int = 160,
-            rows: int = 48, seed: int = 0, console: Console | None = None) -> list[Path]:
+def prepare(folder: str | Path, model, tokenizer, tokens: int, prompts: Sequence[str] | Mapping[str, str] | None = None,
+            new_tokens: int = 160, rows: int = 48, seed: int = 0, console: Console | None = None) -> list[Path]:
     """`make_data` with its progress on `console`, standard error without it."""
-    with counting("Tokens written by the target", tokens, console=console) as count:
+    with main_first(model.device), counting("Tokens written by the target", tokens, console=console) as count:
         return make_data(folder, model, tokenizer, tokens, rows, new_tokens, seed, prompts, lambda done, _: count.reach(min(done, tokens)))
 
 
@@ -40,32 +43,56 @@ def train(target, tokenizer, data: str | Path, out: str | Path, config: RunConfi
     """Train one draft per loss (config.loss alone without `losses`) on the shards in `data`; a run that was stopped goes on. What
     is trained goes by the kind of the config: `KINDS`.
 
-    target: in float32, but for a draft of its own config, where any dtype will do. on_policy: tokens that the draft, half trained, writes itself and the target judges; every other step of
-    the second half is on them (DistillSpec, arXiv 2310.08461). Returns held-out acceptance per loss, best first; with several
-    losses the drafters lie in out/<loss>.
+    target: in float32, but for a draft of its own config, where any dtype will do. on_policy: tokens that the draft, half trained, writes itself and the
+    target judges; every other step of the second half is on them (DistillSpec, arXiv 2310.08461); also in the config. Returns held-out acceptance per loss,
+    best first; with several losses the drafters lie in out/<loss>. Of several processes one writes. Raises ValueError as `check_out` does.
     """
     need_accelerate()
-    console = console or Console(stderr=True)
     losses, out = list(losses) or [config.loss], Path(out)
-    if on_policy and isinstance(config, FeatureRunConfig):
+    config = replace(config, on_policy=on_policy or config.on_policy)
+    if config.on_policy and isinstance(config, FeatureRunConfig):
         raise ValueError("on_policy: a feature drafter learns from the target's own text alone; leave on_policy out.")
+    check_out(out, data, config, losses)
+    main = is_main(target.device)
+    console = console or Console(stderr=True, quiet=not main)
     results = []
     for loss in losses:
         run = replace(config, loss=loss)
-        trainer = _trainer(target, data, out / loss.replace("+", "p") if len(losses) > 1 else out, run, target_name, console)
-        _run(trainer, console, every, _on_policy(trainer, target, tokenizer, data, on_policy) if on_policy else None)
+        trainer = _trainer(target, data, _folder(out, loss, losses), run, target_name, console)
+        _run(trainer, console, every, _on_policy(trainer, target, tokenizer) if run.on_policy else None)
         last = trainer.progress.history[-1]
         results.append({"loss": loss, "out": str(trainer.out), **last, "history": trainer.progress.history})
-        write_card(trainer.out, trainer, data_notes(data))
-        if not trainer.of_the_target:
-            tokenizer.save_pretrained(trainer.out)
-        if trainer.warning:
-            tokenizer.save_pretrained(trainer.out / CHANGED)
-            console.print(trainer.warning)
+        if main:
+            _describe(trainer, tokenizer, data, console)
     results.sort(key=lambda result: -result["greedy_acceptance"])
-    (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    console.print(table(results))
+    if main:
+        (out / checkpoint.RESULTS).write_text(json.dumps(results, indent=1) + "\n")
+        console.print(table(results))
+    trainer.accelerator.wait_for_everyone()
     return results
+
+
+def check_out(out: Path, data: str | Path, config: RunConfig, losses: Sequence[str]) -> None:
+    """Before any work: ValueError for an `out` with files of others, with a run of another config, data or more steps, or with a
+    damaged checkpoint."""
+    kind = KINDS[type(config)]
+    for loss in losses:
+        kind.refuse(_folder(out, loss, losses), Path(data), replace(config, loss=loss))
+    own = [out, *(_folder(out, loss, LOSSES) for loss in LOSSES)]
+    checkpoint.refuse_foreign(out, [checkpoint.RESULTS], [folder / name for folder in own for name in (kind.checkpoint, "drafter.json")])
+
+
+def _folder(out: Path, loss: str, losses: Sequence[str]) -> Path:
+    return out / loss.replace("+", "p") if len(losses) > 1 else out
+
+
+def _describe(trainer: Trainer, tokenizer, data: str | Path, console: Console) -> None:
+    write_card(trainer.out, trainer, data_notes(data))
+    if not trainer.of_the_target:
+        tokenizer.save_pretrained(trainer.out)
+    if trainer.warning:
+        tokenizer.save_pretrained(trainer.out / CHANGED)
+        console.print(trainer.warning)
 
 
 def _trainer(target, data: str | Path, out: Path, config: RunConfig, target_name: str, console: Console) -> Trainer:
@@ -76,10 +103,11 @@ def _trainer(target, data: str | Path, out: Path, config: RunConfig, target_name
         return kind(target, data, out, config, target_name, count.reach_of)
 
 
-def _on_policy(trainer: Trainer, target, tokenizer, data: str | Path, tokens: int) -> Callable[[], list[Path]]:
+def _on_policy(trainer: Trainer, target, tokenizer) -> Callable[[], list[Path]]:
     def make() -> list[Path]:
-        draft, (files, _) = trainer.draft.eval(), split(Path(data))
-        return make_on_policy(trainer.out / "on_policy", draft, target, files, tokens, [tokenizer.eos_token_id], seed=trainer.config.seed)
+        config, draft, (parts, _) = trainer.config, trainer.draft.eval(), split(trainer.data)
+        with main_first(target.device):
+            return make_on_policy(trainer.out / "on_policy", draft, target, parts, config.on_policy, [tokenizer.eos_token_id], seed=config.seed)
 
     return make
 

@@ -43,6 +43,14 @@ def chat_parts(tokenizer) -> tuple[list[int], list[int]]:
     return tuple(tokenizer(part, add_special_tokens=False).input_ids for part in (before, after))
 
 
+def prompt_ids(tokenizer, prompts: list[str]) -> list[list[int]]:
+    """Token ids of what users say, in the chat template and up to the answer; of a tokenizer without one, as it spells any text."""
+    if not tokenizer.chat_template:
+        return [tokenizer(prompt).input_ids for prompt in prompts]
+    before, after = chat_parts(tokenizer)
+    return [before + tokenizer(prompt, add_special_tokens=False).input_ids + after for prompt in prompts]
+
+
 TURNS = ("chat", "passage", "chat", "code", "chat", "summary", "question", "chat", "passage", "math", "chat", "translation")
 
 
@@ -53,21 +61,36 @@ def openings(number: int, count: int, seed: int) -> tuple[str, int, list[str]]:
     return kind, limit, [random_.choice(texts) for _ in range(count)]
 
 
+def find_prompts(source: str, column: str | None = None) -> dict[str, str]:
+    """The prompts of a file, of a folder that `datasets` wrote, or of hub:NAME; each by its place, such as "asked.txt, line 3".
+
+    Raises ValueError or OSError naming what is missing.
+    """
+    if source.startswith("hub:") or Path(source).is_dir():
+        return _of_dataset(source.removeprefix("hub:"), column)
+    return _of_file(Path(source), column)
+
+
 def read_prompts(path: str | Path, column: str | None = None) -> list[str]:
     """The prompts of a .txt file (one a line) or a .jsonl file (`column`, else prompt, text, instruction or the first of turns).
 
     Raises ValueError naming the file and the columns that there are.
     """
-    path = Path(path)
+    return list(_of_file(Path(path), column).values())
+
+
+def _of_file(path: Path, column: str | None) -> dict[str, str]:
     if not path.is_file():
-        raise ValueError(f"prompts: {path} is not a file.")
+        raise ValueError(f"prompts: {path} is not a file; name one that there is, a folder that `datasets` wrote, or hub:NAME.")
     lines = {number: line for number, line in enumerate(read_text(path, "prompts").split("\n"), start=1) if line.strip()}
     if not lines:
         raise ValueError(f"prompts: {path} is empty; write one prompt a line, or leave prompts out.")
-    if path.suffix == ".txt":
-        return list(lines.values())
     places = {f"{path}, line {number}": line for number, line in lines.items()}
-    return [_prompt(_record(line, place), column, place) for place, line in places.items()]
+    if path.suffix == ".txt" and column:
+        raise ValueError(f"column: {path} has none, its lines are the prompts; leave column={column!r} out.")
+    if path.suffix == ".txt":
+        return places
+    return {place: _prompt(_record(line, place), column, place) for place, line in places.items()}
 
 
 def _record(line: str, place: str) -> object:
@@ -94,6 +117,10 @@ def _prompt(row: object, column: str | None, source) -> str:
 
 def dataset_prompts(name: str, column: str | None = None, split: str = "train", limit: int | None = None) -> list[str]:
     """The prompts of a data set of the hub, or of a folder that `datasets.load_from_disk` wrote."""
+    return list(_of_dataset(name, column, split, limit).values())
+
+
+def _of_dataset(name: str, column: str | None, split: str = "train", limit: int | None = None) -> dict[str, str]:
     if not name:
         raise ValueError("prompts: the data set's name is missing; give hub:NAME, a folder or a file.")
     try:
@@ -103,4 +130,5 @@ def dataset_prompts(name: str, column: str | None = None, split: str = "train", 
     data = datasets.load_from_disk(name) if Path(name).is_dir() else datasets.load_dataset(name, split=split)
     if not len(data):
         raise ValueError(f"prompts: {name} is empty; name another data set.")
-    return [_prompt(data[i], column, f"{name}, row {i}") for i in range(min(len(data), limit or len(data)))]
+    places = {f"{name}, row {i}": i for i in range(min(len(data), limit or len(data)))}
+    return {place: _prompt(data[i], column, place) for place, i in places.items()}

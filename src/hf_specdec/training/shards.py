@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from dataclasses import dataclass, field
@@ -86,6 +87,25 @@ class Shard:
         return shard
 
 
+@dataclass(frozen=True)
+class Part:
+    """Texts of a shard: those of the numbers `texts`, all of them without it."""
+
+    path: Path
+    texts: tuple[int, ...] | None = None
+
+    def spans(self, shard: Shard) -> list[tuple[int, int]]:
+        """Where each of the texts begins and ends in the loaded shard."""
+        every = list(zip(shard.starts.tolist(), shard.starts[1:].tolist()))
+        return every if self.texts is None else [every[text] for text in self.texts]
+
+
+def digest(path: Path) -> str:
+    """Of a shard's tokens. Raises ValueError as `Shard.load` does."""
+    shard = Shard.load(path)
+    return hashlib.blake2b(shard.tokens.numpy().tobytes() + shard.starts.numpy().tobytes(), digest_size=8).hexdigest()
+
+
 def probe(embedding: torch.Tensor) -> list[float]:
     """A few entries of a target's embedding [V, width], by which it is known again."""
     rows = torch.linspace(0, embedding.shape[0] - 1, PROBES).long()
@@ -97,14 +117,19 @@ def same(one: list[float], other: list[float]) -> bool:
     return torch.allclose(torch.tensor(one), torch.tensor(other), rtol=0.02, atol=1e-3)
 
 
+def notes_of(path: Path) -> dict:
+    """A shard's notes alone; none of a damaged one: `Shard.load` says what is wrong."""
+    try:
+        with safe_open(path, "pt") as file:
+            return json.loads((file.metadata() or {}).get("notes", "{}"))
+    except SafetensorError:
+        return {}
+
+
 def check_target(folder: Path, target) -> None:
     """ValueError naming the first shard of the folder that another target wrote; of those without a probe nothing is known."""
     for path in shard_files(folder):
-        try:
-            with safe_open(path, "pt") as file:
-                known = json.loads((file.metadata() or {}).get("notes", "{}")).get("target")
-        except SafetensorError:
-            continue  # `Shard.load` says what is wrong
+        known = notes_of(path).get("target")
         if known is not None and not same(known, probe(target.get_input_embeddings().weight)):
             raise ValueError(f"{path}: written by another target, whose laws it holds; name another folder, or delete this one to make it anew.")
 

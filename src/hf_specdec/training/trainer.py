@@ -6,27 +6,18 @@ import json
 import math
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from . import drafter
+from . import checkpoint, drafter
 from .batches import Batch, Corpus, Stream, frequent_tokens, split
 from .losses import LOSSES, acceptance, buckets
-from .shards import check_target, probe, same
-
-
-def need_accelerate():
-    """The package accelerate, which only training needs; ImportError with the remedy."""
-    try:
-        import accelerate
-    except ImportError:
-        raise ImportError("training needs the package accelerate: pip install 'hf-specdec[train]'") from None
-    return accelerate
+from .processes import join, need_accelerate
+from .shards import Part, check_target, digest, probe, same, shard_files
 
 
 @dataclass(frozen=True)
@@ -36,7 +27,7 @@ class RunConfig:
     loss: a name in `losses.LOSSES`. steps, batch_tokens: optimiser steps, and tokens in each. lr: AdamW's, after `warmup` steps,
     falling to a tenth along a cosine. head: tokens that the draft's head keeps, None for all. layers: the target's layers that
     the draft starts from. format: of the stored weights. begin: a drafter with as many layers, from whose weights this one goes on: one that reads
-    no hidden states, or, for a drafter that does, one that reads the same.
+    no hidden states, or, for a drafter that does, one that reads the same. on_policy: tokens that the draft, half trained, writes itself.
     """
 
     layers: tuple[int, ...] = (0, -1)
@@ -50,6 +41,7 @@ class RunConfig:
     format: str = "mxint8"
     precision: str = "bf16"
     begin: str = ""
+    on_policy: int = 0
 
     def __post_init__(self):
         if self.loss not in LOSSES:
@@ -106,12 +98,13 @@ class Trainer:
 
     target: the model whose parts the draft shares, in float32. data: the folder of shards. out: where checkpoint and drafter go.
 
-    Raises ValueError for a folder without shards, and where `out` holds the checkpoint of a run with another config; ImportError
-    without accelerate.
+    Raises ValueError for a folder without shards, and where `out` holds files of others, or the checkpoint of a run with another config
+    or other data; ImportError without accelerate.
     """
 
     reads: tuple[int, ...] = ()  # layers of the target whose hidden states the draft sees
     checkpoint = "checkpoint.safetensors"
+    writes: tuple[str, ...] = ()  # beside what every run writes
     states: Path | None = None   # where those of the shards are
     of_the_target = True  # the draft is made of the target's parts
 
@@ -121,13 +114,17 @@ class Trainer:
             raise ValueError(f"target: weights in {target.dtype}; load it in float32 to train a draft from its parts.")
         layers = layer_numbers(config.layers, target) if self.of_the_target else []
         drafter.check_begin(config.begin)
+        self.data = Path(data)
+        self.refuse(self.out, self.data, config)
+        join(target.device)
         self.accelerator = need_accelerate().Accelerator(cpu=target.device.type == "cpu")
-        files, held = split(Path(data))
-        check_target(Path(data), target)
+        parts, held = split(self.data)
+        check_target(self.data, target)
+        self.shards = {path.name: digest(path) for path in shard_files(self.data)}
         self.probe = probe(target.get_input_embeddings().weight)
         vocab = target.config.get_text_config().vocab_size
-        self.corpus, self.held = (Corpus(part, vocab, config.batch_tokens, config.seed, states=self.states) for part in (files, held))
-        ids, self.coverage = (torch.arange(vocab), 1.0) if config.head is None else frequent_tokens(files, vocab, config.head)
+        self.corpus, self.held = (Corpus(texts, vocab, config.batch_tokens, config.seed, states=self.states) for texts in (parts, held))
+        ids, self.coverage = (torch.arange(vocab), 1.0) if config.head is None else frequent_tokens(parts, vocab, config.head)
         self.ids = ids.to(target.device)
         self.place = torch.full((vocab,), -1).index_put((ids,), torch.arange(len(ids))).to(target.device)
         self.draft = self._build(target, layers, None if config.head is None else ids)
@@ -139,6 +136,13 @@ class Trainer:
         self.own, self.progress = own, Progress()
         self.streams = [Stream(self.corpus)]
         self._resume()
+
+    @classmethod
+    def refuse(cls, out: Path, data: Path, config: RunConfig) -> dict | None:
+        """What the checkpoint in `out` says, if there is one. ValueError for a folder that the run cannot write to or go on from."""
+        own = out / cls.checkpoint
+        checkpoint.refuse_foreign(out, (*checkpoint.DRAFTER, *cls.writes), (own, out / "drafter.json"))
+        return checkpoint.check(own, config, data)
 
     def _build(self, target, layers: list[int], ids: torch.Tensor | None) -> nn.Module:
         draft = drafter.build(target, layers, ids, self.reads)
@@ -165,7 +169,7 @@ class Trainer:
 
     def use(self, files: list[Path]) -> None:
         """Every other step from now on is on these shards."""
-        self.streams.append(Stream(Corpus(files, len(self.place), self.config.batch_tokens, self.config.seed)))
+        self.streams.append(Stream(Corpus([Part(path) for path in files], len(self.place), self.config.batch_tokens, self.config.seed)))
 
     def run(self, report: Callable[[Progress, float], None] | None = None, every: int = 50, until: int | None = None) -> None:
         """Train up to the step `until` (the last one without it); measure and keep a checkpoint every `every` steps, and before
@@ -261,30 +265,23 @@ class Trainer:
         tensors = {f"weight.{i}": p.detach() for i, p in enumerate(self.own)}
         for i, p in enumerate(self.own):
             tensors |= {f"{name}.{i}": value for name, value in self.optimizer.state.get(p, {}).items()}
-        about = {"config": json.dumps(asdict(self.config)), "progress": json.dumps(asdict(self.progress)),
-                 "target": json.dumps(self.probe)}
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, self.out / "checkpoint.partial", metadata=about)
+        about = {"config": asdict(self.config), "progress": asdict(self.progress), "target": self.probe, "data": self.shards}
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, self.out / "checkpoint.partial",
+                  metadata={name: json.dumps(value) for name, value in about.items()})
         os.replace(self.out / "checkpoint.partial", self.out / self.checkpoint)
 
     def _resume(self) -> None:
-        path = self.out / self.checkpoint
-        if not path.is_file():
+        about = self.refuse(self.out, self.data, self.config)
+        if about is None:
             return
-        with safe_open(path, "pt") as file:
-            about, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}
-        if "target" in about and not same(json.loads(about["target"]), self.probe):
+        if "target" in about and not same(about["target"], self.probe):
             raise ValueError(f"out: {self.out} holds a run of another target; name another folder.")
-        config = {option.name: option.default for option in fields(self.config)} | json.loads(about["config"])  # options that came later were at their default
-        mine = json.loads(json.dumps(asdict(self.config)))
-        different = sorted(name for name in mine if config.get(name) != mine[name] and name != "steps")
-        if different:
-            raise ValueError(f"out: {self.out} holds a run with {different[0]}={config.get(different[0])!r}, not "
-                             f"{mine[different[0]]!r}; go on with that, or name another folder.")
+        tensors = checkpoint.tensors(self.out / self.checkpoint, {f"weight.{i}": p for i, p in enumerate(self.own)})
         for i, p in enumerate(self.own):
             p.data.copy_(tensors[f"weight.{i}"])
             self.optimizer.state[p] = {name: tensors[f"{name}.{i}"].to(p.device if name != "step" else "cpu")
                                        for name in ("step", "exp_avg", "exp_avg_sq") if f"{name}.{i}" in tensors}
-        self.progress = Progress(**json.loads(about["progress"]))
+        self.progress = Progress(**about["progress"])
 
     def finish(self) -> Path:
         """Write the drafter, with what the run was and reached."""
@@ -292,4 +289,5 @@ class Trainer:
                  "held_out_tokens": self.held.tokens, **(self.progress.history or [{}])[-1]}
         if self.accelerator.is_main_process:
             self._save(notes)
+        self.accelerator.wait_for_everyone()
         return self.out
