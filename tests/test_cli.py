@@ -259,6 +259,7 @@ def test_bench_takes_drafts_that_stock_generation_does_not_know(target_folder):
     assert result.exit_code == 0 and "ours uniform" in result.stdout and "stock draft model" not in result.stdout
 
 
+@pytest.mark.share(0)
 @pytest.mark.filterwarnings("error:.*runs without compile")
 @pytest.mark.parametrize("clock", ["wall", "cpu"] if FULL else ["wall"])
 def test_bench_measures_compiled_passes_without_hooks(target_folder, draft_folder, tmp_path, monkeypatch, clock):
@@ -283,6 +284,7 @@ def test_bench_measures_compiled_passes_without_hooks(target_folder, draft_folde
     assert models and not any(compiled._refusals.get(model) for model in models) and all(compiled._functions[model] for model in models)
 
 
+@pytest.mark.share(0)
 @pytest.mark.filterwarnings("error:.*runs without compile")
 def test_bench_compiles_a_target_whose_states_are_read(target_folder, tmp_path, monkeypatch):
     torch._dynamo.reset()

@@ -59,6 +59,7 @@ def test_greedy_texts_are_those_of_plain_generate(name, traced, strict):
     assert compiled._functions[target]
 
 
+@pytest.mark.share(0)
 def test_a_draft_model_and_a_tree_are_compiled_too(traced, strict):
     target, rows = family("Llama").model("eager"), prompts(9, 5)
     texts = plain(target, rows)
@@ -229,6 +230,7 @@ def test_the_option_is_checked():
         hf_specdec.SpeculativeConfig(compile=1)
 
 
+@pytest.mark.share(0)
 def test_warming_up_compiles_what_a_call_needs(traced, strict):
     target, rows = enabled(family("Llama").model("eager")), repetitive(13)[:1]
     draft, config = perturbed(target, 0.05), {"num_assistant_tokens": 3}

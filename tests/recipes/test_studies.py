@@ -44,6 +44,7 @@ def text(tmp_path):
 # --- what comes out ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.share(0)
 def test_the_gpt_pair_learns_and_its_drafts_have_a_real_acceptance_beside_the_papers(run, tmp_path):
     status, out, _ = run("gpt_97m__6m", "--scale", "tiny", "--prompts", "3")
     data = result(tmp_path, "gpt_97m__6m")
