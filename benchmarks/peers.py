@@ -3,6 +3,7 @@
     pip install --no-deps economize==0.3.2 flashspec==0.3.1 pydantic
     python benchmarks/peers.py --draft FOLDER --clock cpu --threads 1            # batch 1
     python benchmarks/peers.py --draft FOLDER --clock cpu --threads 1 --batch 5  # ragged batch of 5
+    python benchmarks/peers.py --draft FOLDER --dtype bfloat16 --compile         # on a GPU: with CUDA graphs, and beside gpt-fast's way of decoding
 
 A peer that is not installed, or cannot run the case (flashspec has no attention mask, hence no ragged batch), is left out by
 name. Every output is compared with plain greedy generation of the same process.
@@ -28,7 +29,7 @@ from hf_specdec.bench.prompts import load_prompts
 from hf_specdec.bench.report import print_report, save_json, save_plot
 from hf_specdec.bench.runner import plan, run_benchmark
 from hf_specdec.bench.terminal import counting
-from hf_specdec.commands.bench import WIDTH, in_tiles
+from hf_specdec.commands.bench import WIDTH, in_tiles, that_compile, warm
 from hf_specdec.commands.common import load_draft, parse_k
 
 LOOKUP_K, DRAFT_K = 10, 5
@@ -106,25 +107,15 @@ def _twin(model):
     return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
 
 
-def fixed_arms(model, draft, k: int | str) -> list[Arm]:
+def fixed_arms(model, draft, k: int | str, compile: bool) -> list[Arm]:
     """Ours at the peers' own fixed K beside K "auto"."""
-    arms = standard_arms(model, draft, k, stock_k=DRAFT_K, lookup_k=LOOKUP_K)
+    arms = standard_arms(model, draft, k, stock_k=DRAFT_K, lookup_k=LOOKUP_K, compile=compile)
     if k == "auto":
-        arms.append(
-            generate_arm(f"ours lookup, K {LOOKUP_K}", model, k=LOOKUP_K, speculative=True, num_assistant_tokens=LOOKUP_K)
-        )
+        what, ours = (", compiled" if compile else ""), {"speculative": {"compile": compile}, "compiled": compile}
+        arms.append(generate_arm(f"ours lookup, K {LOOKUP_K}{what}", model, k=LOOKUP_K, num_assistant_tokens=LOOKUP_K, **ours))
         if draft is not None:
-            arms.append(
-                generate_arm(
-                    f"ours draft model, K {DRAFT_K}",
-                    model,
-                    draft,
-                    DRAFT_K,
-                    assistant_model=draft,
-                    speculative=True,
-                    num_assistant_tokens=DRAFT_K,
-                )
-            )
+            drafts = {"assistant_model": draft, "num_assistant_tokens": DRAFT_K}
+            arms.append(generate_arm(f"ours draft model, K {DRAFT_K}{what}", model, draft, DRAFT_K, **drafts, **ours))
     return arms
 
 
@@ -142,6 +133,7 @@ def main(
     threads: int | None = None,
     out: Path | None = None,
     kernels: Annotated[bool, typer.Option("--kernels", help="Ours also with the same weights in the kernels' tiles.")] = False,
+    compile: Annotated[bool, typer.Option("--compile", help="Ours compiled, and plain generate compiled over a static cache; peers run as they are.")] = False,
 ):
     """Measure every peer that is installed."""
     if threads is not None:
@@ -150,17 +142,23 @@ def main(
     model, tokenizer = load_target(target, dtype)
     assistant = load_draft(draft, dtype, model, tokenizer)
     arms, makers = (
-        fixed_arms(enable(model), assistant, parse_k(k)),
+        fixed_arms(enable(model), assistant, parse_k(k), compile),
         {"economize": lambda: economize_arms(model, draft), "flashspec": lambda: flashspec_arms(model, assistant)},
     )
+    pairs = [(model, assistant)]
     if kernels:
-        arms += kernel_arms(*in_tiles(target, draft, dtype), parse_k(k))
+        pairs.append(in_tiles(target, draft, dtype))
+        arms += kernel_arms(*pairs[1], parse_k(k), compile)
+    chosen = load_prompts(prompts, limit)
+    if compile:
+        longest = max((prompt.ids(tokenizer) for prompt in chosen), key=len)
+        warm(pairs, parse_k(k), batch, len(longest) + max_new_tokens)
+        arms = that_compile(arms, [longest] * batch, max_new_tokens)
     for name, make in makers.items():
         if find_spec(name) is None:
             console.print(f"skipped: {name} is not installed (pip install --no-deps {name})")
         else:
             arms += make()
-    chosen = load_prompts(prompts, limit)
     with counting("Measuring", plan(chosen, arms, batch, repetitions)) as step:
         report = run_benchmark(
             model,

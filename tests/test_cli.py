@@ -11,8 +11,10 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from hf_specdec import SpeculativeConfig, __version__, compiled
+from hf_specdec.bench import arms
 from hf_specdec.bench.embedded import load_target
 from hf_specdec.cli import app
+from hf_specdec.commands import bench
 from hf_specdec.commands.common import drafts_by_name, load_draft
 from hf_specdec.drafts import NGramDraft, RetrievalDraft
 from hf_specdec.loading import loaded
@@ -277,10 +279,10 @@ def test_bench_measures_compiled_passes_without_hooks(target_folder, draft_folde
     assert result.exit_code == 0, result.output
     assert "is not measured" in result.stdout if clock == "wall" else "the whole is measured alone" in result.stdout
     rows = {row["arm"]: row for row in json.loads((tmp_path / "bench.json").read_text())["results"]}
-    assert {"plain generate", "stock lookup", "ours lookup, compiled", "ours draft model, compiled"} <= set(rows)
+    assert {"plain generate", "plain generate, compiled", "stock lookup", "ours lookup, compiled", "ours draft model, compiled"} <= set(rows)
     for name, row in rows.items():
         assert row["equal"] == 1 and (row["outside_forwards"] is None) == ("compiled" in name)
-        assert (row["decoding_speed_up"] is not None) == (clock == "wall" or "compiled" not in name) or "stock" in name
+        assert (row["decoding_speed_up"] is not None) == (clock == "wall" or "compiled" not in name) or "stock" in name or name == "plain generate, compiled"
     assert models and not any(compiled._refusals.get(model) for model in models) and all(compiled._functions[model] for model in models)
 
 
@@ -352,3 +354,12 @@ def test_every_command_in_the_documents_has_the_options_it_is_shown_with(path):
             continue
         known = {option for parameter in commands[name].params for option in (*parameter.opts, *parameter.secondary_opts)}
         assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", rest)) <= known, (name, rest)
+
+
+def test_bench_leaves_out_what_stock_generate_cannot_compile(capsys):
+    def fails(rows, max_new_tokens):
+        raise RuntimeError("no static cache\nfor this model")
+
+    plain, compiled_one = arms.Arm(arms.PLAIN, lambda rows, n: None), arms.Arm(arms.PLAIN_COMPILED, fails)
+    assert bench.that_compile([plain, compiled_one], [[1, 2]], 4) == [plain]
+    assert "plain generate, compiled is left out: RuntimeError: no static cache\n" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import DynamicCache, GenerationMixin, LogitsProcessor, PreTrainedModel
+from transformers import CompileConfig, DynamicCache, GenerationMixin, LogitsProcessor, PreTrainedModel
 from transformers.generation import logits_process as lp
 
 # --- logits processors ------------------------------------------------------------------------------------------------
@@ -47,14 +47,11 @@ def check_processors(processors: Sequence[LogitsProcessor], generation: Any) -> 
         argument = next((name for kind, name in _TENTATIVE_CALLS_BREAK.items() if isinstance(processor, kind)), None)
         if argument is not None:
             argument = argument if getattr(generation, argument, None) is not None else "logits_processor"  # an instance of the caller's own
-            raise ValueError(
-                f"{argument}: {type(processor).__name__} keeps a state from call to call, and drafted tokens that are "
-                f"rejected would corrupt it. Drop it, or generate with speculative=False."
-            )
+            raise ValueError(f"{argument}: {type(processor).__name__} keeps a state from call to call, and drafted tokens that are rejected "
+                             f"would corrupt it. Drop it, or generate with speculative=False.")
 
 
-def processors_per_row(processors: Sequence[LogitsProcessor], input_ids: torch.Tensor,
-                       prompts: list[list[int]]) -> list[list[LogitsProcessor]]:
+def processors_per_row(processors: Sequence[LogitsProcessor], input_ids: torch.Tensor, prompts: list[list[int]]) -> list[list[LogitsProcessor]]:
     """One list per row, for prefixes without padding: lengths that transformers counted from the padded start of input_ids [B, P]
     are shifted by the row's padding, and what belongs to one row is bound to it. prompts: the rows without padding."""
     if not processors:
@@ -247,6 +244,13 @@ def beam_search(model: PreTrainedModel, logits: Callable[[torch.Tensor], torch.T
     return GenerationMixin._beam_search(_Beams(model, logits), input_ids, processors, criteria, generation, use_cache=True)
 
 
+def compiled_decoding() -> dict[str, Any]:
+    """The arguments with which stock generate compiles its steps over a static cache, on a CPU, too."""
+    config = CompileConfig()
+    config._compile_all_devices = True
+    return {"cache_implementation": "static", "compile_config": config}
+
+
 # --- transformers' own caches -----------------------------------------------------------------------------------------
 
 
@@ -257,13 +261,9 @@ def mask_width(generation: Any, otherwise: int) -> int:
 
 def check_cache(cache: Any, config: Any, rows: int) -> None:
     """Refuse a caller's `past_key_values` that is not a plain `DynamicCache`, or was filled with other `rows` or by another model."""
-    if not isinstance(cache, DynamicCache) or "Quantized" in type(cache).__name__ or any(
-        "Quantized" in type(layer).__name__ for layer in cache.layers
-    ):
-        raise ValueError(
-            f"past_key_values: {type(cache).__name__} cannot be read and rolled back. Pass a DynamicCache (or leave it out), and "
-            f"leave cache_implementation unset."
-        )
+    if not isinstance(cache, DynamicCache) or any("Quantized" in type(part).__name__ for part in (cache, *cache.layers)):
+        raise ValueError(f"past_key_values: {type(cache).__name__} cannot be read and rolled back. Pass a DynamicCache (or leave it out), and "
+                         f"leave cache_implementation unset.")
     layers = read_cache(cache)
     wanted = getattr(config, "decoder_layers", None) or _cached_layers(config)
     if layers and wanted not in (0, len(layers)):

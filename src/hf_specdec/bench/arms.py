@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 
+from .. import compat
 from ..drafts import Draft
 from ..proposal import Proposal
 from ..trace import SpeculationTrace
 
 PLAIN = "plain generate"
+PLAIN_COMPILED = "plain generate, compiled"
 
 
 @dataclass
@@ -80,7 +82,8 @@ def standard_arms(model, draft=None, k: int | str = "auto", stock_k: int = 5, lo
     """Plain generate; stock assisted generation by lookup and by draft model; ours by lookup and by draft model. A `Draft`, which stock
     generation does not know, is ours alone.
 
-    compile: whether ours run compiled passes.
+    compile: whether ours run compiled passes, and plain generate stands there once more, compiled over a static cache (what gpt-fast
+        does); its first call compiles, and one with a longer text does again.
     k: ours. With a number, the stock arm with a draft model drafts the same number; with "auto" it drafts `stock_k`.
     """
     fixed = None if k == "auto" else k
@@ -91,10 +94,12 @@ def standard_arms(model, draft=None, k: int | str = "auto", stock_k: int = 5, lo
         generate_arm("stock lookup", model, k=fixed or lookup_k, max_batch=1, prompt_lookup_num_tokens=fixed or lookup_k),
         generate_arm(f"ours lookup{what}", model, k=fixed, **ours),
     ]
+    if compile:
+        arms.insert(1, generate_arm(PLAIN_COMPILED, model, compiled=True, **compat.compiled_decoding()))
     if isinstance(draft, Draft):
         arms.append(generate_arm(f"ours {draft.name}{what}", model, model_of(draft), fixed, assistant_model=draft, **ours))
     elif draft is not None:
-        arms.insert(2, _stock_draft_arm(model, draft, fixed or stock_k))
+        arms.insert(-1, _stock_draft_arm(model, draft, fixed or stock_k))
         arms.append(generate_arm(f"ours draft model{what}", model, draft, fixed, assistant_model=draft, **ours))
     return arms
 
@@ -104,7 +109,7 @@ KERNELS = ", kernels"
 
 def kernel_arms(model, draft=None, k: int | str = "auto", compile: bool = False) -> list[Arm]:
     """Plain generate and ours with `model`, whose weights are those of the benchmark's own in the layout of mx's kernels."""
-    arms = [arm for arm in standard_arms(model, draft, k, compile=compile) if not arm.name.startswith("stock")]
+    arms = [arm for arm in standard_arms(model, draft, k, compile=compile) if not arm.name.startswith("stock") and arm.name != PLAIN_COMPILED]
     return [replace(arm, name=f"{arm.name}{KERNELS}") for arm in arms]
 
 

@@ -13,7 +13,7 @@ import transformers
 
 from .. import __version__
 from ..theory import speedup
-from .arms import PLAIN, Answer, Arm
+from .arms import PLAIN, PLAIN_COMPILED, Answer, Arm
 from .forks import Judge
 from .meter import Cost, measured
 from .prompts import Prompt, by_category
@@ -34,7 +34,7 @@ class Measurement:
         """Tokens that the prompt pass brought: one per row if decoding is plain, ours by its trace, else not known."""
         if self.answer.trace is not None:
             return sum(entry.committed for entry in self.answer.trace.rounds[0])
-        return len(self.answer.tokens) if arm.name == PLAIN else None
+        return len(self.answer.tokens) if arm.name in (PLAIN, PLAIN_COMPILED) else None
 
 
 @dataclass
@@ -122,7 +122,7 @@ def _repetition(model, category: str, cells: list[Cell], batches, repetition: in
         for cell in cells[turn:] + cells[:turn]:
             with measured(cell.arm.target or model, cell.arm.draft, clock, hooks=not cell.arm.compiled) as cost:
                 answer = cell.arm.run(batch, max_new_tokens)
-            if cell.arm.compiled and clock == "wall":  # the loop's clock
+            if cell.arm.compiled and answer.trace is not None and clock == "wall":  # the loop's clock
                 cost.read(answer.trace)
             cell.runs[-1].append(Measurement(cost, answer))
             step(f"{category}: {cell.arm.name}")
@@ -165,7 +165,7 @@ def _speculation(cell: Cell, plain: Cell) -> dict[str, Any]:
     if not traces:
         forwards = sum(len(m.cost.target.seconds) for m in measurements)
         rows = sum(sum(map(len, m.answer.tokens)) / len(m.answer.tokens) for m in measurements)
-        speculative = cell.arm.name != PLAIN and forwards
+        speculative = cell.arm.name not in (PLAIN, PLAIN_COMPILED) and forwards
         return {"block_efficiency": rows / forwards if speculative else None}
     rounds = [entry for trace in traces for entries in trace.rounds for entry in entries]
     accepted, proposed = sum(r.accepted for r in rounds), sum(r.proposed for r in rounds)
