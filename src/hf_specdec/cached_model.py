@@ -14,7 +14,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from . import compat, passes
-from .compiled import CompiledPasses
+from .compiled import CompiledPasses, FixedBuffers
 from .head import head_at
 from .kv_cache import SlotCache
 from .lengths import check_counting, counts_itself
@@ -45,7 +45,7 @@ class CachedModel:
         self.model, self.role = model, role
         self.run = model if source is None else Decoder(model, source)
         self.traits = traits or compat.traits_of(compat.unwrap(model), role)
-        self.cache = SlotCache(limit, fixed=compile)
+        self.cache = SlotCache(limit, FixedBuffers(model, role) if compile else None)
         self.compiled = CompiledPasses(model, role) if compile else None
         self.most, self.runner = passes.runner(model, compiled=False)
         if compile and (source is not None or self.traits.own_positions or counts_itself(compat.unwrap(model), limit)):
@@ -101,6 +101,21 @@ class CachedModel:
         self.lengths = [length + step for length, step in zip(self.lengths, advance)]
         return logits
 
+    def several(self, tokens: torch.Tensor, most: int, k: list[int], vocab: int, embeds: tuple | None = None) -> tuple | None:
+        """`extend` up to `most` times by one compiled function, each time with the likeliest token after the pass before (`compiled.several`), or
+        None. Row b keeps at most k[b] of the tokens fed."""
+        n = 0 if self.compiled is None or self.compiled.places(1) is None else min(1 << most.bit_length() - 1, self.compiled.most_steps())
+        if n < 2:
+            return None
+        begin = perf_counter()
+        self.cache.plan.lay(self.lengths, n, self.device, whole=True)
+        inputs = self._positions_and_masks(n, None, [n] * len(k))
+        drawn = self.compiled.several(tokens.to(self.device), embeds, self.cache, layers_of(self.taps), vocab, **inputs)
+        if drawn is not None:
+            self.calls, self.seconds = self.calls + n, self.seconds + perf_counter() - begin
+            self.lengths = [length + min(max(own, 0), n) for length, own in zip(self.lengths, k)]
+        return drawn
+
     def grow(self, tokens: torch.Tensor, tree: Tree, first: int) -> torch.Tensor:
         """Feed the nodes first..first + m - 1 of a tree whose root, the last cached token, and earlier nodes have been fed: tokens
         int64 [B, m], logits [B, m, V]. `adopt` keeps a path; without it all of them are forgotten."""
@@ -132,9 +147,7 @@ class CachedModel:
         """Logits at `columns` int64 [B, m] of the block, or at all of them; sizes[b]: places of row b that are meant. first: the node
         of the tree at which the block begins."""
         begin = perf_counter()
-        wanted = None
-        if columns is not None:
-            wanted, columns = self._wanted(columns, tokens.shape)
+        wanted, columns = (None, None) if columns is None else self._wanted(columns, tokens.shape)
         apart = columns is not None and self.reader is None and self.compiled is None and self.traits.logits_to_keep \
             and len(wanted) > columns.shape[1]
         with head_at(self.model, columns if apart else None):
@@ -149,8 +162,8 @@ class CachedModel:
 
     def _logits(self, tokens: torch.Tensor, tree: Tree | None, sizes: list[int], first: int, wanted: torch.Tensor | None) -> torch.Tensor:
         """One forward; logits at the places `wanted` int64 [n] of the block, or at all of them."""
-        width, starts, logits = tokens.shape[1], [length + first for length in self.lengths], None
-        embeds, layers = self.embed and self.embed(tokens), layers_of(self.taps)
+        width, starts, logits, layers = tokens.shape[1], [length + first for length in self.lengths], None, layers_of(self.taps)
+        embeds = self.embed and self.embed(tokens)
         places = self.compiled.places(width) if self.compiled is not None and any(self.lengths) else None
         if places is not None:
             self.cache.plan.lay(starts, places, self.device, whole=True)
@@ -162,8 +175,7 @@ class CachedModel:
         self.cache.plan.lay(starts, width, self.device)
         inputs = self._positions_and_masks(width, tree, sizes, first)
         keep = wanted is not None and self.traits.logits_to_keep
-        if keep:
-            inputs["logits_to_keep"] = wanted
+        inputs |= {"logits_to_keep": wanted} if keep else {}
         inputs |= {"past_key_values": self.cache, "use_cache": True, "return_dict": True}
         inputs |= {"input_ids": tokens} if embeds is None else {"inputs_embeds": embeds}
         with watched(read_at(compat.unwrap(self.model), layers)) as states:
@@ -276,24 +288,12 @@ class CachedModel:
         for layer in self.cache.layers:
             layer.keep(torch.tensor(rows, device=self.device))
 
-    # --- a caller's own cache -----------------------------------------------------------------------------------------
-
     def load(self, cache: DynamicCache, columns: list[list[int]], cached: int) -> None:
         """Copy a caller's cache of `cached` columns; slot s of row b comes from column columns[b][s], the others are padding."""
         columns = [[column for column in row if column < cached] for row in columns]
-        for index, (keys, values, first) in enumerate(compat.read_cache(cache)):
-            held = [[column - first for column in row if column >= first] for row in columns]
-            rows = [[part[b : b + 1, :, row] for part in (keys, values)] for b, row in enumerate(held)]
-            self._load_layer(index, rows, [len(row) - len(own) for row, own in zip(columns, held)])
+        self.cache.load(compat.read_cache(cache), columns, self.device)
         self.lengths = [len(row) for row in columns]
 
-    def _load_layer(self, index: int, rows: list[list[torch.Tensor]], starts: list[int]) -> None:
-        width = max(keys.shape[2] for keys, _ in rows)
-        padded = [torch.cat([torch.nn.functional.pad(part, (0, 0, 0, width - part.shape[2])) for part in parts]) for parts in zip(*rows)]
-        self.cache.plan.lay(starts, width, self.device)
-        self.cache.update(*padded, index)
-
     def row(self, b: int, last: bool = False) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """What is cached of row b: keys and values [H, n, D] per layer; copies, unless it is the `last` that is asked of this cache."""
-        parts = [(layer.keys[b, :, : self.lengths[b]], layer.values[b, :, : self.lengths[b]]) for layer in self.cache.layers]
-        return parts if last else [(keys.clone(), values.clone()) for keys, values in parts]
+        """What is cached of row b, as `SlotCache.row` has it."""
+        return self.cache.row(b, self.lengths[b], last)

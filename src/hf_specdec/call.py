@@ -95,7 +95,9 @@ class Call:
             want_cache=bool(self.given or as_dict),
         )
         self._run(loop, sequences)
-        return self._pack(loop, sequences)
+        output = self._pack(loop, sequences)
+        target.cache.release()
+        return output
 
     def _run(self, loop: SpeculativeLoop, sequences: Sequences) -> None:
         streamer = self.decoder.streamer

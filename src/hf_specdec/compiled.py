@@ -8,13 +8,14 @@ is not compiled: every prompt has a length of its own.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from itertools import count
 from types import FunctionType
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn.functional import pad
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from . import compat, passes
@@ -24,8 +25,11 @@ from .tap import SHOWN, note, watched
 
 FEW = 16
 WIDTHS = (1, 4, 8, 16, 32, 64)  # reading the weights is what a pass of few tokens costs: two tokens cost no less than four
+UNROLLED = (64, 256)  # layers in one function that makes several passes, on a CPU and on a GPU
 AGREES = {torch.float32: 0.01, torch.float64: 1e-6}  # relative error of the logits (root mean square) that is put up with
+KEPT = ("cuda",)  # kinds of devices on which buffers are kept from call to call
 _functions: WeakKeyDictionary = WeakKeyDictionary()
+_idle: WeakKeyDictionary = WeakKeyDictionary()  # model -> {what for: a buffer that no call uses}
 _refusals: WeakKeyDictionary = WeakKeyDictionary()  # model -> {why it runs without: whether for good}
 _numbers = count()
 
@@ -41,6 +45,24 @@ def forward(model, tokens, embeds, positions, mask, slots, keys, values):
     states = tuple(SHOWN)
     SHOWN.clear()
     return logits, states
+
+
+def several(model, tokens, embeds, positions, mask, slots, keys, values, vocab):
+    """Passes over one token each, every one over the likeliest of the first `vocab` tokens after the one before: int64 [B, n], and the last
+    states that were noted. tokens int64 [B, 1] is the first; positions int64 [B, n], mask [B, 1, n, S] or one per layer type, slots [n] or [B, n];
+    embeds: None, or (make, states [B, 1, H]), what makes the inputs of a pass of the states noted in the one before and the tokens."""
+    drawn, (make, states) = [], embeds or (None, None)
+    for i in range(positions.shape[1]):
+        given = {"input_ids": tokens} if make is None else {"inputs_embeds": make(model, states, tokens)}
+        masks = {name: each[:, :, i : i + 1] for name, each in mask.items()} if isinstance(mask, dict) else mask[:, :, i : i + 1]
+        cache = FixedCache(keys, values, slots[..., i : i + 1])
+        SHOWN.clear()
+        logits = model(**given, position_ids=positions[:, i : i + 1], attention_mask=masks, past_key_values=cache, use_cache=True, return_dict=True).logits
+        states = SHOWN[-1] if SHOWN else None
+        tokens = logits[..., :vocab].argmax(-1)
+        drawn.append(tokens)
+    SHOWN.clear()
+    return torch.cat(drawn, dim=1), states
 
 
 def options(device: torch.device, places: int) -> dict:
@@ -67,7 +89,7 @@ def options(device: torch.device, places: int) -> dict:
 
 
 def unguarded(function: Callable) -> Callable:
-    """What a compiled `forward` comes to, without guards; the function itself where torch has more than one version of it or does not tell."""
+    """What a compiled `forward` or `several` comes to, without guards; the function itself where torch has more than one version of it or does not tell."""
     try:
         from torch._dynamo.eval_frame import _debug_get_cache_entry_list as versions
 
@@ -125,29 +147,54 @@ class CompiledPasses:
         embeds = None if embeds is None else _longer(embeds, 1, more)
         given = (self.model, pad(tokens, (0, more)), embeds, _longer(position_ids, 1, more), masks.get(None, masks), slots, keys, values)
         key = (tokens.shape[0], plan.width, plan.capacity, tokens.device, keys[0].dtype, len(keys), type(self.model), embeds is None, reads)
+        done = self._run(key, forward, tokens.shape[0] * plan.width, reads, given)
+        if done is None:
+            return None
+        logits, states = done
+        return logits[:, :width], [part[:, :width] for part in states]
+
+    def most_steps(self) -> int:
+        """Passes that one function may make, a power of two: what the compiler takes grows with their layers."""
+        layers = self.model.config.get_text_config().num_hidden_layers
+        return 1 << max(UNROLLED[self.model.device.type == "cuda"] // layers, 1).bit_length() - 1
+
+    def several(self, tokens: torch.Tensor, embeds: tuple[Callable, torch.Tensor] | None, cache: SlotCache, reads: tuple[int, ...], vocab: int,
+                position_ids: torch.Tensor, attention_mask) -> tuple | None:
+        """What the function `several` gives for the n tokens that `cache.plan` has laid out; None where the model does not compile."""
+        plan, layers = cache.plan, [layer.settled() for layer in cache.layers]
+        keys, values = [layer.keys for layer in layers], [layer.values for layer in layers]
+        slots = plan.slots if len(tokens) > 1 else plan.slots[0]
+        key = (tokens.shape[0], -plan.width, plan.capacity, tokens.device, keys[0].dtype, len(keys), type(self.model), vocab, embeds and embeds[0], reads)
+        given = (self.model, tokens, embeds, position_ids, attention_mask, slots, keys, values, vocab)
+        return self._run(key, several, tokens.shape[0], reads, given)
+
+    def _run(self, key: tuple, function: Callable, places: int, reads: tuple[int, ...], given: tuple):
+        """The compiled `function` of these arguments, while the layers `reads` are noted; None where it does not compile."""
+        device = given[1].device
         self.untried = key not in self.functions
         if self.untried:
-            self.functions[key] = self._made(tokens.device, tokens.shape[0] * plan.width)
+            self.functions[key] = self._made(function, device, places)
+        if device.type == "cuda":
+            torch.compiler.cudagraph_mark_step_begin()  # else every pass is a graph behind the graphs of all passes before it
         try:
             with watched(read_at(compat.unwrap(self.model), reads), note):
                 if key not in self.checked:
-                    logits, states = self.functions[key](*given)
+                    done = self.functions[key](*given)
                     self.checked[key] = unguarded(self.functions[key])
                 else:
                     run = self.checked[key]
-                    logits, states = self.runner(run, *given) if tokens.shape[0] * plan.width <= self.most else run(*given)
+                    done = self.runner(run, *given) if places <= self.most else run(*given)
         except Exception as error:  # whatever tracing or the compiler says: the pass can be run without them
             self.functions.pop(key)
             self.give_up(f"torch.compile says {type(error).__name__}: {str(error).strip().splitlines()[0]}")
             return None
-        logits, *states = (part.clone() if tokens.device.type == "cuda" else part for part in (logits, *states))
-        return logits[:, :width], [part[:, :width] for part in states]
+        return tree_map_only(torch.Tensor, torch.clone, done) if device.type == "cuda" else done  # the next graph writes where this one did
 
     @staticmethod
-    def _made(device: torch.device, places: int) -> Callable:
-        """`forward`, compiled, as a function of its own: what torch keeps by its code is then one entry."""
-        code = forward.__code__.replace(co_name=f"forward_{next(_numbers)}")
-        function = FunctionType(code, forward.__globals__, code.co_name)
+    def _made(function: Callable, device: torch.device, places: int) -> Callable:
+        """`function`, compiled, as one of its own: what torch keeps by its code is then one entry."""
+        code = function.__code__.replace(co_name=f"{function.__name__}_{next(_numbers)}")
+        function = FunctionType(code, function.__globals__, code.co_name)
         return torch.compile(function, fullgraph=True, dynamic=False, **options(device, places))
 
     def judge(self, logits: torch.Tensor, reference: torch.Tensor) -> None:
@@ -159,6 +206,34 @@ class CompiledPasses:
         if not error <= AGREES.get(self.model.dtype, 0.2):
             self.functions.clear()
             self.give_up(f"compiled, its logits are off by {error:.2g} of their size")
+
+
+class FixedBuffers:
+    """Keys and values of the compiled passes of one model in one `role` in one call. A CUDA graph writes into those that it was recorded with: they
+    are marked as inputs whose address stays (without the mark torch records no graph of a function that writes into its inputs), and on a GPU the next
+    call gets them again. Two calls at a time never share one."""
+
+    def __init__(self, model: PreTrainedModel, role: str):
+        self.role, self.idle = role, _idle.setdefault(model, {})
+
+    def take(self, purpose: Hashable, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        """Zeros of that shape, with dtype and device of `like`: the one given back for this purpose, if there is one."""
+        buffer = self.idle.pop(self._key(purpose, shape, like), None)
+        if buffer is not None:
+            return buffer.zero_()
+        from torch._dynamo import mark_static_address
+
+        buffer = torch.zeros(tuple(shape), dtype=like.dtype, device=like.device)
+        mark_static_address(buffer, guard=False)  # at another address a graph is recorded anew
+        return buffer
+
+    def give_back(self, purpose: Hashable, buffer: torch.Tensor) -> None:
+        """Nobody reads it any more."""
+        if buffer.device.type in KEPT:
+            self.idle.setdefault(self._key(purpose, buffer.shape, buffer), buffer)
+
+    def _key(self, purpose: Hashable, shape: Sequence[int], like: torch.Tensor) -> tuple:
+        return self.role, purpose, tuple(shape), like.dtype, like.device
 
 
 def _longer(part: torch.Tensor, dim: int, more: int) -> torch.Tensor:

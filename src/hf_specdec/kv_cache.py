@@ -7,32 +7,43 @@ overwrite before any mask shows them.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+if TYPE_CHECKING:
+    from .compiled import FixedBuffers
 
 SLACK = 64
 FEWEST = 256  # slots of a cache of fixed shapes
 
 
 class SlotLayer(CacheLayerMixin):
-    """Keys and values [B, H, capacity, D] of one layer, written at the slots that the cache has laid out."""
+    """Keys and values [B, H, capacity, D] of layer number `index`, written at the slots that the cache has laid out."""
 
     is_sliding = False
     is_compileable = False
 
-    def __init__(self, plan: "SlotPlan"):
+    def __init__(self, plan: "SlotPlan", index: int = 0):
         super().__init__()
-        self.plan = plan
+        self.plan, self.index = plan, index
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys = self._allocate(key_states)
-        self.values = self._allocate(key_states if value_states is None else value_states)
+        self.keys = self._allocate("keys", key_states)
+        self.values = self._allocate("values", key_states if value_states is None else value_states)
         self.is_initialized = True
 
-    def _allocate(self, like: torch.Tensor) -> torch.Tensor:
-        batch, heads, _, size = like.shape
-        return torch.zeros((batch, heads, self.plan.capacity, size), dtype=like.dtype, device=like.device)
+    def _allocate(self, part: str, like: torch.Tensor) -> torch.Tensor:
+        shape, buffers = (*like.shape[:2], self.plan.capacity, like.shape[3]), self.plan.buffers
+        return torch.zeros(shape, dtype=like.dtype, device=like.device) if buffers is None else buffers.take((self.index, part), shape, like)
+
+    def release(self) -> None:
+        """The buffers are read no more."""
+        if self.is_initialized and self.plan.buffers is not None:
+            self.plan.buffers.give_back((self.index, "keys"), self.keys)
+            self.plan.buffers.give_back((self.index, "values"), self.values)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
         """Write [B, H, Q, D] at the planned slots; return everything up to the longest row, [B, H, visible, D]."""
@@ -47,13 +58,16 @@ class SlotLayer(CacheLayerMixin):
     def settled(self) -> "SlotLayer":
         """The layer, with buffers of the planned capacity."""
         if self.keys.shape[2] < self.plan.capacity:
-            self.keys, self.values = self._grown(self.keys), self._grown(self.values)
+            self._move(self.keys, self.values)
         return self
 
-    def _grown(self, old: torch.Tensor) -> torch.Tensor:
-        new = self._allocate(old)
-        new[:, :, : old.shape[2]] = old
-        return new
+    def _move(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Into buffers of the planned capacity."""
+        new = self._allocate("keys", keys), self._allocate("values", values)
+        for buffer, old in zip(new, (keys, values)):
+            buffer[:, :, : old.shape[2]] = old
+        self.release()
+        self.keys, self.values = new
 
     def _write(self, buffer: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         plan = self.plan
@@ -78,7 +92,11 @@ class SlotLayer(CacheLayerMixin):
         """Drop all other rows."""
         if self.is_initialized:
             rows = rows.to(self.keys.device)
-            self.keys, self.values = self.keys.index_select(0, rows), self.values.index_select(0, rows)
+            keys, values = self.keys.index_select(0, rows), self.values.index_select(0, rows)
+            if self.plan.buffers is None:
+                self.keys, self.values = keys, values
+            else:
+                self._move(keys, values)
 
     # what models and masks of transformers ask of a layer
     def get_seq_length(self) -> int:
@@ -107,11 +125,11 @@ class SlotPlan:
     visible:  slots that attention reads: the longest row with its block, or with `whole` all there are.
     cached:   slots before the block in the longest row.
     capacity: slots per row that the buffers have, or will have at the next write.
-    fixed:    the capacity is a power of two, so that the shapes of a compiled pass are few.
+    buffers:  where layers of fixed shapes get theirs from: the capacity is then a power of two, so that the shapes of a compiled pass are few.
     """
 
-    def __init__(self, limit: int, fixed: bool = False):
-        self.limit, self.fixed, self.capacity = limit, fixed, 0
+    def __init__(self, limit: int, buffers: "FixedBuffers | None" = None):
+        self.limit, self.buffers, self.capacity = limit, buffers, 0
         self.start: int | None = 0
         self.slots: torch.Tensor | None = None
         self.rows: torch.Tensor | None = None
@@ -130,23 +148,49 @@ class SlotPlan:
             self.rows = _rows(self.slots)
         if self.visible > self.capacity:
             self.capacity = max(self.visible, min(self.visible + max(SLACK, self.visible // 8), self.limit))
-            if self.fixed:
+            if self.buffers is not None:
                 self.capacity = max(FEWEST, 1 << (self.visible + SLACK - 1).bit_length())
         if whole:
             self.visible = self.capacity
 
 
 class SlotCache(Cache):
-    """A `transformers.Cache` of `SlotLayer`s. `limit`: most slots a row can ever need; fixed: as in `SlotPlan`."""
+    """A `transformers.Cache` of `SlotLayer`s. `limit`: most slots a row can ever need; buffers: as in `SlotPlan`."""
 
-    def __init__(self, limit: int, fixed: bool = False):
+    def __init__(self, limit: int, buffers: "FixedBuffers | None" = None):
         super().__init__(layers=[])
-        self.plan = SlotPlan(limit, fixed)
+        self.plan = SlotPlan(limit, buffers)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
         while len(self.layers) <= layer_idx:
-            self.layers.append(SlotLayer(self.plan))
+            self.layers.append(SlotLayer(self.plan, len(self.layers)))
         return self.layers[layer_idx].update(key_states, value_states)
+
+    def release(self) -> None:
+        """The call is over: nobody reads the cache any more."""
+        for layer in self.layers:
+            layer.release()
+        self.layers.clear()
+
+    # --- a caller's own cache -------------------------------------------------------------------------------------------
+
+    def load(self, layers: list[tuple[torch.Tensor, torch.Tensor, int]], columns: list[list[int]], device: torch.device) -> None:
+        """Copy a caller's cache, as `compat.read_cache` has it, slot s of row b from its column columns[b][s]; its other columns are padding."""
+        for index, (keys, values, first) in enumerate(layers):
+            held = [[column - first for column in row if column >= first] for row in columns]
+            rows = [[part[b : b + 1, :, row] for part in (keys, values)] for b, row in enumerate(held)]
+            width = max(map(len, held))
+            padded = [torch.cat([torch.nn.functional.pad(part, (0, 0, 0, width - part.shape[2])) for part in parts]) for parts in zip(*rows)]
+            self.plan.lay([len(row) - len(own) for row, own in zip(columns, held)], width, device)
+            self.update(*padded, index)
+
+    def row(self, b: int, length: int, last: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The first `length` slots of row b: keys and values [H, n, D] per layer; copies, unless it is the `last` that is asked of this cache and
+        its buffers are nobody else's afterwards."""
+        parts = [(layer.keys[b, :, :length], layer.values[b, :, :length]) for layer in self.layers]
+        return parts if last and self.plan.buffers is None else [(keys.clone(), values.clone()) for keys, values in parts]
+
+    # --- what models and masks ask --------------------------------------------------------------------------------------
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.plan.cached

@@ -9,7 +9,7 @@ from . import compat
 from .cached_model import CachedModel
 from .compiled import WIDTHS
 from .config import SpeculativeConfig
-from .drafts.base import Draft
+from .drafts.base import Draft, Run
 from .drafts.progress import progress
 from .kv_cache import FEWEST
 from .proposal import Proposal
@@ -41,31 +41,45 @@ def warmup(model: PreTrainedModel, draft=None, config: SpeculativeConfig | dict 
         raise ValueError(f"draft: {type(draft).__name__} is no model and no draft; a draft that has a name alone has nothing to compile.")
     k = config.max_auto_tokens if config.num_assistant_tokens == "auto" else config.num_assistant_tokens
     widest = next(width for width in WIDTHS if width > min(nodes or k, WIDTHS[-1] - 1))
-    watching, models = (draft.watching(), draft.models()) if isinstance(draft, Draft) else ((), [] if draft is None else [(draft, None, ())])
-    passes = _passes((model, None, watching), "target", widest, max_length)
-    passes += [each for own in models for each in _passes(own, "assistant_model", 4, max_length)]
+    watching, runs = (draft.watching(), draft.models()) if isinstance(draft, Draft) else ((), [] if draft is None else [Run(draft, steps=True)])
+    passes = _passes(Run(model, reads=watching), "target", widest, max_length, k)
+    passes += [each for run in runs for each in _passes(run, "assistant_model", 4, max_length, k)]
+    vocab = compat.traits_of(compat.unwrap(model), "target").vocab_size
     with progress("Compiling", passes) as items:
         for each in items:
-            _compile(*each, batch)
+            _compile(*each, batch, vocab)
     return len(passes)
 
 
-def _passes(model: tuple, role: str, widest: int, max_length: int) -> list[tuple]:
-    """(model, role, places, slots) of every pass up to `widest` places and `max_length` tokens; model: as `Draft.models` has it."""
+def _passes(run: Run, role: str, widest: int, max_length: int, k: int) -> list[tuple]:
+    """(run, role, places, slots, steps) of every pass up to `widest` places and `max_length` tokens; steps: how many passes over the same places
+    the function makes."""
     slots = [FEWEST]
     while slots[-1] < max_length + widest:
         slots.append(2 * slots[-1])
-    return [(model, role, width, capacity) for capacity in slots for width in WIDTHS if width <= widest]
+    made = [(width, 1) for width in WIDTHS if width <= widest]
+    made += [(1, 1 << i) for i in range(1, (k - 1).bit_length()) if 1 << i < k] if run.steps else []
+    return [(run, role, width, capacity, steps) for capacity in slots for width, steps in made]
 
 
-def _compile(model: tuple, role: str, width: int, capacity: int, batch: int) -> None:
+def _compile(run: Run, role: str, width: int, capacity: int, steps: int, batch: int, vocab: int) -> None:
     """Run the pass once."""
-    model, embed, layers = model
-    cached = CachedModel(model, capacity, role, compile=True)
-    cached.embed, cached.taps = embed, [Tap(layers)] if layers else []
+    cached = CachedModel(run.model, capacity, role, compile=True)
+    if run.make is not None:
+        cached.embed = lambda tokens: run.make(run.model, _blank(run, tokens.shape), tokens)
+    cached.taps = [Tap(run.reads)] if run.reads else []
     cached.cache.plan.capacity = capacity
     text = torch.randint(cached.traits.vocab_size, (BEHIND + width,), generator=torch.Generator("cpu").manual_seed(0), device="cpu").tolist()
     rows = [text[: BEHIND + 1]] * batch
     cached.score([row[:-1] for row in rows])
     cached.commit([1] * batch)
-    cached.score(rows, Proposal.from_lists([text[BEHIND + 1 :]] * batch, cached.device))
+    if steps == 1:
+        cached.score(rows, Proposal.from_lists([text[BEHIND + 1 :]] * batch, cached.device))
+    else:
+        root = torch.tensor(text[BEHIND:], device=cached.device).expand(batch, 1)
+        cached.several(root, steps, [steps] * batch, vocab, run.make and (run.make, _blank(run, (batch, 1))))
+    cached.cache.release()
+
+
+def _blank(run: Run, shape: tuple[int, int]) -> torch.Tensor:
+    return torch.zeros((*shape, run.width), dtype=run.model.dtype, device=run.model.device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from transformers.generation import CandidateGenerator
@@ -24,6 +24,21 @@ if TYPE_CHECKING:
 
 _in_use: set[int] = set()  # ids of drafts; no attribute, for a copy of one that is in use is not in use
 Guess = tuple[int, Hashable | None, float]
+
+
+class Run(NamedTuple):
+    """A model as a draft runs it, for `warmup` to compile.
+
+    make:  makes the inputs of a pass, make(model, states [B, L, width], tokens [B, L]) -> [B, L, H]; None: its own embedding.
+    reads: the layers whose states are read.
+    steps: whether it drafts one token after the other.
+    """
+
+    model: Any
+    make: Callable | None = None
+    width: int = 0
+    reads: tuple[int, ...] = ()
+    steps: bool = False
 
 
 @dataclass
@@ -147,9 +162,8 @@ class Draft(CandidateGenerator):
         """The target's layers whose hidden states the draft, or one inside it, reads, ascending; their count stands for what comes after the final norm."""
         return tuple(sorted({layer for part in self.parts for layer in part.watching()}))
 
-    def models(self) -> "list[tuple]":
-        """Of every model that the draft, or one inside it, runs: the model, what makes its inputs from tokens (None: its own embedding), and the
-        layers whose states are read. `warmup` compiles them."""
+    def models(self) -> "list[Run]":
+        """Every model that the draft, or one inside it, runs."""
         return [each for part in self.parts for each in part.models()]
 
     def relative_cost(self, target) -> float | None:

@@ -17,7 +17,7 @@ from ..cached_model import CachedModel
 from ..distributions import draw
 from ..probe import check_batch, check_mode
 from ..proposal import Proposal
-from .base import Context, Draft
+from .base import Context, Draft, Run
 from .inner import Inner, chains, refuse_encoder
 from .vocabulary import fitted, readable
 
@@ -48,8 +48,8 @@ class CascadeDraft(Draft):
         """None of the target's: the draft inside reads the states of the model between them."""
         return ()
 
-    def models(self) -> list[tuple]:
-        return [(self.model, None, self.draft.watching()), *super().models()]
+    def models(self) -> list[Run]:
+        return [Run(self.model, reads=self.draft.watching()), *super().models()]
 
     def start(self, context: Context) -> None:
         check_mode(self.model, "model")
@@ -142,7 +142,7 @@ class CascadeDraft(Draft):
 
     def finish(self) -> None:
         if self.cached is not None:
-            self.cached.cache.layers.clear()
+            self.cached.cache.release()
         self.inner = None
         self.draft.finish()
         super().finish()

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from ..proposal import Proposal, Verdict
 from ..tap import Tap
-from .base import Context
+from .base import Context, Run
 from .features import fused, inputs, tapped
 from .model import ModelDraft
 
@@ -51,9 +51,8 @@ class FeatureDraft(ModelDraft):
     def watching(self) -> tuple[int, ...]:
         return tuple(sorted(set(self.layers)))
 
-    def models(self) -> list[tuple]:
-        width = self.model.feature_fuse.weight.shape[0]
-        return [(self.model, lambda tokens: inputs(self.model, torch.zeros((*tokens.shape, width), dtype=self.model.dtype, device=tokens.device), tokens), self._last())]
+    def models(self) -> list[Run]:
+        return [Run(self.model, inputs, self.model.feature_fuse.weight.shape[0], self._last(), self.alone)]
 
     # --- the target's states ------------------------------------------------------------------------------------------
 
@@ -108,6 +107,12 @@ class FeatureDraft(ModelDraft):
             last = torch.tensor(self.cached.fresh, device=self.output.device) - 1
             self.output = self.output[torch.arange(len(last), device=last.device), last][:, None]
         return logits
+
+    def _embeds(self) -> tuple:
+        return inputs, self.output
+
+    def _went_on(self, states: torch.Tensor) -> None:
+        self.first, self.output = False, states
 
     def _inputs(self, tokens: torch.Tensor) -> torch.Tensor:
         """The first layer's input [B, L, H]: the tokens beside the target's states, or the draft's own output."""

@@ -11,7 +11,7 @@ from ..distributions import draw
 from ..probe import check_batch, check_mode
 from ..proposal import Proposal, Verdict
 from ..seq2seq import Source
-from .base import Context, Draft
+from .base import Context, Draft, Run
 from .vocabulary import fitted, readable
 
 
@@ -30,6 +30,7 @@ class ModelDraft(Draft):
     name = "model"
     trusted = True
     stops = True
+    alone = True  # whether it drafts one token after the other, and one alone
 
     def __init__(self, model: PreTrainedModel):
         self.model = model
@@ -75,6 +76,10 @@ class ModelDraft(Draft):
             self.stop.begin()
         tokens, laws, step = [], [], 0
         while step < max(k):
+            done = self._several(context, tokens, k, step)
+            if done is not None:
+                tokens, step = tokens + done, step + len(done)
+                continue
             scores = self._scores(context, tokens, k, step)
             law = context.sampler(scores, [step < own for own in k], lambda b, _: context.text(b, [int(each[b]) for each in tokens]))
             if context.sampler.do_sample:
@@ -90,6 +95,25 @@ class ModelDraft(Draft):
             return Proposal.from_lists([[] for _ in k], context.device, self.name)
         self.drafted = torch.stack(tokens, dim=1)
         return Proposal.chain(self.drafted, torch.stack(laws, dim=1) if laws else None, list(k), self.name)
+
+    def _several(self, context: Context, tokens: list[torch.Tensor], k: list[int], step: int) -> list[torch.Tensor] | None:
+        """The next tokens by one compiled function; None where there is none, or something is decided after every token: by a processor, a rule
+        that ends a draft, or chance."""
+        if step == 0 or self.stop is not None or context.sampler.do_sample or context.sampler.gumbel is not None or any(context.sampler.rows):
+            return None
+        root = tokens[-1][:, None].clamp(max=self.traits.vocab_size - 1)
+        done = self.cached.several(root, max(k) - step, [own - step for own in k], context.vocab_size, self._embeds())
+        if done is None:
+            return None
+        self._went_on(done[1])
+        return [*done[0].to(context.device).unbind(1)]
+
+    def _embeds(self) -> tuple | None:
+        """What makes the inputs of a pass, as `compiled.several` has it; None: the model's own embedding."""
+        return None
+
+    def _went_on(self, states: torch.Tensor | None) -> None:
+        """After passes that `_several` has run; states [B, 1, H]: those of the last one that were noted."""
 
     def _forget_what_was_rejected(self, context: Context) -> None:
         """The cache holds row b up to base[b] and drafted tokens after it: keep of these what has been committed since."""
@@ -124,8 +148,8 @@ class ModelDraft(Draft):
         whole = context.sampler.exact_scores or context.sampler.needs_prefix  # else fewer logits are no harm
         return fitted(logits, context.vocab_size) if whole else logits[..., : context.vocab_size]
 
-    def models(self) -> list[tuple]:
-        return [(self.model, None, ())]
+    def models(self) -> list[Run]:
+        return [Run(self.model, steps=self.alone)]
 
     def relative_cost(self, target: PreTrainedModel) -> float:
         """c by size: decoding reads every weight once a token."""
@@ -157,7 +181,7 @@ class ModelDraft(Draft):
 
     def finish(self) -> None:
         if self.cached is not None:
-            self.cached.cache.layers.clear()
+            self.cached.cache.release()
         self.context = self.source = None
         self.drafted = []
         super().finish()

@@ -33,6 +33,7 @@ class ModelTreeDraft(ModelDraft):
     """
 
     name = "model_tree"
+    alone = False
     stops = False
 
     def __init__(self, model: PreTrainedModel, tree: Tree | DynamicTree | Sequence[int] = (4, 2, 1), siblings: str | None = None):

@@ -138,7 +138,7 @@ class TranslatedDraft(Draft):
 
     def finish(self) -> None:
         if self.cached is not None:
-            self.cached.cache.layers.clear()
+            self.cached.cache.release()
         self.held = []
         super().finish()
 
