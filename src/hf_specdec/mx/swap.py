@@ -25,7 +25,7 @@ def compress_layer(model: nn.Module, choice: Choice, scale_rule: str, measure: b
     before = linear.weight.numel() * linear.weight.element_size()
     if _is_tied(model, linear):
         before, note = 0, "untied from the embedding, which stays dense"
-    weight = linear.weight.clone() if note else linear.weight  # "bf16" may keep the memory, which the layer puts into another order
+    weight = linear.weight.clone() if choice.format.is_dense else linear.weight  # the layer puts its memory into another order: it must be its own
     packed = quantize(weight, choice.format, scale_rule)
     error = weight_error(linear.weight.detach(), packed) if measure else (None, None)
     replace(model, choice.name, MXLinear.from_packed(packed, linear))
