@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
 from hf_specdec import mx
 from hf_specdec.mx.plan import plan
@@ -69,6 +69,33 @@ def test_a_classifiers_head_stays_dense_like_any_other(tmp_path):
         model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=5, **options)
         assert type(model.score) is nn.Linear and len(mx_layers(model)) == 14
     assert report_of(mx.compress(AutoModelForSequenceClassification.from_pretrained(tmp_path / "dense"), lm_head="mxint8"))["score"].format == "mxint8"
+
+
+def bart():
+    sizes = {f"{part}_{name}": value for part in ("encoder", "decoder") for name, value in (("layers", 1), ("attention_heads", 4), ("ffn_dim", 96))}
+    return AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("bart", vocab_size=61, d_model=64, max_position_embeddings=64, **sizes))
+
+
+def bert():
+    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4)
+    return AutoModelForMaskedLM.from_config(AutoConfig.for_model("bert", vocab_size=61, **sizes))
+
+
+@pytest.mark.parametrize("make, inputs", [(bart, ["input_ids", "decoder_input_ids"]), (bert, ["input_ids"])])
+def test_what_was_tied_beside_the_head_is_saved_with_it(make, inputs, tmp_path):
+    """BART's two embeddings are one with the head; so is BERT's bias."""
+    torch.manual_seed(0)
+    model, inputs = make().eval(), dict.fromkeys(inputs, torch.tensor([[3, 4, 5, 6]]))
+    model.save_pretrained(tmp_path / "dense")
+    packed = mx.compress(model, lm_head="mxint8")
+    packed.save_pretrained(tmp_path / "packed")
+    fly = type(model).from_pretrained(tmp_path / "dense", quantization_config=mx.MXConfig(lm_head="mxint8"))
+    fly.save_pretrained(tmp_path / "fly")
+    with torch.no_grad():
+        expected = packed(**inputs).logits
+        for other in (fly, type(model).from_pretrained(tmp_path / "packed"), type(model).from_pretrained(tmp_path / "fly")):
+            other.tie_weights()
+            assert torch.equal(other(**inputs).logits, expected)
 
 
 def test_a_config_that_two_models_share_stays_the_other_ones(tmp_path):
