@@ -15,6 +15,7 @@ from .plan import Choice
 from .report import LayerReport, weight_error
 
 NOT_FINITE = "{} holds a NaN or an infinity, which MX blocks cannot keep: leave the layer out with skip=, or mend the weights."
+FLOAT64 = "{}: MX layers multiply float32, bfloat16 and float16; use float32, dtype=torch.float32 or model.to(torch.float32)."
 
 
 def compress_layer(model: nn.Module, choice: Choice, scale_rule: str, measure: bool) -> LayerReport:
