@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -171,6 +172,19 @@ def test_an_interrupted_write_leaves_nothing_behind(error, folder, tmp_path, mon
     (tmp_path / "mx").mkdir()
     assert run(folder, "--out", tmp_path / "mx").exit_code != 0
     assert [path.name for path in tmp_path.iterdir()] == ["mx"] and not list((tmp_path / "mx").iterdir())
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGXFSZ"), reason="no limits of file sizes here")
+def test_a_disk_that_is_full_is_an_error_of_one_line(folder, tmp_path):
+    """By a limit of the files' size."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, before[1]))
+    try:
+        result = run(folder, "--out", tmp_path / "mx")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert result.exit_code == 2 and "hf-specdec: error: " in result.stderr.splitlines()[-1] and list(tmp_path.iterdir()) == [], result.stderr
 
 
 def test_an_empty_folder_is_filled_and_one_that_filled_meanwhile_is_kept(folder, tmp_path, monkeypatch):
