@@ -8,6 +8,7 @@ import json
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune  # noqa: F401
 
 from hf_specdec import mx
 from hf_specdec.mx.formats import DENSE
@@ -61,6 +62,32 @@ def test_a_linear_of_another_kind_stays_as_it_is():
     model = nn.Sequential(nn.Linear(64, 64), Own(64, 64))
     mx.compress(model)
     assert type(model[0]) is MXLinear and type(model[1]) is Own and "of its own kind" in model.mx_report.layers[1].note
+
+
+def test_layers_whose_weight_is_computed():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), torch.randn(3, 64)
+    nn.utils.parametrizations.weight_norm(model[1])
+    nn.utils.parametrizations.spectral_norm(model[2])
+    nn.utils.prune.l1_unstructured(model[3], "weight", 0.5)
+    model.eval()
+    expected = model(x)
+    mx.compress(model, "mxint8")
+    report = report_of(model)
+    assert [name for name in ("0", "1", "2", "3") if report[name].format] == ["0", "3"] and report["1"].shape == (64, 64)
+    assert torch.allclose(model(x), expected, atol=0.05)
+
+
+def test_hooks_go_along_there_and_back():
+    model, seen = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), []
+    model[0].register_forward_hook(lambda module, *_: seen.append(type(module)))
+    last = model[0].register_forward_pre_hook(lambda module, args, kwargs: seen.append("before"), with_kwargs=True)
+    mx.compress(model)(torch.zeros(1, 64))
+    mx.dequantize(model)(torch.zeros(1, 64))
+    assert seen == ["before", MXLinear, "before", nn.Linear]
+    last.remove()
+    model(torch.zeros(1, 64))
+    assert seen[4:] == [nn.Linear]
 
 
 @pytest.mark.parametrize("skip", [["down_proj"], ["model.layers.1"], ["*.mlp.*"], ["model.layers.0.self_attn.q_proj"], iter(["up_proj", "o_proj"])])

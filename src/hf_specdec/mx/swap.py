@@ -16,6 +16,7 @@ from .report import LayerReport, weight_error
 
 NOT_FINITE = "{} holds a NaN or an infinity, which MX blocks cannot keep: leave the layer out with skip=, or mend the weights."
 FLOAT64 = "{}: MX layers multiply float32, bfloat16 and float16; use float32, dtype=torch.float32 or model.to(torch.float32)."
+_HOOKS = [key for key in vars(nn.Module()) if key.startswith(("_forward_", "_backward_")) or key == "_is_full_backward_hook"]
 
 
 def compress_layer(model: nn.Module, choice: Choice, scale_rule: str, measure: bool) -> LayerReport:
@@ -35,7 +36,7 @@ def compress_layer(model: nn.Module, choice: Choice, scale_rule: str, measure: b
 
 def dense_report(name: str, module: nn.Module, reason: str) -> LayerReport:
     """A module that stays as it is, for that reason."""
-    weights = [p for p in module._parameters.values() if p is not None and p.dim() >= 2]
+    weights = [p for p in module._parameters.values() if p is not None and p.dim() >= 2] or [module.weight]  # a parametrised one computes it
     size = sum(p.numel() * p.element_size() for p in weights)
     return LayerReport(name, tuple(weights[0].shape), None, size, size, note=reason)
 
@@ -46,9 +47,13 @@ def _is_tied(model: nn.Module, linear: nn.Linear) -> bool:
 
 
 def replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Put `module` in the place of that name."""
+    """Put `module` in the place of that name, with the hooks of what was there; their handles go on working."""
     parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, module)
+    owner = model.get_submodule(parent)
+    before = getattr(owner, child)
+    if "weight" in before._parameters:  # else hooks make the weight (weight_norm, pruning), which is done
+        vars(module).update({key: hooks for key, hooks in vars(before).items() if key in _HOOKS})
+    setattr(owner, child, module)
 
 
 def own_config(model: nn.Module) -> None:
