@@ -173,6 +173,9 @@ def test_the_report_has_bytes_and_errors_in_the_models_order():
         assert layer.max_error == pytest.approx(float(error.abs().max()), rel=1e-6)
         assert layer.bytes_before == weight.numel() * 4 and layer.bytes_after == weight.numel() * 25 // 32
     assert "14 layers compressed, 1 left dense" in str(report) and json.loads(report.to_json())["bytes_after"] == report.bytes_after
+    assert [row[0] for row in report.rows(every_layer=True)] == names and f"{report.compressed[0].sqnr_db:.1f}" in report.rows(True)[0]
+    exact = mx.compress(copy.deepcopy(original), "fp32").mx_report
+    assert "Infinity" not in exact.to_json() and json.loads(exact.to_json())["layers"][0]["sqnr_db"] is None
     unmeasured = mx.compress(copy.deepcopy(original), measure=False)
     assert all(layer.sqnr_db is None for layer in unmeasured.mx_report.layers) and same(unmeasured, model)
 
@@ -187,6 +190,13 @@ def test_layers_that_are_alike_are_grouped_with_the_ranges_of_their_numbers():
     assert [group.name for group in groups] == ["h.0-2,4-5.up", "h.3.up", "h.7.up"] and groups[0].count == 5
     assert groups[0].sqnr_db == (30.0, 35.0) and groups[0].bytes_before == 5 * 512 and groups[1].sqnr_db is None
     assert sum(group.bytes_after for group in groups) == report.bytes_after
+
+
+def test_the_report_is_a_table_in_notebooks():
+    shown = mx.compress(tiny(intermediate_size=80), skip=["o_proj"]).mx_report._repr_html_()
+    assert shown.startswith("<table><tr><th>layer</th>") and shown.count("<tr>") == 1 + 8
+    assert "<td>model.layers.0-1.mlp.up_proj (2)</td><td>80 x 64</td><td>mxfp6_e2m3</td>" in shown and "dense: 80 inputs are no multiple of 32" in shown
+    assert "14 layers" not in shown and "10 layers compressed, 5 left dense" in shown
 
 
 def test_layer_by_layer_no_second_copy_of_the_model_is_held():
