@@ -78,6 +78,12 @@ def test_layers_whose_weight_is_computed():
     assert torch.allclose(model(x), expected, atol=0.05)
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_a_layer_without_numbers_stays_as_it_is():
+    model = mx.compress(nn.ModuleList([nn.Linear(64, 0), nn.Linear(0, 64), nn.Linear(64, 64)]))
+    assert [layer.note for layer in model.mx_report.layers] == ["it has no numbers"] * 2 + [""]
+
+
 def test_hooks_go_along_there_and_back():
     model, seen = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), []
     model[0].register_forward_hook(lambda module, *_: seen.append(type(module)))

@@ -148,8 +148,8 @@ class MXLinear(nn.Linear):
             raise TypeError(f"x is {x.dtype}; MX layers take float32, bfloat16 or float16: convert it with x.to(dtype).")
         if x.device != self.weight.device:
             raise ValueError(f"x is on {x.device} and the MX weights are on {self.weight.device}: move one of them.")
-        if x.shape[-1] != self.in_features:
-            raise ValueError(f"x has {x.shape[-1]} features; this layer takes {self.in_features}.")
+        if x.dim() == 0 or x.shape[-1] != self.in_features:
+            raise ValueError(f"x has {x.shape[-1] if x.dim() else 'no'} features; this layer takes {self.in_features}.")
 
     def _cpu_kernel(self) -> cpu.Kernel | None:
         bias = self.bias

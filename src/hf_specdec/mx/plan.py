@@ -95,6 +95,8 @@ def _choose(name, module, fmt, patterns, heads, head_format, bound) -> Choice:
         fmt = head_format
     elif _matches(name, patterns):
         return Choice(name, module, None, "skipped on request")
+    if not module.weight.numel():
+        return Choice(name, module, None, "it has no numbers")
     if module.in_features % BLOCK:
         return Choice(name, module, None, f"{module.in_features} inputs are no multiple of {BLOCK}")
     return Choice(name, module, fmt)
