@@ -202,6 +202,19 @@ def test_a_cache_that_cannot_be_written(sources, tmp_path, monkeypatch):
         built.build()
 
 
+@needs_a_compiler
+def test_a_user_without_a_home(sources, monkeypatch):
+    for name in ("HF_SPECDEC_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", home)
+    with pytest.raises(built.BuildError, match=r"Could not determine home directory\. Name a folder in \$HF_SPECDEC_CACHE"):
+        built.build()
+
+
 WITHOUT = """
 import json, warnings
 import torch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,16 @@ def test_the_report_measures_on_the_shipped_text_or_another(folder, tmp_path):
     assert str(text) in result.stdout
 
 
+@pytest.mark.parametrize("format, dtype", [("fp32", "float32"), ("bf16", "bfloat16")])
+def test_the_report_on_weights_that_stay_as_they_are_compares_with_the_original(format, dtype, folder, tmp_path):
+    """The original shares its weights with what is compressed."""
+    file = tmp_path / "report.json"
+    result = run(folder, "--format", format, "--dtype", dtype, "--report", "--json", file)
+    assert result.exit_code == 0, result.output
+    quality = json.loads(file.read_text())["quality"]
+    assert quality["kl"] < 1e-4 and quality["overlap"] > 0.99
+
+
 def test_the_other_commands_read_the_folder(folder, tmp_path):
     run(folder, "--out", tmp_path / "mx")
     result = CliRunner().invoke(app, ["generate", str(tmp_path / "mx"), "--prompt", "abcabc", "--max-new-tokens", "5", "--json"])
@@ -161,6 +172,19 @@ def test_an_interrupted_write_leaves_nothing_behind(error, folder, tmp_path, mon
     (tmp_path / "mx").mkdir()
     assert run(folder, "--out", tmp_path / "mx").exit_code != 0
     assert [path.name for path in tmp_path.iterdir()] == ["mx"] and not list((tmp_path / "mx").iterdir())
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGXFSZ"), reason="no limits of file sizes here")
+def test_a_disk_that_is_full_is_an_error_of_one_line(folder, tmp_path):
+    """By a limit of the files' size."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, before[1]))
+    try:
+        result = run(folder, "--out", tmp_path / "mx")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert result.exit_code == 2 and "hf-specdec: error: " in result.stderr.splitlines()[-1] and list(tmp_path.iterdir()) == [], result.stderr
 
 
 def test_an_empty_folder_is_filled_and_one_that_filled_meanwhile_is_kept(folder, tmp_path, monkeypatch):

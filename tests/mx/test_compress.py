@@ -8,6 +8,7 @@ import json
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune  # noqa: F401
 
 from hf_specdec import mx
 from hf_specdec.mx.formats import DENSE
@@ -61,6 +62,38 @@ def test_a_linear_of_another_kind_stays_as_it_is():
     model = nn.Sequential(nn.Linear(64, 64), Own(64, 64))
     mx.compress(model)
     assert type(model[0]) is MXLinear and type(model[1]) is Own and "of its own kind" in model.mx_report.layers[1].note
+
+
+def test_layers_whose_weight_is_computed():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), torch.randn(3, 64)
+    nn.utils.parametrizations.weight_norm(model[1])
+    nn.utils.parametrizations.spectral_norm(model[2])
+    nn.utils.prune.l1_unstructured(model[3], "weight", 0.5)
+    model.eval()
+    expected = model(x)
+    mx.compress(model, "mxint8")
+    report = report_of(model)
+    assert [name for name in ("0", "1", "2", "3") if report[name].format] == ["0", "3"] and report["1"].shape == (64, 64)
+    assert torch.allclose(model(x), expected, atol=0.05)
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_a_layer_without_numbers_stays_as_it_is():
+    model = mx.compress(nn.ModuleList([nn.Linear(64, 0), nn.Linear(0, 64), nn.Linear(64, 64)]))
+    assert [layer.note for layer in model.mx_report.layers] == ["it has no numbers"] * 2 + [""]
+
+
+def test_hooks_go_along_there_and_back():
+    model, seen = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), []
+    model[0].register_forward_hook(lambda module, *_: seen.append(type(module)))
+    last = model[0].register_forward_pre_hook(lambda module, args, kwargs: seen.append("before"), with_kwargs=True)
+    mx.compress(model)(torch.zeros(1, 64))
+    mx.dequantize(model)(torch.zeros(1, 64))
+    assert seen == ["before", MXLinear, "before", nn.Linear]
+    last.remove()
+    model(torch.zeros(1, 64))
+    assert seen[4:] == [nn.Linear]
 
 
 @pytest.mark.parametrize("skip", [["down_proj"], ["model.layers.1"], ["*.mlp.*"], ["model.layers.0.self_attn.q_proj"], iter(["up_proj", "o_proj"])])
@@ -146,6 +179,9 @@ def test_the_report_has_bytes_and_errors_in_the_models_order():
         assert layer.max_error == pytest.approx(float(error.abs().max()), rel=1e-6)
         assert layer.bytes_before == weight.numel() * 4 and layer.bytes_after == weight.numel() * 25 // 32
     assert "14 layers compressed, 1 left dense" in str(report) and json.loads(report.to_json())["bytes_after"] == report.bytes_after
+    assert [row[0] for row in report.rows(every_layer=True)] == names and f"{report.compressed[0].sqnr_db:.1f}" in report.rows(True)[0]
+    exact = mx.compress(copy.deepcopy(original), "fp32").mx_report
+    assert "Infinity" not in exact.to_json() and json.loads(exact.to_json())["layers"][0]["sqnr_db"] is None
     unmeasured = mx.compress(copy.deepcopy(original), measure=False)
     assert all(layer.sqnr_db is None for layer in unmeasured.mx_report.layers) and same(unmeasured, model)
 
@@ -160,6 +196,13 @@ def test_layers_that_are_alike_are_grouped_with_the_ranges_of_their_numbers():
     assert [group.name for group in groups] == ["h.0-2,4-5.up", "h.3.up", "h.7.up"] and groups[0].count == 5
     assert groups[0].sqnr_db == (30.0, 35.0) and groups[0].bytes_before == 5 * 512 and groups[1].sqnr_db is None
     assert sum(group.bytes_after for group in groups) == report.bytes_after
+
+
+def test_the_report_is_a_table_in_notebooks():
+    shown = mx.compress(tiny(intermediate_size=80), skip=["o_proj"]).mx_report._repr_html_()
+    assert shown.startswith("<table><tr><th>layer</th>") and shown.count("<tr>") == 1 + 8
+    assert "<td>model.layers.0-1.mlp.up_proj (2)</td><td>80 x 64</td><td>mxfp6_e2m3</td>" in shown and "dense: 80 inputs are no multiple of 32" in shown
+    assert "14 layers" not in shown and "10 layers compressed, 5 left dense" in shown
 
 
 def test_layer_by_layer_no_second_copy_of_the_model_is_held():

@@ -85,7 +85,7 @@ def test_a_format_is_found_by_its_name_and_by_itself(name):
     assert get_format(name) is FORMATS[name] and get_format(FORMATS[name]) is FORMATS[name]
 
 
-@pytest.mark.parametrize("name", ["mxfp5", "MXFP6_E2M3", "", None, 6])
+@pytest.mark.parametrize("name", ["mxfp5", "MXFP6_E2M3", "", None, 6, ["mxint8"]])
 def test_an_unknown_format_is_refused_with_the_names_there_are(name):
     with pytest.raises(ValueError) as caught:
         get_format(name)

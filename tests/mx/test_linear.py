@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import threading
 
 import pytest
 import torch
@@ -157,6 +158,15 @@ def test_loading_the_wrong_shape_is_refused_and_leaves_the_layer_as_it_was(kerne
     assert torch.equal(layer(x), y)
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_loading_numbers_is_refused_and_leaves_the_layer_as_it_was(strict, kernels):
+    layer, x = layer_and_input("mxint8")
+    y = layer(x)
+    with pytest.raises(RuntimeError, match=r"weight is torch.float32, the layer's is torch.uint8"):
+        layer.load_state_dict(dense(seed=1).state_dict(), strict=strict)
+    assert torch.equal(layer(x), y)
+
+
 def through_pickle(layer):
     return pickle.loads(pickle.dumps(layer))
 
@@ -184,6 +194,37 @@ def test_copies(name, copied, n, kernels):
         other.weight_scale.zero_()
     assert torch.equal(layer(x), y)
     torch.testing.assert_close(other.prepare()(x), other.bias.expand(5, n))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle])
+def test_what_a_copy_hands_out_stays_in_the_stored_order_when_it_is_used(copied, kernels):
+    layer, x = layer_and_input(n=53)
+    other = copied(layer)
+    state, packed = other.state_dict(), other.packed()
+    other(x)
+    assert torch.equal(state["weight"], layer.packed().codes) and torch.equal(state["weight_scale"], layer.packed().scales)
+    assert torch.equal(packed.codes, layer.packed().codes)
+
+
+def test_threads_that_share_a_copy_get_the_same_bits():
+    layer, x = layer_and_input(n=512, k=1024)
+    x, y = torch.randn(1, 1024), []
+    with torch.no_grad():
+        expected = layer(x)
+        for _ in range(8):
+            fresh, together = copy.deepcopy(layer), threading.Barrier(4)
+            fresh.to_stored()
+
+            def call():
+                together.wait()
+                with torch.no_grad():
+                    y.append(fresh(x))
+
+            threads = [threading.Thread(target=call) for _ in range(4)]
+            [thread.start() for thread in threads]
+            [thread.join() for thread in threads]
+            y.append(fresh(x))
+    assert len(y) == 40 and all(torch.equal(result, expected) for result in y)
 
 
 @pytest.mark.parametrize("n", [7, 53])

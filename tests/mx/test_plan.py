@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, LlamaForCausalLM
 
 from hf_specdec import mx
 from hf_specdec.mx.plan import plan
 from hf_specdec.mx.readers import weights_read_by
 
-from .models import mx_layers, same, tiny
+from .models import IDS, mx_layers, same, tiny
 from .test_compress import report_of
 
 
@@ -71,6 +73,33 @@ def test_a_classifiers_head_stays_dense_like_any_other(tmp_path):
     assert report_of(mx.compress(AutoModelForSequenceClassification.from_pretrained(tmp_path / "dense"), lm_head="mxint8"))["score"].format == "mxint8"
 
 
+def bart():
+    sizes = {f"{part}_{name}": value for part in ("encoder", "decoder") for name, value in (("layers", 1), ("attention_heads", 4), ("ffn_dim", 96))}
+    return AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("bart", vocab_size=61, d_model=64, max_position_embeddings=64, **sizes))
+
+
+def bert():
+    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4)
+    return AutoModelForMaskedLM.from_config(AutoConfig.for_model("bert", vocab_size=61, **sizes))
+
+
+@pytest.mark.parametrize("make, inputs", [(bart, ["input_ids", "decoder_input_ids"]), (bert, ["input_ids"])])
+def test_what_was_tied_beside_the_head_is_saved_with_it(make, inputs, tmp_path):
+    """BART's two embeddings are one with the head; so is BERT's bias."""
+    torch.manual_seed(0)
+    model, inputs = make().eval(), dict.fromkeys(inputs, torch.tensor([[3, 4, 5, 6]]))
+    model.save_pretrained(tmp_path / "dense")
+    packed = mx.compress(model, lm_head="mxint8")
+    packed.save_pretrained(tmp_path / "packed")
+    fly = type(model).from_pretrained(tmp_path / "dense", quantization_config=mx.MXConfig(lm_head="mxint8"))
+    fly.save_pretrained(tmp_path / "fly")
+    with torch.no_grad():
+        expected = packed(**inputs).logits
+        for other in (fly, type(model).from_pretrained(tmp_path / "packed"), type(model).from_pretrained(tmp_path / "fly")):
+            other.tie_weights()
+            assert torch.equal(other(**inputs).logits, expected)
+
+
 def test_a_config_that_two_models_share_stays_the_other_ones(tmp_path):
     one = tiny()
     two = type(one)(one.config)
@@ -91,3 +120,48 @@ def test_what_is_no_model_is_refused():
 def test_names_to_skip_that_no_module_has_are_named():
     with pytest.warns(UserWarning, match="skip: the model has no module 'dwon_proj'"):
         mx.compress(tiny(), skip=["dwon_proj", "up_proj"])
+
+
+@pytest.mark.parametrize("skip, left", [(["mlp"], ".mlp."), (["layers.0"], ".layers.0."), (["model.layers.0.mlp"], ".0.mlp."), (["layers.0.*"], None)])
+def test_a_part_of_a_name_leaves_out_all_that_is_inside(skip, left):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error" if left else "ignore")
+        model = mx.compress(tiny(), skip=skip)
+    skipped = {layer.name for layer in model.mx_report.layers if layer.note == "skipped on request"}
+    assert skipped == {layer.name for layer in model.mx_report.layers if left and left in layer.name}
+
+
+@pytest.mark.parametrize("skip", ["layers.0.mlp.down_proj", "layers.0.*", "layers.0", "mlp"])
+@pytest.mark.parametrize("format", ["mxfp6_e2m3", "mxint8"])
+def test_what_was_skipped_is_known_to_the_base_model_and_from_it(skip, format, tmp_path):
+    whole = mx.compress(tiny(), format, skip=[skip if skip == "mlp" else f"model.{skip}"])
+    whole.save_pretrained(tmp_path / "whole")
+    base = mx.compress(tiny().model, format, skip=[skip])
+    base.save_pretrained(tmp_path / "base")
+    one, two = type(base).from_pretrained(tmp_path / "whole"), type(whole).from_pretrained(tmp_path / "base")
+    with torch.no_grad():
+        expected = base(IDS).last_hidden_state
+        assert torch.equal(one(IDS).last_hidden_state, expected) and torch.equal(two.model(IDS).last_hidden_state, expected)
+    assert len(mx_layers(one)) == len(mx_layers(whole)) < 14
+
+
+def test_a_new_classifiers_head_is_not_the_compressed_one(tmp_path):
+    mx.compress(tiny(), lm_head="mxint8").save_pretrained(tmp_path / "language")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "language", num_labels=5)
+    assert type(model.score) is nn.Linear and len(mx_layers(model)) == 14
+    mx.dequantize(model)
+    mx.compress(model, lm_head="mxint8").save_pretrained(tmp_path / "classifier")
+    assert "score" in mx_layers(AutoModelForSequenceClassification.from_pretrained(tmp_path / "classifier"))
+
+
+def test_layers_with_one_weight_stay_dense(tmp_path):
+    class Twins(LlamaForCausalLM):
+        _tied_weights_keys = {"model.layers.1.mlp.up_proj.weight": "model.layers.0.mlp.up_proj.weight"}
+
+    model = Twins(tiny(tie_word_embeddings=True).config)
+    assert model.model.layers[0].mlp.up_proj.weight is model.model.layers[1].mlp.up_proj.weight
+    model.save_pretrained(tmp_path / "dense")
+    packed, fly = mx.compress(model), Twins.from_pretrained(tmp_path / "dense", quantization_config=mx.MXConfig())
+    packed.save_pretrained(tmp_path / "packed")
+    assert report_of(packed)["model.layers.1.mlp.up_proj"].note == "its weight is another layer's, too" and len(mx_layers(packed)) == 12
+    assert same(packed, fly) and same(packed, Twins.from_pretrained(tmp_path / "packed"))

@@ -43,6 +43,22 @@ def test_a_tied_head_is_untied_and_the_embedding_left_alone():
     assert torch.equal(model.lm_head.dequantize(), embedding)
 
 
+@each_dtype
+def test_whoever_else_holds_the_weights_keeps_their_order(dtype):
+    model = tiny(dtype=dtype)
+    twin = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+    before, state = snapshot(model), model.state_dict()
+    mx.to_tiles(model)
+    assert_unchanged(twin, before)
+    assert all(torch.equal(state[name], tensor) for name, tensor in twin.state_dict().items())
+    two = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False), torch.nn.Linear(64, 64, bias=False)).to(dtype)
+    two[1].weight = two[0].weight
+    x = torch.randn(3, 64, dtype=dtype)
+    with torch.no_grad():
+        expected = two(x)
+        assert torch.allclose(mx.compress(two, DTYPES[dtype])(x), expected, atol=0.02)
+
+
 @pytest.mark.parametrize("k", [1, 4, "auto"])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_greedy_text_in_float32_is_plain_generates(k, batch):

@@ -23,13 +23,20 @@ def guarded(command: Callable) -> Callable:
             sys.stdout.reconfigure(errors="backslashreplace")
         try:
             return command(*args, **kwargs)
-        except (ValueError, TypeError, OSError, ImportError) as error:
+        except (ValueError, TypeError, OSError, ImportError, _damaged_or_full()) as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             text = " ".join(line.strip() for line in lines) if lines[0].rstrip().endswith(":") else lines[0]
             typer.echo(f"{PROGRAM}: error: {text}", err=True)
             raise typer.Exit(2) from error
 
     return run
+
+
+def _damaged_or_full() -> type[Exception]:
+    """What reading and writing weights raises, a full disk's error among them; imported when something has gone wrong."""
+    from safetensors import SafetensorError
+
+    return SafetensorError
 
 
 def dtype_name(value: str) -> str:

@@ -14,8 +14,6 @@ from rich.table import Table
 
 from .common import check_folder
 
-MIB = 2**20
-
 
 def compress(
     target: str,
@@ -114,37 +112,25 @@ def _bytes(model) -> int:
 
 
 def _print_layers(console: Console, report, every_layer: bool, whole: tuple[int, int]) -> None:
+    from ..mx.report import COLUMNS, mebibytes
+
     table = Table(header_style="bold", box=None, padding=(0, 1, 0, 0))
-    for name in ("layer", "shape", "format"):
+    for name in COLUMNS[:3]:
         table.add_column(name, overflow="fold")
-    for name in ("MiB before", "after", "SQNR dB"):
+    for name in COLUMNS[3:]:
         table.add_column(name, justify="right", no_wrap=True)
-    for layer in report.layers if every_layer else report.groups():
-        name = layer.name if every_layer or layer.count == 1 else f"{layer.name} ({layer.count})"
-        kind = f"dense: {layer.note}" if layer.format is None else layer.format + (f" ({layer.note})" if layer.note else "")
-        sizes = (_mib(layer.bytes_before), _mib(layer.bytes_after))
-        table.add_row(name, " x ".join(map(str, layer.shape)), kind, *sizes, _decibels(layer.sqnr_db))
+    for row in report.rows(every_layer):
+        table.add_row(*row)
     console.print(table)
     bits = 8 * sum(layer.bytes_after for layer in report.compressed) / sum(_numbers(layer) for layer in report.compressed)
     console.print(f"{report}; {bits:.2f} bits per compressed weight", markup=False, soft_wrap=True)
     before, after = whole
-    text = f"Whole model: {_mib(before)} MiB to {_mib(after)} MiB ({after / before:.1%} of the size)"
+    text = f"Whole model: {mebibytes(before)} MiB to {mebibytes(after)} MiB ({after / before:.1%} of the size)"
     console.print(text, style="bold", markup=False, soft_wrap=True)
 
 
 def _numbers(layer) -> int:
     return layer.shape[0] * layer.shape[1]
-
-
-def _mib(size: int) -> str:
-    return f"{size / MIB:.1f}" if size >= MIB else f"{size / MIB:.3f}"
-
-
-def _decibels(value: float | tuple[float, float] | None) -> str:
-    if value is None:
-        return "-"
-    low, high = value if isinstance(value, tuple) else (value, value)
-    return f"{low:.1f}" if f"{low:.1f}" == f"{high:.1f}" else f"{low:.1f} to {high:.1f}"
 
 
 def _quality_table(quality) -> Table:

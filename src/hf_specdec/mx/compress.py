@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from rich.console import Console
 from rich.progress import track
 from torch import nn
@@ -14,7 +15,7 @@ from .linear import MXLinear
 from .plan import Choice, check_skip, check_some, plan, recorded
 from .quantizer import MXConfig, attach
 from .report import CompressionReport
-from .swap import NOT_FINITE, compress_layer, own_config, untie
+from .swap import FLOAT64, NOT_FINITE, compress_layer, own_config, untie
 
 
 def compress(
@@ -72,5 +73,7 @@ def _check(model: nn.Module, choices: list[Choice]) -> None:
         weight = choice.module.weight
         if weight.is_meta:
             raise ValueError(f"{choice.name}.weight is on the meta device: load the model's weights before compressing it.")
+        if weight.dtype == torch.float64:
+            raise ValueError(FLOAT64.format(f"{choice.name}.weight is {weight.dtype}"))
         if not bool(weight.isfinite().all()):
             raise ValueError(NOT_FINITE.format(f"{choice.name}.weight"))

@@ -113,7 +113,7 @@ def get_format(name: str | Format) -> Format:
     if isinstance(name, Format):
         return name
     known = FORMATS | DENSE
-    if name not in known:
+    if not isinstance(name, str) or name not in known:
         raise ValueError(f"format={name!r} is not an MX format. Take one of: {', '.join(known)}.")
     return known[name]
 

@@ -1,4 +1,4 @@
-"""transformers' way of adding an attention implementation, and of choosing it: the one place that reads its private names here."""
+"""transformers' way of adding an attention implementation, of choosing it, and of asking a quantisation config: the one place that reads its private names here."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.quantizers import auto as quantizers
 
 
 def register_attention(name: str, forward: Callable) -> None:
@@ -54,3 +55,12 @@ def set_attention(model: PreTrainedModel, name: str) -> None:
     model.set_attn_implementation(name)
     if model.config.get_text_config()._attn_implementation != name:
         raise ValueError(f"model: {type(model).__name__} did not take attn_implementation={name!r}.")
+
+
+def take_loading_options(kind: type) -> type:
+    """Let a config of this class that is passed beside a compressed checkpoint say how that is loaded (`dequantize=True`): transformers asks
+    the classes on a list of its own, and leaves the others' options out."""
+    known = getattr(quantizers, "LOADING_ATTRIBUTES_CONFIG_TYPES", ())
+    if known and kind not in known:
+        quantizers.LOADING_ATTRIBUTES_CONFIG_TYPES = (*known, kind)
+    return kind

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from threading import Lock
 
 import torch
 from torch import nn
@@ -11,6 +12,8 @@ from .formats import BLOCK, DEFAULT_FORMAT, DEFAULT_RULE, SCALE_NAN, Format, get
 from .kernels import cpu, gpu
 from .ops import PLANES, STORED, TILES, multiply_dense, mx_tiles, product
 from .packed import PackedMatrix, quantize
+
+_turning = Lock()  # two threads that call a fresh layer at once must not both put its bytes into tiles
 
 
 class MXLinear(nn.Linear):
@@ -123,7 +126,11 @@ class MXLinear(nn.Linear):
         self._check_input(x)
         if torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
+        if type(x) is not torch.Tensor or torch.jit.is_tracing():  # a trace, or a tensor that is none: addresses mean nothing there
+            return product(x, self)
         if torch.compiler.is_compiling():
+            if torch.compiler.is_exporting():  # what is exported has the weights in it, and no addresses of this process
+                return product(x, self)
             few = x.numel() <= cpu.WIDE * self.in_features
             if few and self._place is not None and not torch.is_grad_enabled():
                 return mx_tiles(x, *self._place, self.out_features)
@@ -141,8 +148,8 @@ class MXLinear(nn.Linear):
             raise TypeError(f"x is {x.dtype}; MX layers take float32, bfloat16 or float16: convert it with x.to(dtype).")
         if x.device != self.weight.device:
             raise ValueError(f"x is on {x.device} and the MX weights are on {self.weight.device}: move one of them.")
-        if x.shape[-1] != self.in_features:
-            raise ValueError(f"x has {x.shape[-1]} features; this layer takes {self.in_features}.")
+        if x.dim() == 0 or x.shape[-1] != self.in_features:
+            raise ValueError(f"x has {x.shape[-1] if x.dim() else 'no'} features; this layer takes {self.in_features}.")
 
     def _cpu_kernel(self) -> cpu.Kernel | None:
         bias = self.bias
@@ -192,8 +199,11 @@ class MXLinear(nn.Linear):
     # ---- tiles ----
 
     def _to_tiles(self) -> None:
-        if self.layout == TILES:
-            return
+        with _turning:
+            if self.layout == STORED:
+                self._turn()
+
+    def _turn(self) -> None:
         full = self.out_features // cpu.ROWS * cpu.ROWS
         codes, scales = self.weight.detach(), self.weight_scale.detach()
         if full < self.out_features:
@@ -235,14 +245,21 @@ class MXLinear(nn.Linear):
         return super()._apply(fn, recurse)
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
+        self.prepare()  # later, the bytes that are handed out would change their order
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.layout != STORED:
             packed = self.packed()
             destination[prefix + "weight"], destination[prefix + "weight_scale"] = packed.codes, packed.scales
 
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args):
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
+        given = {name: state_dict[prefix + name] for name in ("weight", "weight_scale") if prefix + name in state_dict}
+        wrong = [f"{prefix}{name} is {part.dtype}, the layer's is torch.uint8: this is no MX layer's state" for name, part in given.items()
+                 if part.dtype != torch.uint8]
+        if wrong:  # torch would round the numbers to bytes
+            errors += wrong
+            return
         self.to_stored()
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
         if local_metadata.get("assign_to_params_buffers"):  # the caller's own tensors, which are not to change their order
             self.weight, self.weight_scale = (
                 self._bytes(part.detach().clone(memory_format=torch.contiguous_format))
@@ -258,6 +275,10 @@ class MXLinear(nn.Linear):
             own = {"weight": self._bytes(packed.codes), "weight_scale": self._bytes(packed.scales)}
             state |= {"_parameters": {**self._parameters, **own}, "layout": STORED, "_tail": None, "_planes": None}
         return state
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self.prepare()
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, format={self.format.name}"

@@ -65,5 +65,7 @@ def quantize(
 def _check(weight: torch.Tensor) -> None:
     if weight.dim() != 2 or not weight.is_floating_point():
         raise TypeError(f"weight must be a floating-point matrix [N, K], not {weight.dtype} {tuple(weight.shape)}.")
-    if weight.shape[1] % BLOCK or not weight.numel():
+    if not weight.numel():
+        raise ValueError(f"weight has shape {list(weight.shape)}: there is no number in it.")
+    if weight.shape[1] % BLOCK:
         raise ValueError(f"weight has {weight.shape[1]} inputs, which is no multiple of the MX block of {BLOCK}.")

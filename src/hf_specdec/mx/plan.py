@@ -14,6 +14,7 @@ from .linear import MXLinear
 from .readers import looks_at_ties, weights_read_by
 
 READ = "the model reads its weight itself"
+SHARED = "its weight is another layer's, too"
 TIED = "the model computes something else where its head is not the embedding"
 
 
@@ -30,12 +31,15 @@ class Choice:
 def plan(model: nn.Module, format: str | Format, skip: Iterable[str], lm_head: str | Format | None, stored: bool = False) -> list[Choice]:
     """A choice for every Linear layer, and for other modules that hold large matrices, in the model's own order.
 
-    `skip` has module names: whole ones, their last parts (`down_proj`) or patterns (`model.layers.0.*`); a warning names those that no
-    module has. The output head (a classifier's, too) is left dense unless `lm_head` names a format for it, and so is a layer whose weight
-    the model reads itself. stored: the model is that of a compressed checkpoint, whose `skip` has all of these by name (`recorded`).
+    `skip` has module names: whole ones, parts of them (`down_proj`, `mlp`, `layers.0`: all that is inside, too) or patterns (`*.layers.0.*`);
+    a warning names those that no module has. The output head (a classifier's, too) is left dense unless `lm_head` names a format for it, and so is a layer whose weight
+    the model reads itself. stored: the model is that of a compressed checkpoint, whose `skip` has all of these by name (`recorded`); with
+    the names of the class that was saved, whose base model or headed model this one may be.
     """
     fmt, head_format = get_format(format), None if lm_head is None else get_format(lm_head)
     patterns, modules = check_skip(skip), dict(model.named_modules())
+    if stored:
+        patterns, head_format = _as_saved(patterns, model), None if _has_new_head(model) else head_format
     unknown = [pattern for pattern in patterns if not any(_matches(name, (pattern,)) for name in modules)]
     if unknown and not stored:
         warnings.warn(f"skip: the model has no module {', '.join(map(repr, unknown))}; nothing is left out for it.", stacklevel=3)
@@ -44,9 +48,26 @@ def plan(model: nn.Module, format: str | Format, skip: Iterable[str], lm_head: s
     return [_choose(name, module, fmt, patterns, heads, head_format, bound) for name, module in modules.items() if _weighs(module)]
 
 
+def _as_saved(patterns: tuple[str, ...], model: nn.Module) -> tuple[str, ...]:
+    """The patterns as they are, with the prefix that a headed model's names have, and without it."""
+    prefix = getattr(model, "base_model_prefix", "") + "."
+    return tuple({each for p in patterns for each in (p, prefix + p, p.removeprefix(prefix))}) if prefix != "." else patterns
+
+
+def _has_new_head(model: nn.Module) -> bool:
+    """Whether the model is a classifier on a checkpoint of something else: its head is not the one that was stored."""
+    saved = getattr(getattr(model, "config", None), "architectures", None)
+    return bool(saved) and type(model).__name__ not in saved and _output_head(model) is None
+
+
 def _bound(model: nn.Module, heads: set[int]) -> dict[int, str]:
     """Layers, by id, that are more to the model than something to call, and what."""
-    bound = {id(owner._modules.get(name)): READ for owner in model.modules() for name in weights_read_by(type(owner))}
+    bound, modules = {}, dict(model.named_modules())
+    for pair in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        layers = [modules.get(name.removesuffix(".weight")) for name in pair]
+        if all(isinstance(layer, nn.Linear) for layer in layers):
+            bound |= dict.fromkeys(map(id, layers), SHARED)
+    bound |= {id(owner._modules.get(name)): READ for owner in model.modules() for name in weights_read_by(type(owner))}
     if looks_at_ties(type(model)) and getattr(getattr(model, "config", None), "tie_word_embeddings", False):
         bound |= dict.fromkeys(heads, TIED)
     return bound
@@ -54,7 +75,7 @@ def _bound(model: nn.Module, heads: set[int]) -> dict[int, str]:
 
 def recorded(choices: Iterable[Choice], skip: Iterable[str]) -> list[str]:
     """`skip` with the layers that stay dense because the model reads their weights: another version of the model may not."""
-    return [*skip, *(choice.name for choice in choices if choice.reason in (READ, TIED) and choice.name not in skip)]
+    return [*skip, *(choice.name for choice in choices if choice.reason in (READ, SHARED, TIED) and choice.name not in skip)]
 
 
 def _choose(name, module, fmt, patterns, heads, head_format, bound) -> Choice:
@@ -74,6 +95,8 @@ def _choose(name, module, fmt, patterns, heads, head_format, bound) -> Choice:
         fmt = head_format
     elif _matches(name, patterns):
         return Choice(name, module, None, "skipped on request")
+    if not module.weight.numel():
+        return Choice(name, module, None, "it has no numbers")
     if module.in_features % BLOCK:
         return Choice(name, module, None, f"{module.in_features} inputs are no multiple of {BLOCK}")
     return Choice(name, module, fmt)
@@ -88,13 +111,17 @@ def _weighs(module: nn.Module) -> bool:
     return any(p.dim() >= 2 and p.is_floating_point() and p.numel() >= 32 * BLOCK for p in module._parameters.values() if p is not None)
 
 
-def _heads(model: nn.Module) -> set[int]:
-    """The output head; of a model without one (a classifier), what is not part of its base model."""
+def _output_head(model: nn.Module) -> nn.Module | None:
     find = getattr(model, "get_output_embeddings", None)
     try:
-        head = find() if find is not None else None
+        return find() if find is not None else None
     except (AttributeError, NotImplementedError):
-        head = None
+        return None
+
+
+def _heads(model: nn.Module) -> set[int]:
+    """The output head; of a model without one (a classifier), what is not part of its base model."""
+    head = _output_head(model)
     if head is not None:
         return {id(head)}
     base = set(map(id, getattr(model, "base_model", model).modules()))
@@ -117,6 +144,4 @@ def check_some(choices: list[Choice]) -> None:
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:
-    return any(
-        name == p or name.endswith("." + p) or name.startswith(p + ".") or fnmatch.fnmatchcase(name, p) for p in patterns
-    )
+    return any(f".{p}." in f".{name}." or fnmatch.fnmatchcase(name, p) for p in patterns)

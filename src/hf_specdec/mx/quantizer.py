@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 
 import torch
@@ -12,22 +13,24 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .attention import use_for_few
 from .formats import DEFAULT_FORMAT, DEFAULT_RULE, check_rule, get_format
+from .interface import take_loading_options
 from .linear import MXLinear
-from .packed import quantize
+from .packed import PackedMatrix, quantize
 from .plan import check_skip, check_some, plan, recorded
 from .report import CompressionReport, LayerReport, weight_error
 from .stored import check_files
-from .swap import NOT_FINITE, compress_layer, dense_report, dequantize, replace, untie
+from .swap import FLOAT64, NOT_FINITE, compress_layer, dense_report, dequantize, replace, untie
 
 METHOD = "mx"
 VERSION = 1  # of what is saved: the packing and the names of the tensors
 
 
+@take_loading_options
 @register_quantization_config(METHOD)
 class MXConfig(QuantizationConfigMixin):
     """How a model's Linear layers are compressed; the arguments are those of `mx.compress`.
 
-    `dequantize=True` gives a dense model of a compressed checkpoint. Raises ValueError for unknown formats, rules and options,
+    `dequantize=True` gives a dense model of a compressed checkpoint, which all else is read from. Raises ValueError for unknown formats, rules and options,
     and for a checkpoint that a newer version of this package has written.
     """
 
@@ -74,11 +77,16 @@ class MXQuantizer(HfQuantizer):
     quantization_config: MXConfig
 
     def __init__(self, quantization_config, **kwargs):
-        super().__init__(quantization_config, **kwargs)
+        super().__init__(copy.deepcopy(quantization_config), **kwargs)  # it is written to; the caller's may serve other models
         self.formats, self.notes = {}, {}  # of the layers: name to format, or to the reason why there is none
         self.reports: dict[str, LayerReport] = {}
         self.tied_head = None
         self.failure: str | None = None
+
+    def update_dtype(self, dtype):
+        if dtype == torch.float64 and not self.quantization_config.dequantize:
+            raise ValueError(FLOAT64.format(f"dtype={dtype}"))
+        return dtype
 
     def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:
         module_name, _, tensor = param_name.rpartition(".")
@@ -119,7 +127,9 @@ class MXQuantizer(HfQuantizer):
         if self.failure:
             raise ValueError(self.failure)
         for name, module in model.named_modules():
-            if isinstance(module, MXLinear):
+            if isinstance(module, MXLinear) and not self.pre_quantized and module.weight.is_floating_point() and not module.weight.is_meta:
+                self._compress_new(name, module)
+            elif isinstance(module, MXLinear):
                 _check_loaded(name, module, self.pre_quantized)
                 module.prepare()
         if self.tied_head is not None:
@@ -133,6 +143,20 @@ class MXQuantizer(HfQuantizer):
             model.mx_report = CompressionReport([self._report(model, name) for name, _ in model.named_modules() if self._has(name)])
             self.reports = {}
         return model
+
+    def _compress_new(self, name: str, layer: MXLinear) -> None:
+        """A layer that the checkpoint lacks (a new cross-attention): transformers has made its weight, and says so."""
+        weight = layer.weight.detach()
+        layer.set_packed(self.pack(name, weight))
+
+    def pack(self, name: str, weight: torch.Tensor) -> PackedMatrix:
+        """One layer's weight, compressed, and reported."""
+        fmt = self.formats[name]
+        packed = quantize(weight, fmt, self.quantization_config.scale_rule)
+        self.reports[name] = LayerReport(
+            name, tuple(weight.shape), fmt.name, weight.numel() * weight.element_size(), packed.nbytes, *weight_error(weight, packed)
+        )
+        return packed
 
     def _has(self, name: str) -> bool:
         return name in self.reports or name in self.notes
@@ -166,15 +190,10 @@ class _Compress(ConversionOps):
         weight = next(iter(input_dict.values()))
         weight = weight[0] if isinstance(weight, list) else weight
         module_name = full_layer_name.rpartition(".")[0]
-        fmt = self.quantizer.formats[module_name]
         if not bool(weight.isfinite().all()):  # an error raised here would end in a log: it waits until all is read
             self.quantizer.failure = self.quantizer.failure or NOT_FINITE.format(full_layer_name)
             weight = torch.zeros_like(weight)
-        packed = quantize(weight, fmt, self.quantizer.quantization_config.scale_rule)
-        self.quantizer.reports[module_name] = LayerReport(
-            module_name, tuple(weight.shape), fmt.name, weight.numel() * weight.element_size(), packed.nbytes,
-            *weight_error(weight, packed),
-        )  # fmt: skip
+        packed = self.quantizer.pack(module_name, weight)
         return {full_layer_name: packed.codes, f"{module_name}.weight_scale": packed.scales}
 
 
@@ -195,7 +214,7 @@ def _check_loaded(name: str, module: MXLinear, pre_quantized: bool) -> None:
 def attach(model, config: MXConfig) -> None:
     """Leave with a model that was compressed in memory what `save_pretrained` writes."""
     quantizer = MXQuantizer(config, pre_quantized=True)
-    model.hf_quantizer, model.config.quantization_config = quantizer, config
+    model.hf_quantizer, model.config.quantization_config = quantizer, quantizer.quantization_config
     model.is_quantized, model.quantization_method = True, METHOD
     model.config._is_quantized = True
 
@@ -207,13 +226,12 @@ _WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "subfol
 def load(auto_class, folder, dequantize: bool = False, **kwargs):
     """`auto_class.from_pretrained(folder, **kwargs)` for a compressed checkpoint, dense if `dequantize`.
 
-    (transformers does not take `dequantize` from a `quantization_config` that is passed beside a compressed checkpoint.)
     Raises ValueError for a folder that holds no MX checkpoint, and for one that is damaged or incomplete.
     """
     from transformers import AutoConfig
 
     where = {name: kwargs[name] for name in _WHERE if name in kwargs}
-    config = kwargs.pop("config", None) or AutoConfig.from_pretrained(folder, **where)
+    config = copy.deepcopy(kwargs.pop("config", None)) or AutoConfig.from_pretrained(folder, **where)
     stored = getattr(config, "quantization_config", None)
     method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
     if method != METHOD:

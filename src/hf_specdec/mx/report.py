@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 from dataclasses import asdict, dataclass, field
 
 import torch
+
+COLUMNS = ("layer", "shape", "format", "MiB before", "after", "SQNR dB")
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,20 @@ class CompressionReport:
         }
 
     def to_json(self) -> str:
-        return json.dumps(self.to_dict(), indent=1)
+        """Strict JSON: the SQNR of a layer without an error, which is infinite, is null."""
+        found = self.to_dict()
+        for layer in found["layers"]:
+            layer["sqnr_db"] = layer["sqnr_db"] if layer["sqnr_db"] is None or math.isfinite(layer["sqnr_db"]) else None
+        return json.dumps(found, indent=1, allow_nan=False)
+
+    def rows(self, every_layer: bool = False) -> list[tuple[str, ...]]:
+        """What people read of the layers, as `COLUMNS` says; those that are alike as one, unless each is wanted."""
+        return [_row(layer, every_layer) for layer in (self.layers if every_layer else self.groups())]
+
+    def _repr_html_(self) -> str:
+        lines = [f"<tr>{''.join(f'<{kind}>{html.escape(cell)}</{kind}>' for cell in row)}</tr>" for kind, row in
+                 (("th", COLUMNS), *(("td", row) for row in self.rows()))]
+        return f"<table>{''.join(lines)}</table><p>{html.escape(str(self))}</p>"
 
     def __str__(self) -> str:
         dense = len(self.layers) - len(self.compressed)
@@ -109,6 +125,23 @@ def _ranges(parts: set[str]) -> str:
         else:
             runs.append([number, number])
     return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
+
+
+def _row(layer: LayerReport | LayerGroup, every_layer: bool) -> tuple[str, ...]:
+    name = layer.name if every_layer or layer.count == 1 else f"{layer.name} ({layer.count})"
+    kind = f"dense: {layer.note}" if layer.format is None else layer.format + (f" ({layer.note})" if layer.note else "")
+    return name, " x ".join(map(str, layer.shape)), kind, mebibytes(layer.bytes_before), mebibytes(layer.bytes_after), _decibels(layer.sqnr_db)
+
+
+def mebibytes(size: int) -> str:
+    return f"{size / 2**20:.1f}" if size >= 2**20 else f"{size / 2**20:.3f}"
+
+
+def _decibels(value: float | tuple[float, float] | None) -> str:
+    if value is None:
+        return "-"
+    low, high = value if isinstance(value, tuple) else (value, value)
+    return f"{low:.1f}" if f"{low:.1f}" == f"{high:.1f}" else f"{low:.1f} to {high:.1f}"
 
 
 def weight_error(weight: torch.Tensor, packed) -> tuple[float, float]:

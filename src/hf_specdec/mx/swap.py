@@ -15,6 +15,8 @@ from .plan import Choice
 from .report import LayerReport, weight_error
 
 NOT_FINITE = "{} holds a NaN or an infinity, which MX blocks cannot keep: leave the layer out with skip=, or mend the weights."
+FLOAT64 = "{}: MX layers multiply float32, bfloat16 and float16; use float32, dtype=torch.float32 or model.to(torch.float32)."
+_HOOKS = [key for key in vars(nn.Module()) if key.startswith(("_forward_", "_backward_")) or key == "_is_full_backward_hook"]
 
 
 def compress_layer(model: nn.Module, choice: Choice, scale_rule: str, measure: bool) -> LayerReport:
@@ -25,7 +27,7 @@ def compress_layer(model: nn.Module, choice: Choice, scale_rule: str, measure: b
     before = linear.weight.numel() * linear.weight.element_size()
     if _is_tied(model, linear):
         before, note = 0, "untied from the embedding, which stays dense"
-    weight = linear.weight.clone() if note else linear.weight  # "bf16" may keep the memory, which the layer puts into another order
+    weight = linear.weight.clone() if choice.format.is_dense else linear.weight  # the layer puts its memory into another order: it must be its own
     packed = quantize(weight, choice.format, scale_rule)
     error = weight_error(linear.weight.detach(), packed) if measure else (None, None)
     replace(model, choice.name, MXLinear.from_packed(packed, linear))
@@ -34,7 +36,7 @@ def compress_layer(model: nn.Module, choice: Choice, scale_rule: str, measure: b
 
 def dense_report(name: str, module: nn.Module, reason: str) -> LayerReport:
     """A module that stays as it is, for that reason."""
-    weights = [p for p in module._parameters.values() if p is not None and p.dim() >= 2]
+    weights = [p for p in module._parameters.values() if p is not None and p.dim() >= 2] or [module.weight]  # a parametrised one computes it
     size = sum(p.numel() * p.element_size() for p in weights)
     return LayerReport(name, tuple(weights[0].shape), None, size, size, note=reason)
 
@@ -45,9 +47,13 @@ def _is_tied(model: nn.Module, linear: nn.Linear) -> bool:
 
 
 def replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Put `module` in the place of that name."""
+    """Put `module` in the place of that name, with the hooks of what was there; their handles go on working."""
     parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, module)
+    owner = model.get_submodule(parent)
+    before = getattr(owner, child)
+    if "weight" in before._parameters:  # else hooks make the weight (weight_norm, pruning), which is done
+        vars(module).update({key: hooks for key, hooks in vars(before).items() if key in _HOOKS})
+    setattr(owner, child, module)
 
 
 def own_config(model: nn.Module) -> None:
@@ -69,6 +75,21 @@ def untie(model: nn.Module) -> None:
     for config in (model.config, model.config.get_text_config()):
         if getattr(config, "tie_word_embeddings", False):
             config.tie_word_embeddings = False
+    _part(model)
+
+
+def _part(model: nn.Module) -> None:
+    """What the config no longer ties (BART's two embeddings, BERT's bias of the head) gets memory of its own: else it is saved once, and the
+    loaded model makes up the others."""
+    tied = getattr(model, "all_tied_weights_keys", None)
+    if not tied:
+        return
+    model.all_tied_weights_keys = still = model.get_expanded_tied_weights_keys(all_submodels=True)
+    for name in tied.keys() - still.keys():
+        owner, _, own = name.rpartition(".")
+        owner, source = model.get_submodule(owner), model.get_parameter(tied[name])
+        if getattr(owner, own, None) is source:
+            setattr(owner, own, nn.Parameter(source.detach().clone(), requires_grad=source.requires_grad))
 
 
 def dequantize(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:

@@ -23,7 +23,10 @@ class BuildError(RuntimeError):
 def cache_dir() -> Path:
     """$HF_SPECDEC_CACHE, else hf_specdec under $XDG_CACHE_HOME or ~/.cache; the libraries lie in its folder `kernels`."""
     own = os.environ.get("HF_SPECDEC_CACHE")
-    base = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_specdec"
+    try:
+        base = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_specdec"
+    except RuntimeError as error:  # a user without a home, as in some containers
+        raise BuildError(f"there is no place for them: {error} Name a folder in $HF_SPECDEC_CACHE.") from error
     return base / "kernels"
 
 

@@ -1,0 +1,63 @@
+"""What is passed to `from_pretrained` beside the checkpoint, and what a checkpoint lacks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, BertConfig, BertLMHeadModel, BertModel
+
+from hf_specdec import mx
+
+from .models import mx_layers, same, tiny
+from .test_plan import t5
+
+load = AutoModelForCausalLM.from_pretrained
+
+
+def test_one_config_serves_many_models(tmp_path):
+    """T5's layers that stay dense are no other model's business."""
+    t5().save_pretrained(tmp_path / "t5")
+    tiny().save_pretrained(tmp_path / "llama")
+    config = mx.MXConfig(skip=["k"])
+    assert len(AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "t5", quantization_config=config).config.quantization_config.skip) == 5
+    assert config.skip == ["k"]
+    config.skip = ["up_proj"]
+    model = load(tmp_path / "llama", quantization_config=config)
+    assert model.config.quantization_config.skip == ["up_proj"] and model.config.quantization_config is not config
+
+
+def test_dequantize_is_taken_from_a_config_beside_the_checkpoint(tmp_path):
+    model = mx.compress(tiny(), "mxint8")
+    model.save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="already has a `quantization_config`"):
+        packed = load(tmp_path, quantization_config=mx.MXConfig("mxfp4_e2m1"))
+    assert same(packed, model) and packed.config.quantization_config.format == "mxint8"
+    with pytest.warns(UserWarning, match="dequantize"):
+        dense = load(tmp_path, quantization_config=mx.MXConfig(dequantize=True))
+    assert not mx_layers(dense) and not hasattr(dense.config, "quantization_config") and same(dense, mx.dequantize(model))
+
+
+def test_a_model_config_that_is_passed_stays_as_it_is(tmp_path):
+    mx.compress(tiny()).save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    before = config.to_dict()
+    for dequantize in (True, False, True):
+        assert bool(mx_layers(mx.load(AutoModelForCausalLM, tmp_path, config=config, dequantize=dequantize))) is not dequantize
+        assert config.to_dict() == before
+
+
+def test_layers_that_a_checkpoint_lacks_are_made_up_and_compressed(tmp_path):
+    sizes = dict(vocab_size=61, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4)
+    BertModel(BertConfig(**sizes)).save_pretrained(tmp_path)
+    model = BertLMHeadModel.from_pretrained(tmp_path, is_decoder=True, add_cross_attention=True, quantization_config=mx.MXConfig())
+    new = "bert.encoder.layer.0.crossattention.self.query"
+    assert new in mx_layers(model) and 0 < model.get_submodule(new).dequantize().std() < 0.1
+    assert {layer.name for layer in model.mx_report.compressed} == mx_layers(model).keys()
+
+
+def test_float64_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"up_proj.weight is torch.float64: MX layers multiply float32"):
+        mx.compress(tiny(dtype=torch.float64), skip=["self_attn", "gate_proj"])
+    tiny().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="dtype=torch.float64: MX layers multiply float32"):
+        load(tmp_path, quantization_config=mx.MXConfig(), dtype=torch.float64)
