@@ -314,6 +314,7 @@ def test_buffers_go_from_call_to_call_and_what_was_returned_stays(kept, traced, 
     assert all(torch.equal(layer.keys, keys) for cache, own in outs for layer, keys in zip(cache.layers, own))
     assert len(compiled._idle.get(target, {})) == (len(taken) // 3 if kept else 0)
     hf_specdec.disable(target)
+    assert target not in compiled._idle
 
 
 def test_two_calls_at_a_time_share_no_buffer(monkeypatch):

@@ -214,7 +214,7 @@ class FixedBuffers:
     call gets them again. Two calls at a time never share one."""
 
     def __init__(self, model: PreTrainedModel, role: str):
-        self.role, self.idle = role, _idle.setdefault(model, {})
+        self.role, self.idle = role, _idle.setdefault(compat.unwrap(model), {})
 
     def take(self, purpose: Hashable, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
         """Zeros of that shape, with dtype and device of `like`: the one given back for this purpose, if there is one."""
@@ -234,6 +234,11 @@ class FixedBuffers:
 
     def _key(self, purpose: Hashable, shape: Sequence[int], like: torch.Tensor) -> tuple:
         return self.role, purpose, tuple(shape), like.dtype, like.device
+
+
+def free(model: PreTrainedModel) -> None:
+    """Let go of the buffers that are kept for the model's next call."""
+    _idle.pop(compat.unwrap(model), None)
 
 
 def _longer(part: torch.Tensor, dim: int, more: int) -> torch.Tensor:

@@ -21,6 +21,7 @@ from . import compat, registry
 from .arguments import check_arguments, given_in_config
 from .beam import BeamCall
 from .call import Call
+from .compiled import free
 from .config import SpeculativeConfig
 from .drafts.base import Draft
 from .loading import as_draft, loaded, source_of
@@ -76,7 +77,9 @@ def enable(model):
 
 
 def disable(model):
-    """Undo `enable`; returns the instance."""
+    """Undo `enable`; returns the instance. What compiled passes keep on a GPU for the next call (a cache) is freed, of a draft model, too."""
+    if isinstance(model, torch.nn.Module):
+        free(model)
     if isinstance(model, _Enabled):
         model.__class__ = type(model).__base_class__
     return model
