@@ -70,6 +70,38 @@ def test_code_that_eats_memory_fails(run):
     assert "MemoryError" in run("    x = bytearray(3 << 30)\n    return a + b\n", memory=512 << 20).detail
 
 
+def test_code_that_writes_without_end_fails_and_fills_neither_memory_nor_disk(run):
+    resource = pytest.importorskip("resource")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    flood = run("    text = 'x' * (1 << 20)\n    while True: print(text)\n", seconds=3)
+    assert not flood.passed and resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10  # in KiB
+    files = run("    for i in range(10**6): open(str(i), 'w').write('x')\n    return a + b\n")
+    assert files.reason == "failed" and "no more than 100 files" in files.detail
+
+
+def test_nothing_that_the_code_has_started_is_left(run):
+    mark = f"import time; time.sleep({4000 + time.monotonic_ns() % 1000})"
+    start = f"    from multiprocessing import util; import sys\n    util.spawnv_passfds(sys.executable.encode(), [sys.executable, '-I', '-c', {mark!r}], [])\n"
+    for rest in ("    return a + b\n", "    raise ValueError\n", "    while True: pass\n"):  # no audit event comes of that way to start a process
+        run(start + rest, seconds=2)
+        deadline = time.monotonic() + 5
+        while (pids := running(mark)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not pids
+
+
+def running(command: str) -> list[int]:
+    """Processes, other than dead ones that nobody has asked after, with this among their arguments."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            state = path.with_name("stat").read_text().rpartition(")")[2].split()[0]
+            found += [int(path.parent.name)] if command.encode() in path.read_bytes().split(b"\0") and state != "Z" else []
+        except OSError:
+            pass
+    return found
+
+
 @pytest.mark.parametrize("attempt", [
     "import socket; socket.socket().connect(('127.0.0.1', 9))",
     "import subprocess; subprocess.run(['/bin/true'])",

@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import save_file
 
 from hf_specdec.training import RunConfig, Trainer
-from hf_specdec.training.answers import continue_texts, judge_texts
+from hf_specdec.training.answers import continue_texts, judge_texts, stops
 from hf_specdec.training.batches import split
 from hf_specdec.training.data import make_data, make_on_policy
-from hf_specdec.training.prompts import OPENINGS, TURNS, chat_parts, dataset_prompts, find_prompts, openings, read_prompts
+from hf_specdec.training.prompts import OPENINGS, TURNS, chat_parts, dataset_prompts, find_prompts, openings, prompt_ids, read_prompts
 from hf_specdec.training.shards import TOP, Shard, shard_files
 
-from ..helpers import tiny_llama
+from ..helpers import build, tiny_llama
 
 
 def texts_of(shard):
@@ -207,8 +207,8 @@ def test_shards_of_the_same_job_and_those_that_do_not_say_are_gone_on_from(targe
 
 def test_a_run_of_the_drafts_own_text_that_was_stopped_goes_on_as_it_would_have(target, data, tmp_path):
     draft, (parts, _) = tiny_llama(9), split(data)
-    for stops, name in [((400,), "whole"), ((1, 400), "parts")]:
-        for tokens in stops:
+    for goals, name in [((400,), "whole"), ((1, 400), "parts")]:
+        for tokens in goals:
             make_on_policy(tmp_path / name, draft, target, parts, tokens, [60], rows=4, new_tokens=12)
     whole, broken = ([Shard.load(path).tokens.tolist() for path in shard_files(tmp_path / name)] for name in ("whole", "parts"))
     assert whole == broken and len(whole) > 1 and whole[0][:8] != whole[1][:8]
@@ -228,3 +228,40 @@ def test_a_prompt_longer_than_the_context_is_named_before_any_shard_is_made(targ
 def test_prompts_that_are_not_there_are_not_asked_of_the_hub():
     with pytest.raises(ValueError, match="^prompts: missing.jsonl is not a file; .* or hub:NAME"):
         find_prompts("missing.jsonl")
+
+
+# --- where texts end ----------------------------------------------------------------------------------------------------------
+
+
+def test_answers_and_turns_end_at_every_token_that_ends_the_models_own(target, tokenizer, tmp_path):
+    model = copy.deepcopy(target)
+    model.generation_config.eos_token_id = [5, 60]
+    assert stops(model, tokenizer) == [60, 5] and stops(target, tokenizer) == [60]
+    _, after = chat_parts(tokenizer)
+    for path in make_data(tmp_path, model, tokenizer, 1500, rows=8, new_tokens=24, seed=5):
+        shard = Shard.load(path)
+        assert all(5 not in shard.tokens[text].tolist()[:-1] for text in texts_of(shard))
+
+
+def test_a_target_that_ends_nowhere_writes_as_far_as_it_may(target, tokenizer, tmp_path):
+    endless = copy.deepcopy(tokenizer)
+    endless.eos_token = None
+    assert stops(target, endless) == []
+    (path,) = make_data(tmp_path, target, endless, 10**6, rows=4, new_tokens=8, prompts=["ABC", "HELLO"])
+    assert Shard.load(path).starts.diff().tolist() == [len(ids) + 8 for ids in prompt_ids(endless, ["ABC", "HELLO"])]
+
+
+def test_no_text_is_longer_than_the_context(tokenizer, tmp_path):
+    target = build("gpt2", 0, vocab_size=61, n_embd=32, n_layer=2, n_head=2, n_positions=64)  # whose positions are a table: it fails beyond
+    draft = build("gpt2", 1, vocab_size=61, n_embd=32, n_layer=1, n_head=2, n_positions=48)
+    full = make_data(tmp_path / "given", target, tokenizer, 10**6, rows=4, new_tokens=30, prompts=["A" * 60, "BC" * 3])
+    assert int(Shard.load(full[0]).starts.diff().max()) == 64
+    with pytest.raises(ValueError, match="prompt 1 has 64 tokens, and the target's context holds 64 with the answer"):
+        make_data(tmp_path / "long", target, tokenizer, 10**6, rows=4, new_tokens=30, prompts=["A" * 61])
+    own = make_data(tmp_path / "own", target, tokenizer, 500, rows=4, new_tokens=30, seed=3)
+    assert all(int(Shard.load(path).starts.diff().max()) <= 64 for path in own)
+    written = make_on_policy(tmp_path / "on_policy", draft, target, split(tmp_path / "own")[0], 300, [60], rows=4)
+    assert all(int(Shard.load(path).starts.diff().max()) <= 48 for path in written)
+    small = build("gpt2", 0, vocab_size=61, n_embd=32, n_layer=2, n_head=2, n_positions=6)
+    with pytest.raises(ValueError, match="context of 6 tokens has no room"):
+        make_data(tmp_path / "small", small, tokenizer, 100, rows=4, new_tokens=30)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import hf_specdec
 from hf_specdec.drafts.feature import FeatureDraft
@@ -50,6 +51,25 @@ def test_states_of_shards_are_kept_and_made_once(target, data, tmp_path):
     with torch.no_grad(), hidden_states(target, READS) as seen:
         target(input_ids=shard.tokens[a:b].long()[None])
     torch.testing.assert_close(states[a:b].float(), seen()[0].bfloat16().float(), atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("change", ["text", "target", "layers", "cut", "silent"])
+def test_states_of_other_text_another_target_or_other_layers_are_made_anew(target, data, tmp_path, change):
+    path, kept = tmp_path / "000000.safetensors", tmp_path / "states" / "000000.safetensors"
+    first, second = (Shard.load(file) for file in shard_files(data)[:2])
+    first.save(path)
+    make_features([path], target, READS, kept.parent)
+    before, layers = read_features(kept).clone(), (1, 2) if change == "layers" else READS
+    if change == "text":
+        second.save(path)
+    elif change == "cut":
+        kept.write_bytes(kept.read_bytes()[:-100])
+    elif change == "silent":  # of a version that said nothing but the layers
+        save_file({"states": before + 1}, kept, metadata={"layers": "[0, 1, 2]"})
+    make_features([path], tiny_llama(4) if change == "target" else target, layers, kept.parent)
+    expected = second if change == "text" else first
+    assert read_features(kept).shape == (len(expected.tokens), 32 * len(layers))
+    assert torch.equal(read_features(kept), before) == (change in ("cut", "silent"))
 
 
 @pytest.mark.parametrize("rows", [[[5, 6, 7, 8]], [[5, 6, 7, 8, 9, 10], [11, 12, 13], [3]]], ids=["one", "ragged"])

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from hf_specdec.cli import app
@@ -72,6 +73,24 @@ def test_ctrl_c_keeps_the_step_it_was_at(target, data, tmp_path):
     assert Trainer(target, data, tmp_path, CONFIG).progress.step == 7
 
 
+@pytest.mark.parametrize("steps", [7, 30])
+def test_ctrl_c_in_the_last_measurement_leaves_it_to_the_next_call(target, tokenizer, data, tmp_path, monkeypatch, steps):
+    config, measure = replace(CONFIG, steps=steps), Trainer.measure
+
+    def stop(trainer, *_):
+        if trainer.progress.step == steps:
+            raise KeyboardInterrupt
+        return measure(trainer)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Trainer, "measure", stop)
+        train(target, tokenizer, data, tmp_path, config, every=20)
+    (result,) = train(target, tokenizer, data, tmp_path, config, every=20)
+    assert result["step"] == steps and result["greedy_acceptance"] > 0
+    (again,) = train(target, tokenizer, data, tmp_path, config, every=20)
+    assert again["history"] == result["history"]
+
+
 def test_the_folder_of_another_run_is_refused_and_left_alone(target, data, tmp_path):
     Trainer(target, data, tmp_path, CONFIG).keep()
     before = (tmp_path / "checkpoint.safetensors").read_bytes()
@@ -98,6 +117,23 @@ def test_the_second_half_can_be_on_the_drafts_own_text(target, tokenizer, data, 
     config = RunConfig(**{**vars(CONFIG), "steps": 8})
     train(target, tokenizer, data, tmp_path, config, target_name="tiny", on_policy=150)
     assert len(shard_files(tmp_path / "on_policy")) >= 1
+
+
+def test_the_drafts_own_text_comes_in_after_any_number_of_epochs_and_a_stop_changes_nothing(target, tokenizer, data, tmp_path):
+    config = replace(CONFIG, steps=120, batch_tokens=512)
+    epoch = len(Corpus(split(data)[0], 61, 512, config.seed).order(0))
+    assert epoch * 4 < config.steps // 2  # so that half the steps are several epochs
+    train(target, tokenizer, data, tmp_path / "whole", config, on_policy=150, every=1000)
+
+    def stop(trainer, *_):
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Trainer, "use", stop)
+        train(target, tokenizer, data, tmp_path / "parts", config, on_policy=150, every=1000)
+    train(target, tokenizer, data, tmp_path / "parts", config, on_policy=150, every=1000)
+    whole, parts = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
 def test_batches_hold_every_text_once_an_epoch(target, data):

@@ -16,6 +16,7 @@ NO_NAMESPACE = 97
 NEW_MOUNTS, NEW_USER, NEW_NETWORK = 0x00020000, 0x10000000, 0x40000000  # CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWNET of sched.h
 REFUSED = ("socket.", "ctypes.", "subprocess.", "os.system", "os.exec", "os.fork", "os.posix_spawn", "os.spawn", "os.kill", "pty.", "webbrowser.")
 CHANGES = ("os.remove", "os.rename", "os.rmdir", "os.chmod", "os.chown", "os.truncate", "os.link", "os.symlink", "os.mkdir", "shutil.")
+MOST_WRITTEN = 100  # times that a file may be opened for writing; each can hold a MiB
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
@@ -45,6 +46,8 @@ def refuse(folder: str):
         path = os.fsdecode(path) if isinstance(path, (str, bytes, os.PathLike)) else None
         return path is not None and os.path.realpath(path).startswith(folder + os.sep)
 
+    opened = iter(range(MOST_WRITTEN))
+
     def hook(event: str, arguments: tuple) -> None:
         if event.startswith(REFUSED) or (event.startswith(CHANGES) and not inside(arguments[0])):
             raise PermissionError(f"{event} is not allowed here")
@@ -52,6 +55,8 @@ def refuse(folder: str):
             path, mode, flags = arguments
             if (flags or 0) & WRITING and not inside(path):
                 raise PermissionError("writing outside the temporary folder is not allowed")
+            if (flags or 0) & WRITING and next(opened, None) is None:
+                raise PermissionError(f"no more than {MOST_WRITTEN} files may be written")
 
     return hook
 

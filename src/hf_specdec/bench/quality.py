@@ -6,11 +6,14 @@ Nothing a model wrote is ever run in this process.
 from __future__ import annotations
 
 import json
+import os
 import secrets
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -116,26 +119,33 @@ def run_problem(problem: Problem, completion: str, seconds: int = 10, memory: in
     if isolation not in ISOLATION:
         raise ValueError(f"isolation={isolation!r} is not known; choose one of {list(ISOLATION)}.")
     nonce = secrets.token_hex(16)
-    with tempfile.TemporaryDirectory(prefix="hf_specdec_pass1_") as folder:
+    with tempfile.TemporaryDirectory(prefix="hf_specdec_pass1_") as folder, tempfile.TemporaryFile() as written:  # a file: its size is limited, too
         candidate = Path(folder) / "candidate.py"
         candidate.write_text(f"{problem.prompt}{completion}\n\n{problem.test}\n\ncheck({problem.entry_point})\n", encoding="utf-8")
         command = [sys.executable, "-I", "-S", "-B", guard.__file__, str(candidate), str(seconds), str(memory), isolation]
         environment = {"HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "PATH": ""}
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                                   encoding="utf-8", errors="replace", cwd=folder, env=environment, start_new_session=True)
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=written, stderr=subprocess.STDOUT, cwd=folder, env=environment, start_new_session=True)
         try:
-            output, _ = process.communicate(nonce + "\n", timeout=seconds)
+            process.communicate(f"{nonce}\n".encode(), timeout=seconds)
         except subprocess.TimeoutExpired:
             return Outcome(problem.task_id, "timeout", f"more than {seconds} s")
         finally:
-            process.kill()
-            process.wait()
+            _end(process)
+        written.seek(0)
+        output = written.read().decode(errors="replace")
     if process.returncode == guard.NO_NAMESPACE:
         raise RuntimeError('this system allows no network namespace, so generated code could reach the network: run as root in a container, '
                            'or pass isolation="audit", which refuses sockets in Python only.')
     lines = output.strip().splitlines()
     passed = process.returncode == 0 and bool(lines) and lines[-1] == nonce
     return Outcome(problem.task_id, "passed" if passed else "failed", "" if passed else lines[-1][:200] if lines else "no output")
+
+
+def _end(process: subprocess.Popen) -> None:
+    """Kill the process and all that it has started."""
+    with suppress(ProcessLookupError):  # nobody of the group is left
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def pass_at_1(problems: Iterable[Problem], completions: Iterable[str], step: Callable[[], None] = lambda: None, **limits) -> tuple[float, list[Outcome]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .. import integration
+from .. import compat, integration
 from ..drafts.base import Context, Draft
 from ..proposal import Proposal
 from .shards import TOP, Sample
@@ -37,16 +37,30 @@ class Recorder(Draft):
         self.rows = [self.rows[row] for row in rows]
 
 
+def stops(model, tokenizer) -> list[int]:
+    """The tokens that end what `model` writes: the tokenizer's own and those of its generation config (chat models have one for the end of a turn)."""
+    own = model.generation_config.eos_token_id
+    found = [tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])]
+    return list(dict.fromkeys(token for token in found if token is not None))
+
+
+def room(*models) -> int | None:
+    """The tokens that a text of all these models can have; None without a limit."""
+    limits = [compat.traits_of(model, "target").max_positions for model in models]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
 @torch.no_grad()
 def continue_texts(model, rows: list[list[int]], max_new: int, seed: int, eos: list[int], **sampling) -> list[Sample]:
-    """What `model` (enabled or not) writes after each of the token lists `rows`, until `eos` or `max_new` tokens; rows that end
-    leave the batch. `sampling` goes to generate(): do_sample, temperature, top_p, ..."""
-    width, pad = max(map(len, rows)), eos[0]
+    """What `model` (enabled or not) writes after each of the token lists `rows`, until `eos`, `max_new` tokens, or the longest text fills the context;
+    rows that end leave the batch. `sampling` goes to generate(): do_sample, temperature, top_p, ..."""
+    width, pad, most = max(map(len, rows)), eos[0] if eos else 0, room(model)
+    max_new = max_new if most is None else min(max_new, most - width)
     ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows], device=model.device)
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device)
     recorder = Recorder()
     decoder = integration.SpeculativeDecoder(recorder, {"seed": seed})
-    out = model.generate(input_ids=ids, attention_mask=mask, custom_generate=decoder, max_new_tokens=max_new, eos_token_id=eos,
+    out = model.generate(input_ids=ids, attention_mask=mask, custom_generate=decoder, max_new_tokens=max_new, eos_token_id=eos or None,
                          pad_token_id=pad, **sampling)
     samples = []
     for b, row in enumerate(rows):

@@ -82,10 +82,16 @@ class Stream:
     """The batches of a corpus by their number, epoch after epoch."""
 
     def __init__(self, corpus: Corpus):
-        self.corpus, self.epoch, self.first, self.batches = corpus, 0, 0, corpus.order(0)
+        self.corpus = corpus
+        self._begin()
+
+    def _begin(self) -> None:
+        self.epoch, self.first, self.batches = 0, 0, self.corpus.order(0)
 
     def batch(self, number: int) -> Batch:
-        """Numbers only rise."""
+        """Numbers rise, but where another stream comes in beside this one: each then counts its own part of the steps."""
+        if number < self.first:
+            self._begin()
         while number - self.first >= len(self.batches):
             self.first, self.epoch = self.first + len(self.batches), self.epoch + 1
             self.batches = self.corpus.order(self.epoch)

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import torch
 
-from .. import compat
-from .answers import continue_texts, judge_texts
+from .answers import continue_texts, judge_texts, room, stops
 from .prompts import TURNS, chat_parts, openings, prompt_ids
 from .shards import Part, Sample, Shard, check_target, notes_of, probe, shard_files
 
@@ -20,13 +19,13 @@ def make_shard(model, tokenizer, number: int, rows: int, seed: int, new_tokens: 
     Every other shard is answered greedily, the rest at temperature 0.7."""
     about = job(number, rows, seed, new_tokens, prompts)
     seed = 1_000_003 * seed + 2 * number
-    eos = [tokenizer.eos_token_id]
+    eos = stops(model, tokenizer)
     kind, turns = "given", []
     if prompts is None:
         before, after = chat_parts(tokenizer)
         kind, limit, starts = openings(number, rows, seed)
         heads = [before + tokenizer(start, add_special_tokens=False).input_ids for start in starts]
-        turns = continue_texts(model, heads, limit, seed, eos, do_sample=True, temperature=1.0, top_p=0.95)
+        turns = continue_texts(model, heads, _turn(model, heads, after, limit, new_tokens), seed, eos, do_sample=True, temperature=1.0, top_p=0.95)
         asked = [[*sample.tokens[: -1 if sample.tokens[-1] in eos else None], *after] for sample in turns]
     else:
         asked = prompt_ids(tokenizer, prompts)
@@ -36,6 +35,17 @@ def make_shard(model, tokenizer, number: int, rows: int, seed: int, new_tokens: 
     notes = {"kind": kind, "seed": seed, "greedy": greedy, "new_tokens": new_tokens, "job": about,
              "target": probe(model.get_input_embeddings().weight)}
     return Shard.of([_joined(turn, answer) for turn, answer in zip(turns or answers, answers)], notes)
+
+
+def _turn(model, heads: list[list[int]], after: list[int], limit: int, new_tokens: int) -> int:
+    """How long user turns may get: `limit`, or in a short context what leaves room for the answer, or half of what there is for both."""
+    most = room(model)
+    if most is None:
+        return limit
+    left = most - max(map(len, heads)) - len(after)
+    if left < 2:
+        raise ValueError(f"data: the target's context of {most} tokens has no room for its chat template, a user's turn and an answer; give short prompts in a file.")
+    return min(limit, max(left - new_tokens, left // 2))
 
 
 def _joined(turn: Sample, answer: Sample) -> Sample:
@@ -74,14 +84,14 @@ def check_job(folder: Path, seed: int, new_tokens: int, prompts: Sequence[str] |
 
 
 def check_lengths(places: Mapping[str, str], model, tokenizer, tokens: int, rows: int) -> None:
-    """ValueError for the first prompt that is longer than the target's context, among those that `tokens` tokens of text can take."""
-    limit = compat.traits_of(model, "target").max_positions
+    """ValueError for the first prompt that leaves no room for an answer in the target's context, among those that `tokens` tokens of text can take."""
+    limit = room(model)
     for number, (place, prompt) in enumerate(places.items() if limit else ()):
         if tokens <= 0 and number % rows == 0:
             return
         (ids,) = prompt_ids(tokenizer, [prompt])
-        if len(ids) > limit:
-            raise ValueError(f"prompts: {place} has {len(ids)} tokens, and the target's context holds {limit}; shorten it, or leave it out.")
+        if len(ids) >= limit:
+            raise ValueError(f"prompts: {place} has {len(ids)} tokens, and the target's context holds {limit} with the answer; shorten it, or leave it out.")
         tokens -= len(ids)
 
 
@@ -121,7 +131,7 @@ def make_on_policy(folder: str | Path, draft, target, parts: list[Part], tokens:
     """Shards of at least `tokens` tokens that `draft` wrote after beginnings of the texts in `parts` and `target` judged (DistillSpec,
     arXiv 2310.08461). What is in `folder` already counts."""
     folder = Path(folder)
-    done = sum(len(Shard.load(path).tokens) for path in shard_files(folder))
+    done, most = sum(len(Shard.load(path).tokens) for path in shard_files(folder)), room(draft, target)
     number = len(shard_files(folder))
     while done < tokens:
         own = 1_000_003 * seed + number
@@ -132,8 +142,9 @@ def make_on_policy(folder: str | Path, draft, target, parts: list[Part], tokens:
         for text in torch.randperm(len(spans), generator=generator)[:rows].tolist():
             a, b = spans[text]
             cut = int(torch.randint(a + 1, b + 1, (), generator=generator)) - a
-            heads.append(source.tokens[a : a + cut].tolist())
-        written = continue_texts(draft, heads, new_tokens, own, eos, do_sample=True, top_k=0)
+            heads.append(source.tokens[a : a + (cut if most is None else min(cut, most - 1))].tolist())
+        new = new_tokens if most is None else min(new_tokens, most - max(map(len, heads)))
+        written = continue_texts(draft, heads, new, own, eos, do_sample=True, top_k=0)
         shard = Shard.of(judge_texts(target, [text.tokens for text in written], [text.first for text in written]),
                          {"kind": "on_policy", "seed": own})
         shard.save(folder / f"{number:06d}.safetensors")

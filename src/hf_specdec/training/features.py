@@ -8,22 +8,21 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ..drafts.features import hidden_states
-from .shards import Shard
+from .shards import Shard, digest, probe, same
 
 
 @torch.no_grad()
 def feature_file(path: Path, target, layers: tuple[int, ...], folder: Path, rows: int = 8, half: bool = False) -> Path:
-    """The file with the hidden states bfloat16 [n, len(layers) * H] of a shard's n tokens after those layers; made if absent, with the
-    target in bfloat16 arithmetic where `half`."""
+    """The file with the hidden states bfloat16 [n, len(layers) * H] of a shard's n tokens after those layers; made if absent, or if it is
+    of other layers, another shard or another target, with the target in bfloat16 arithmetic where `half`."""
     made = folder / path.name
-    if made.is_file():
-        with safe_open(made, "pt") as file:
-            if json.loads(file.metadata()["layers"]) == list(layers):
-                return made
+    about = {"layers": list(layers), "shard": digest(path), "target": probe(target.get_input_embeddings().weight)}
+    if _is_of(made, about):
+        return made
     shard = Shard.load(path, target.config.get_text_config().vocab_size)
     spans = list(zip(shard.starts.tolist(), shard.starts[1:].tolist()))
     out = None
@@ -42,9 +41,19 @@ def feature_file(path: Path, target, layers: tuple[int, ...], folder: Path, rows
             out[a:b] = states[row, : b - a]
     folder.mkdir(parents=True, exist_ok=True)
     partial = made.with_suffix(".partial")
-    save_file({"states": out}, partial, metadata={"layers": json.dumps(list(layers))})
+    save_file({"states": out}, partial, metadata={name: json.dumps(value) for name, value in about.items()})
     os.replace(partial, made)
     return made
+
+
+def _is_of(made: Path, about: dict) -> bool:
+    """Whether the file is there, whole, and says all this of itself."""
+    try:
+        with safe_open(made, "pt") as file:
+            known = {name: json.loads(value) for name, value in (file.metadata() or {}).items() if name in about}
+    except (FileNotFoundError, SafetensorError):
+        return False
+    return known.keys() == about.keys() and all(same(known[name], value) if name == "target" else known[name] == value for name, value in about.items())
 
 
 def make_features(files: list[Path], target, layers: tuple[int, ...], folder: Path,

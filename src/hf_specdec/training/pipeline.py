@@ -12,6 +12,7 @@ from rich.table import Table
 
 from ..bench.terminal import counting
 from . import checkpoint
+from .answers import stops
 from .batches import split
 from .card import write_card
 from .data import make_data, make_on_policy
@@ -107,7 +108,7 @@ def _on_policy(trainer: Trainer, target, tokenizer) -> Callable[[], list[Path]]:
     def make() -> list[Path]:
         config, draft, (parts, _) = trainer.config, trainer.draft.eval(), split(trainer.data)
         with main_first(target.device):
-            return make_on_policy(trainer.out / "on_policy", draft, target, parts, config.on_policy, [tokenizer.eos_token_id], seed=config.seed)
+            return make_on_policy(trainer.out / "on_policy", draft, target, parts, config.on_policy, stops(target, tokenizer), seed=config.seed)
 
     return make
 

@@ -174,20 +174,25 @@ class Trainer:
     def run(self, report: Callable[[Progress, float], None] | None = None, every: int = 50, until: int | None = None) -> None:
         """Train up to the step `until` (the last one without it); measure and keep a checkpoint every `every` steps, and before
         Ctrl-C is passed on."""
-        last = self.config.steps if until is None else min(until, self.config.steps)
+        last, loss = self.config.steps if until is None else min(until, self.config.steps), None
         try:
             while self.progress.step < last:
                 loss = self.step()
                 if self.progress.step % every == 0 or self.progress.step == last:
-                    held = self.measure()
-                    self._finite(held["sampling_acceptance"])
-                    self.progress.history.append({"step": self.progress.step, "train_loss": loss, **held})
-                    self.keep()
+                    self._look(loss)
                 if report:
                     report(self.progress, loss)
+            if last == self.config.steps and [entry["step"] for entry in self.progress.history[-1:]] != [self.progress.step]:
+                self._look(loss)  # it was stopped between the last step and its measurement
         except KeyboardInterrupt:
             self.keep()
             raise
+
+    def _look(self, loss: float | None) -> None:
+        held = self.measure()
+        self._finite(held["sampling_acceptance"])
+        self.progress.history.append({"step": self.progress.step, "train_loss": loss, **held})
+        self.keep()
 
     def step(self) -> float:
         """One optimiser step; the mean loss of its positions."""
