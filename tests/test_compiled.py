@@ -5,6 +5,7 @@ import gc
 import shutil
 import warnings
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -278,6 +279,17 @@ def test_several_passes_in_one_function_draft_what_single_ones_do(name, traced, 
 
     (*one, logits), (*other, reference) = drafting(True), drafting(False)
     assert one == other and torch.allclose(logits, reference, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "limit"), [("GPT-2", "n_positions"), ("OPT", "max_position_embeddings")])
+def test_a_row_at_the_end_of_the_drafts_context_gets_no_position_beyond_it(name, limit, traced, strict):
+    own = family(name)
+    target, draft = own.model("eager"), replace(own, settings=own.settings | {limit: 64}).model("eager")
+    rows = prompts(60, 20)
+    out = speculate(target, rows, ModelDraft(draft), 8, speculative=COMPILED, max_new_tokens=12)
+    assert generated(out, rows) == plain(target, rows, max_new_tokens=12) and not compiled._refusals.get(draft)
+    assert {-4} <= {key[1] for key in compiled._functions[draft]}
+    hf_specdec.disable(target)
 
 
 @pytest.mark.parametrize("k", [[4], [4, 1]], ids=str)

@@ -107,13 +107,13 @@ class CachedModel:
         n = 0 if self.compiled is None or self.compiled.places(1) is None else min(1 << most.bit_length() - 1, self.compiled.most_steps())
         if n < 2:
             return None
-        begin = perf_counter()
+        begin, sizes = perf_counter(), [min(max(own, 0), n) for own in k]
         self.cache.plan.lay(self.lengths, n, self.device, whole=True)
-        inputs = self._positions_and_masks(n, None, [n] * len(k))
+        inputs = self._positions_and_masks(n, None, [max(size, 1) for size in sizes])
         drawn = self.compiled.several(tokens.to(self.device), embeds, self.cache, layers_of(self.taps), vocab, **inputs)
         if drawn is not None:
             self.calls, self.seconds = self.calls + n, self.seconds + perf_counter() - begin
-            self.lengths = [length + min(max(own, 0), n) for length, own in zip(self.lengths, k)]
+            self.lengths = [length + size for length, size in zip(self.lengths, sizes)]
         return drawn
 
     def grow(self, tokens: torch.Tensor, tree: Tree, first: int) -> torch.Tensor:
