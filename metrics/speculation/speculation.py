@@ -52,11 +52,11 @@ class Speculation(evaluate.Metric):
 
     def _compute(self, proposed, accepted, committed, c: float = 0.0) -> dict[str, float | int | None]:
         """acceptance_rate: accepted / proposed. alpha: accepted / judged, a round being judged up to its first rejection (alpha of
-        Leviathan et al. 2023). block_efficiency: tokens committed per target forward. mbsu: `theory.memory_bound_speedup`.
+        Leviathan et al. 2023), which one that ends with the text, without a token of the target's own, has not. block_efficiency: tokens committed per target forward. mbsu: `theory.memory_bound_speedup`.
         """
         rounds = [entry for columns in zip(proposed, accepted, committed) for entry in self._rounds(*columns)]
         n = [sum(entry[i] for entry in rounds) for i in range(3)]
-        judged = sum(a + (a < p) for p, a, _ in rounds)
+        judged = sum(a + (a < p and a < t) for p, a, t in rounds)
         efficiency = n[2] / len(rounds) if rounds else None
         return {
             "acceptance_rate": n[1] / n[0] if n[0] else None,

@@ -176,7 +176,7 @@ def _figures(row: Row, data: dict[str, Any]) -> dict[str, Any]:
     runs, plain = ([run for run in data["runs"] if run["run"] == key] for key in (row.key, PLAIN[row.sample]))
     rounds = [entry for run in runs for entry in run["rounds"]]
     proposed, accepted, committed = (sum(entry[i] for entry in rounds) for i in range(3))
-    judged = accepted + sum(entry[1] < entry[0] for entry in rounds)
+    judged = accepted + sum(entry[1] < min(entry[0], entry[2]) for entry in rounds)  # a text that ended in its draft has rejected nothing
     alpha, mean_k = accepted / judged if judged else 0.0, proposed / len(rounds)
     costs, one = data["costs"], data["costs"]["target 1"]
     step = costs[row.draft] if row.draft in costs else sum(run["draft_seconds"] for run in runs) / max(proposed, 1)

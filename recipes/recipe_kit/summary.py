@@ -39,7 +39,7 @@ def _speculation(data: dict[str, Any], arm: str, runs: list[dict]) -> dict[str, 
     """Acceptance, block efficiency, costs relative to one token of the same target, prediction, identical outputs."""
     rounds = [entry for run in runs for entry in run["rounds"]]
     proposed, accepted, committed = (sum(entry[i] for entry in rounds) for i in range(3))
-    judged = accepted + sum(entry[1] < entry[0] for entry in rounds)
+    judged = accepted + sum(entry[1] < min(entry[0], entry[2]) for entry in rounds)  # a text that ended in its draft has rejected nothing
     alpha, mean_k = accepted / judged if judged else 0.0, proposed / len(rounds)
     c, wide, step = relative_costs(data, arm)
     plain = {(run["repetition"], run["prompt"]): run["tokens"] for run in _runs(data, PLAIN_OF[arm])}

@@ -47,6 +47,17 @@ def test_it_agrees_with_the_traces_of_calls_of_one_row_and_of_several(metric):
     assert together["new_tokens"] == 4 * 12 and 0 < together["acceptance_rate"] < 1 and together["mbsu"] < together["block_efficiency"]
 
 
+def test_a_text_that_ends_in_its_draft_has_rejected_nothing(metric):
+    assert metric.compute(proposed=[[6]], accepted=[[2]], committed=[[2]])["alpha"] == 1
+    model = hf_specdec.enable(tiny_llama())
+    ids = torch.randint(VOCAB, (1, 7), generator=torch.Generator().manual_seed(1))
+    end = model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)[0, -1].item()
+    out = model.generate(ids, max_new_tokens=12, assistant_model=perturbed(model, 0), speculative=True, num_assistant_tokens=8, do_sample=False,
+                         pad_token_id=0, eos_token_id=end, return_dict_in_generate=True)
+    (last,) = out.speculation.rounds[-1]
+    assert last.accepted == last.committed < last.proposed and metric.compute(**metric.columns([out]))["alpha"] == 1
+
+
 def test_nothing_drafted_has_no_acceptance_rate(metric):
     found = metric.compute(proposed=[[0, 0]], accepted=[[0, 0]], committed=[[1, 1]])
     assert found["acceptance_rate"] is None and found["alpha"] is None and found["block_efficiency"] == found["mbsu"] == 1

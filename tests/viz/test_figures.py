@@ -73,6 +73,8 @@ def test_positions_are_judged_up_to_the_first_rejection():
 
 def test_what_was_cut_off_at_the_end_of_a_row_is_not_judged():
     assert figures.position_rates(chain((4, 2, 0))) == [(1, 1), (1, 1)]
+    ended = SpeculationTrace({}, rounds=[[Round(0, 5, 2, 2, "model", [1, 1], [2, 2])]])  # the end of the text was the second of three right tokens
+    assert figures.position_rates(ended) == [(1, 1), (1, 1)]
 
 
 def test_acceptance_by_position_shows_rates_counts_and_alpha():

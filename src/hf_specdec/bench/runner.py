@@ -169,7 +169,7 @@ def _speculation(cell: Cell, plain: Cell) -> dict[str, Any]:
         return {"block_efficiency": rows / forwards if speculative else None}
     rounds = [entry for trace in traces for entries in trace.rounds for entry in entries]
     accepted, proposed = sum(r.accepted for r in rounds), sum(r.proposed for r in rounds)
-    judged = accepted + sum(r.accepted < r.proposed for r in rounds)
+    judged = accepted + sum(r.accepted < min(r.proposed, r.committed) for r in rounds)  # a text that ended in its draft has rejected nothing
     plain_step = _mean(m.cost.target.mean() for m in plain.all())
     width_cost = _ratio(_mean(m.cost.target.mean() for m in measurements), plain_step)
     drafted = sum(max((entry.proposed for entry in entries), default=0) for trace in traces for entries in trace.rounds)

@@ -82,7 +82,7 @@ def position_rates(runs: Any) -> list[tuple[int, int]]:
     rates = []
     for place in range(1, max((entry.proposed for entry in entries), default=0) + 1):
         accepted = sum(entry.accepted >= place for entry in entries)
-        refused = sum(entry.accepted == place - 1 and bool(entry.rejected) for entry in entries)
+        refused = sum(entry.accepted == place - 1 and bool(entry.rejected) and entry.committed >= place for entry in entries)
         rates.append((accepted + refused, accepted))
     while rates and rates[-1][0] == 0:
         rates.pop()
