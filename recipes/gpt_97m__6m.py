@@ -18,7 +18,7 @@ from pathlib import Path
 from hf_specdec.drafts import ModelDraft, NGramDraft
 from recipe_kit import RecipeError
 from recipe_kit.corpus import Corpus, build_corpus, build_tokenizer, documents, kept_tokenizer
-from recipe_kit.inputs import check_folder, contents
+from recipe_kit.inputs import check_context, check_folder, contents
 from recipe_kit.memory import check_memory, size_of
 from recipe_kit.models import random_model
 from recipe_kit.pretraining import Plan, pretrain
@@ -123,6 +123,7 @@ def _loaded(options: argparse.Namespace) -> list:
             raise RecipeError(f"{flag}: a model of width and layers {sizes[0]}; this recipe's has {sizes[1]}.")
     if found[0].vocab_size != found[1].vocab_size:
         raise RecipeError(f"--draft: a vocabulary of {found[1].vocab_size} against the target's {found[0].vocab_size}: they need one tokenizer.")
+    check_context(found[0], {"": [0] * PROMPT_TOKENS}, options.new_tokens)
     check_memory(*map(size_of, found), options.dtype.itemsize, POSITIONS, True, options.device, "")
     return [_folder(folder, flag, AutoModelForCausalLM, dtype=options.dtype).to(options.device).eval()
             for folder, flag in ((options.target, "--target"), (options.draft, "--draft"))]  # fmt: skip

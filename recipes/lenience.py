@@ -19,7 +19,7 @@ from hf_specdec.bench.prompts import load_prompts
 from hf_specdec.drafts import ModelDraft, NGramDraft
 from recipe_kit import RecipeError
 from recipe_kit.corpus import build_corpus, build_tokenizer, documents
-from recipe_kit.inputs import contents
+from recipe_kit.inputs import check_context, check_vocabulary, contents
 from recipe_kit.memory import check_memory, size_of
 from recipe_kit.pretraining import Plan, pretrain
 from recipe_kit.study import PAPER, Material, Row, Study
@@ -59,10 +59,9 @@ def _full(options: argparse.Namespace, prompts: list[str]) -> Material:
         raise RecipeError(_what_to_do(options, error)) from error
     texts = {prompt.id: prompt for prompt in load_prompts("shipped")}
     ids = {name: list(texts[name].ids(tokenizer)) for name in prompts}
+    check_context(target.config, ids, options.new_tokens)
     if draft is not None:
-        if draft.config.vocab_size < target.config.vocab_size // 2:
-            raise RecipeError(f"--draft {options.draft}: a vocabulary of {draft.config.vocab_size} against the target's {target.config.vocab_size}: "
-                              "the draft needs the target's tokenizer.")
+        check_vocabulary(options.draft, draft.config, target.config)
         return Material(target, {GIVEN: lambda greedy, seed: ModelDraft(draft)}, {GIVEN: draft}, ids)
     shipped = [text for text in documents(None, None, "text", None)]
     table = NGramDraft.from_texts(shipped, tokenizer, order=3, sample=True, min_order=1)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from hf_specdec.drafts import ModelDraft, NGramDraft
 from recipe_kit import RecipeError
-from recipe_kit.inputs import contents
+from recipe_kit.inputs import check_vocabulary, contents
 from recipe_kit.memory import check_memory, free_bytes, needed_bytes, size_of
 from recipe_kit.models import random_model
 from recipe_kit.recipe import token_prompts
@@ -157,6 +157,8 @@ def _tiny(options: argparse.Namespace, prompts: list[str]) -> Material:
 def _full(options: argparse.Namespace, prompts: list[str]) -> Material:
     ids = {name: options.draft if name == SMALL and options.draft else HUB[name] for name in HUB if name in options.drafts}
     configs = {name: _read(AutoConfig, hub, options) for name, hub in {"target": options.target, **ids}.items()}
+    for name, hub in ids.items():
+        check_vocabulary(hub, configs[name], configs["target"])
     tokens = SOURCE_TOKENS[options.task] + options.new_tokens + 64
     sizes = {name: size_of(config) for name, config in configs.items()}
     beside = sum(needed_bytes(size, None, options.dtype.itemsize, tokens, True) for name, size in sizes.items() if name != "target")

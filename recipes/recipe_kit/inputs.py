@@ -74,6 +74,13 @@ def check_map(options: argparse.Namespace) -> None:
         raise RecipeError(f"--device-map {options.device_map}: {allowed}.")
 
 
+def check_vocabulary(name: str, draft, target) -> None:
+    """RecipeError for a draft model `name` whose config has another vocabulary than the target's, but for padding."""
+    own, wanted = draft.get_text_config().vocab_size, target.get_text_config().vocab_size
+    if min(own, wanted) < 0.9 * max(own, wanted):
+        raise RecipeError(f"--draft {name}: a vocabulary of {own} against the target's {wanted}: the draft needs the target's tokenizer.")
+
+
 def check_context(config, prompts: dict[str, list[int]], new_tokens: int) -> None:
     """RecipeError if the longest prompt and the new tokens do not fit into the target's positions."""
     room, longest = getattr(config.get_text_config(), "max_position_embeddings", None), max(map(len, prompts.values()))

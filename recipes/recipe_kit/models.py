@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from .inputs import check_context
+from .inputs import check_context, check_vocabulary
 from .memory import Size, check_memory, size_of, untied
 from .recipe import Recipe, RecipeError, text_prompts, token_prompts
 
@@ -35,6 +35,8 @@ def make_pair(recipe: Recipe, options, names: list[str]) -> Pair:
         _check_draft(recipe, options)
         config = read(recipe, options.target, "config")
         draft = read(recipe, _folder(options.draft), "config") if options.draft else None
+        if draft is not None:
+            check_vocabulary(options.draft, draft, config)
     else:
         config, draft = recipe.configs[options.scale]()
         if options.layers:
@@ -171,7 +173,4 @@ def _loaded(recipe: Recipe, options, prompts: dict[str, list[int]]) -> Pair:
         except ValueError as error:
             raise RecipeError(f"--draft {options.draft}: {error}") from error
     draft = read(recipe, options.draft, "model", **placed).eval() if options.draft else None
-    if draft is not None and draft.config.vocab_size < target.config.vocab_size // 2:
-        raise RecipeError(f"--draft {options.draft}: a vocabulary of {draft.config.vocab_size} against the target's "
-                          f"{target.config.vocab_size}: the draft needs the target's tokenizer.")
     return Pair(target, draft, prompts)

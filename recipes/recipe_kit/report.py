@@ -10,6 +10,7 @@ from rich.table import Table
 
 from . import quality
 from .recipe import ARTICLE, BASELINE, LOOKUP
+from .store import PLOT
 from .summary import goal_text
 
 FEW = 32  # decoded tokens below which a measured speed-up is mostly chance
@@ -23,7 +24,7 @@ def print_report(data: dict[str, Any], console: Console) -> None:
 def print_with_notes(data: dict[str, Any], how: str, table: Table, notes: list[str], console: Console) -> None:
     """Title, what was run (`how`, and what every run has) and where, the table, what there is to say of it."""
     settings, environment = data["settings"], data["environment"]
-    console.print(f"[bold]{data['title']}[/bold]", highlight=False)
+    console.print(data["title"], style="bold", highlight=False, markup=False)
     console.print(
         f"{data['label']}; {how}, up to {settings['new_tokens']} new tokens, {len(settings['prompts'])} prompts, repetitions: "
         f"{settings['repetitions']}, {settings['dtype']}, {environment['device']}, threads: {environment['threads']}, "
@@ -119,4 +120,4 @@ def save_plot(data: dict[str, Any], path: Path) -> None:
     axes.legend(fontsize=8)
     axes.margins(y=0.15)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=130, metadata=PLOT)

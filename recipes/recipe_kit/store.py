@@ -11,6 +11,8 @@ from hf_specdec.bench.report import finite
 
 from .recipe import RecipeError
 
+PLOT = {"Source": "a recipe of hf_specdec"}  # in every plot, by which it is known again
+
 
 class Store:
     """data: settings, environment, costs, runs, forks, summary. `save` replaces the file at once or not at all."""
@@ -21,6 +23,9 @@ class Store:
         for taken in (path, path.with_suffix(".png")):
             if taken.is_dir():
                 raise RecipeError(f"{taken} is a folder, and a file of this recipe goes there: move it away, or pass another --out.")
+        plot = path.with_suffix(".png")
+        if plot.exists() and not path.exists() and PLOT["Source"].encode() not in plot.read_bytes()[:4096]:
+            raise RecipeError(f"{plot} was not written by a recipe, and the plot goes there: move it away, or pass another --out.")
         old = self._read() if path.exists() else None
         if old and not restart:
             self._resume(old)

@@ -17,7 +17,7 @@ from .inputs import check_counts, check_folder
 from .machine import environment, use_machine
 from .recipe import RecipeError
 from .report import print_with_notes, text_of
-from .store import Store
+from .store import PLOT, Store
 from .study import Study, StudyRunner, summarise
 
 PAPERS = {"K": ("paper_k", "{}"), "c": ("paper_c", "{:.2f}"), "speed-up": ("paper_speed_up", "{:.1f}x")}
@@ -173,4 +173,4 @@ def save_plot(data: dict[str, Any], path: Path) -> None:
     label(upper, "", "alpha", f"{data['title']}\n{data['label']}")
     label(lower, "", "decoding speed over plain")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=130, metadata=PLOT)

@@ -221,7 +221,7 @@ def train(
     out: Annotated[Path, typer.Option("--out", help="Folder of the drafter; the same command again goes on where it was stopped.")] = Path("drafter"),
     data: Annotated[Path | None, typer.Option("--data", help="Folder of shards; OUT/data without it. What it lacks of --tokens is made.")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of training text that the target writes.")] = 500_000,
-    prompts: Annotated[str | None, typer.Option(help="A .txt or .jsonl file, or hub:NAME; without it the target makes them up.")] = None,
+    prompts: Annotated[str | None, typer.Option(help="A .txt or .jsonl file, a folder that datasets wrote, or hub:NAME[:SPLIT]; without it the target makes them up.")] = None,
     column: Annotated[str | None, typer.Option(help="The prompt's column in --prompts.")] = None,
     features: Annotated[bool, typer.Option("--features", help="A drafter that reads the target's hidden states (EAGLE-3).")] = False,
     eagle3: Annotated[bool, typer.Option("--eagle3", help="As --features, in EAGLE-3's own form, which vLLM loads: one layer, stored in bf16.")] = False,

@@ -43,6 +43,7 @@ def test_rouge_of_texts_and_of_token_ids():
     assert by_text["rouge1"] == by_text["rougeL"] == 0.75 and by_text["rouge2"] == pytest.approx(1 / 3)
     assert quality.rouge([[5, 6, 7, 9]], [[5, 6, 8, 9]]) == by_text  # an id is a word
     assert quality.rouge([[1]], [[2]])["rougeL"] == 0
+    assert quality.rouge(["你好 世界"], ["你好 世界"])["rouge2"] == 1 and quality.rouge(["Grüße an alle"], ["grüße an mich"])["rouge1"] == pytest.approx(2 / 3)
 
 
 def test_right_code_passes_and_wrong_code_fails(run):

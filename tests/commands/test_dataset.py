@@ -19,7 +19,9 @@ from hf_specdec.cli import app
 from hf_specdec.commands import shards as shards_module
 from hf_specdec.commands.rows import read_rows
 from hf_specdec.commands.shards import Place, finished
-from hf_specdec.commands.writer import _device, row_seed
+from hf_specdec.commands.writer import _device, draft_weights, row_seed
+from hf_specdec.drafts import MedusaDraft, NGramDraft, RecyclingDraft
+from hf_specdec.training.heads import build as build_heads
 
 from ..bench import conftest as saved
 from ..helpers import FULL
@@ -550,3 +552,17 @@ def test_after_ctrl_c_the_same_command_goes_on(tmp_path):
     assert found["codes"] == [130] * 3 and 9 <= found["between"] < 40, found
     assert found["last"] == 0 and found["equal"]
     assert found["log"].count("Interrupted. The same command goes on") == 3 and "Resuming: " in found["log"]
+
+
+def test_another_table_or_drafter_under_the_same_name_is_another_job(target_folder, data, tmp_path):
+    model, tokenizer = load_target(target_folder)
+    table, out = tmp_path / "table.safetensors", tmp_path / "out"
+    NGramDraft.from_texts(["row 1 row 2 row 3"], tokenizer, order=2).save(table)
+    work(target_folder, data, out, "--draft", table, "--limit", 4, *SAMPLED)
+    work(target_folder, data, out, "--draft", table, "--limit", 4, *SAMPLED)
+    NGramDraft.from_texts(["something else, other rows"], tokenizer, order=2).save(table)
+    message = error_of(run(target_folder, "--dataset", data, "--output", out, "--max-new-tokens", 10, "--batch", 4, "--draft", table, "--limit", 4, *SAMPLED))
+    assert "draft weights was" in message
+    drafts = [MedusaDraft(build_heads(model, 2), model) for _ in range(2)]
+    drafts[1].heads.blocks[0][0].bias.data += 1
+    assert len({draft_weights("folder", draft) for draft in drafts}) == 2 and draft_weights("recycling", RecyclingDraft()) is None

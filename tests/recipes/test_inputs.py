@@ -207,3 +207,31 @@ def test_the_shape_scale_of_smollm2_simulates_at_the_stated_rate_and_says_so(nam
     assert "acceptance SIMULATED at 1" in out and "100% SIMULATED" in out and data["acceptance"] == {"kind": "SIMULATED", "rate": 1.0}
     assert all(row["identical"] == 1 and row["acceptance_rate"] == 1 for row in data["summary"][2:])
     assert ("in the place of lookup" if name == LOOKUP else "the draft model runs") in " ".join(out.split())
+
+
+def test_a_draft_of_another_vocabulary_is_refused_before_weights_are_read(run, recipes, kit, pair, monkeypatch):
+    config = recipes[CODEGEN].codegen(32, 1, 4, 4, 400)  # of the target's 512
+    kit.models.random_model(config, torch.float32, torch.device("cpu")).save_pretrained(pair / "draft")
+    full = ("--scale", "full", "--target", str(pair / "target"), "--draft", str(pair / "draft"), "--no-plot")
+    words = (f"--draft {pair / 'draft'}: a vocabulary of 400 against the target's 512",)
+    status, _, error = run("lenience", *full, "--new-tokens", "4")
+    assert status == 2 and words[0] in error.splitlines()[-1]
+    monkeypatch.setattr(kit.models, "_loaded", lambda *_: pytest.fail("read"))
+    assert refused(run(CODEGEN, *full), *words)
+
+
+def test_a_target_without_room_for_the_prompts_is_refused_by_the_lenience_recipe(run, pair):
+    full = ("lenience", "--scale", "full", "--target", str(pair / "target"), "--draft", str(pair / "draft"), "--no-plot")
+    status, _, error = run(*full, "--new-tokens", "2048")
+    assert status == 2 and "--new-tokens 2048: the target has 2048 positions" in error.splitlines()[-1]
+
+
+def test_a_picture_that_no_recipe_has_drawn_is_kept(run, tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / f"{CODEGEN}_tiny.png"
+    picture.write_bytes(b"mine")
+    assert refused(run(CODEGEN, *(part for part in QUICK if part != "--no-plot")), str(picture), "move it away") and picture.read_bytes() == b"mine"
+    picture.unlink()
+    for _ in range(2):  # its own is known again, also without the runs
+        assert run(CODEGEN, *(part for part in QUICK if part != "--no-plot"))[0] == 0 and picture.read_bytes()[1:4] == b"PNG"
+        (tmp_path / f"{CODEGEN}_tiny.json").unlink()

@@ -225,6 +225,28 @@ def test_a_prompt_longer_than_the_context_is_named_before_any_shard_is_made(targ
     make_data(tmp_path / "data", target, tokenizer, 5, 1, 5, prompts=["HELLO", long])  # which is not reached
 
 
+def test_the_split_of_a_data_set_is_the_one_named_train_or_the_only_one(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    of = {name: datasets.Dataset.from_dict({"prompt": [name]}) for name in ("train", "test", "other")}
+    for folder, names in {"both": ("train", "test"), "one": ("test",), "none": ("test", "other")}.items():
+        datasets.DatasetDict({name: of[name] for name in names}).save_to_disk(tmp_path / folder)
+    of["other"].save_to_disk(tmp_path / "plain")
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "test.jsonl").write_text('{"prompt": "file"}\n')
+    found = {source: list(find_prompts(source.replace("@", f"{tmp_path}/")).values()) for source in ("@both", "hub:@both:test", "@one", "hub:@plain", "@files")}
+    assert found == {"@both": ["train"], "hub:@both:test": ["test"], "@one": ["test"], "hub:@plain": ["other"], "@files": ["file"]}
+    for source, words in {"@none": "no split 'train', but \\['test', 'other'\\]", "hub:@both:dev": "no split 'dev'", "hub:@files:dev": "no split 'dev'", "hub:@plain:dev": "no splits; leave 'dev' out"}.items():
+        with pytest.raises(ValueError, match=f"^prompts: .*{words}"):
+            find_prompts(source.replace("@", f"{tmp_path}/"))
+
+
+def test_a_prompt_that_is_no_unicode_is_named_by_its_line(tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"prompt": "\\u4f60"}\n{"prompt": "a\\ud800"}\n')
+    with pytest.raises(ValueError, match="x.jsonl, line 2 is not valid Unicode"):
+        read_prompts(tmp_path / "x.jsonl")
+
+
 def test_prompts_that_are_not_there_are_not_asked_of_the_hub():
     with pytest.raises(ValueError, match="^prompts: missing.jsonl is not a file; .* or hub:NAME"):
         find_prompts("missing.jsonl")

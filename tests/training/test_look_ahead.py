@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from hf_specdec.cli import app
 from hf_specdec.drafts.pass_draft import PassDraft
-from hf_specdec.training import load_drafter
+from hf_specdec.training import load_drafter, train
 from hf_specdec.training.look_ahead import LookAheadRunConfig, LookAheadStudent, LookAheadTrainer
 
 from ..conformance.builders import look_ahead
@@ -77,3 +77,9 @@ def test_the_command_trains_some_that_the_other_commands_take(target, tokenizer,
     assert "2 look-ahead embeddings" in (tmp_path / "out" / "README.md").read_text()
     used = CliRunner().invoke(app, ["generate", str(tmp_path / "target"), "--draft", str(tmp_path / "out"), "--prompt", "HELLO", "--max-new-tokens", "8"])
     assert used.exit_code == 0, used.output
+
+
+def test_embeddings_write_no_text_of_their_own(target, tokenizer, data, tmp_path):
+    with pytest.raises(ValueError, match="^on_policy: look-ahead embeddings"):
+        train(target, tokenizer, data, tmp_path / "out", LookAheadRunConfig(steps=2, on_policy=10))
+    assert not (tmp_path / "out").exists()

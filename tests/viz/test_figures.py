@@ -77,6 +77,11 @@ def test_what_was_cut_off_at_the_end_of_a_row_is_not_judged():
     assert figures.position_rates(ended) == [(1, 1), (1, 1)]
 
 
+def test_labels_are_no_formulas():
+    figure = viz.timeline({r"$\frac$": timed(), "$5 to $7": timed()})
+    assert figure._repr_png_() and [text.get_text() for text in figure.axes[0].get_yticklabels()] == [r"$\frac$", "$5 to $7"]
+
+
 def test_acceptance_by_position_shows_rates_counts_and_alpha():
     axes = figures.acceptance_by_position({"a": chain((2, 0, 2), (2, 2, 0)), "b": chain((1, 1, 0))}).axes[0]
     x, y = curves(axes)["a"]

@@ -136,6 +136,12 @@ def test_a_character_of_several_tokens_is_shown_whole_and_once():
     assert set(shown.lines[-1][-1].text) == {"\ufffd"}
 
 
+def test_half_a_character_at_the_end_of_a_text_belongs_to_the_last_token_that_was_taken():
+    half = Round(0, 4, 1, 1, "model", ids("é")[:1], ids("no"))  # the text ended in its draft
+    (line,) = viz.highlight(trace(half), byte_tokenizer(), rejected=True).lines
+    assert [(piece.kind, piece.text[-1]) for piece in line] == [("accepted", "\ufffd"), ("rejected", "n"), ("rejected", "o")]
+
+
 def test_rejected_text_leaves_what_follows_alone():
     made = trace(Round(0, 3, 0, 1, "s", ids("é")[:1], ids("🎉")[:3]), Round(0, 0, 0, 1, "s", ids("é")[1:], []))
     kept = [piece.text for line in viz.highlight(made, TOKENIZER, rejected=True).lines for piece in line if piece.kind != "rejected"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -32,8 +33,9 @@ def exact_match(ours: Sequence, plain: Sequence) -> float:
 
 
 def rouge(ours: Sequence[str | Sequence[int]], plain: Sequence[str | Sequence[int]]) -> dict[str, float]:
-    """Mean F-measures "rouge1", "rouge2", "rougeL" (Lin 2004), computed by the package rouge_score. Words are those of a text, or the
-    ids of a list of token ids. ImportError, with the remedy, without the package."""
+    """Mean F-measures "rouge1", "rouge2", "rougeL" (Lin 2004), computed by the package rouge_score. Words are those of a text, with its own
+    tokenizer where all texts are ASCII and as letters of any script that stand together where one is not, or the ids of a list of token ids.
+    ImportError, with the remedy, without the package."""
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError:
@@ -42,17 +44,21 @@ def rouge(ours: Sequence[str | Sequence[int]], plain: Sequence[str | Sequence[in
         raise ValueError(f"rouge compares as many outputs on both sides, at least one: {len(ours)} and {len(plain)} were given.")
     names = ["rouge1", "rouge2", "rougeL"]
     on_ids = not isinstance(ours[0], str)
-    scorer = RougeScorer(names, tokenizer=_Ids()) if on_ids else RougeScorer(names)
+    own = _Words(r"\S+") if on_ids else None if all(map(str.isascii, [*ours, *plain])) else _Words(r"\w+")  # its own drops other letters
+    scorer = RougeScorer(names, tokenizer=own)
     pairs = [tuple(" ".join(map(str, side)) if on_ids else side for side in pair) for pair in zip(plain, ours)]
     scores = [scorer.score(*pair) for pair in pairs]
     return {name: sum(score[name].fmeasure for score in scores) / len(scores) for name in names}
 
 
-class _Ids:
-    """What rouge_score takes for a tokenizer: the text is ids with blanks between them."""
+class _Words:
+    """What rouge_score takes for a tokenizer: whatever the pattern finds."""
+
+    def __init__(self, pattern: str):
+        self.pattern = re.compile(pattern)
 
     def tokenize(self, text: str) -> list[str]:
-        return text.split()
+        return self.pattern.findall(text.lower())
 
 
 # --- pass@1 ---------------------------------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ class Writer:
         apply_mx(self.model, work.mx)
         enable(self.model)
         self.draft = load_draft(work.draft, work.dtype, self.model, self.tokenizer)
-        self.weights["draft_weights"] = weights_of(self.draft)
+        self.weights["draft_weights"] = draft_weights(work.draft, self.draft)
         self.totals, self.seconds = Counter(), 0.0
 
     def check(self, rows: list[Row], source: str, skip_invalid: bool) -> None:
@@ -203,6 +203,16 @@ def _per_row(trace) -> list[Counter]:
 def _ratios(counts: Counter) -> dict[str, float | None]:
     ratios = {"acceptance_rate": ("accepted", "proposed"), "block_efficiency": ("committed", "forwards")}
     return {name: counts[a] / counts[b] if counts[b] else None for name, (a, b) in ratios.items()}
+
+
+def draft_weights(name: str | None, draft) -> str | None:
+    """A hash by which the draft `name` is known again: of its file, or of what its model or heads weigh; None for a draft without any."""
+    from ..bench.arms import model_of
+
+    if name is not None and Path(name).is_file():
+        with open(name, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    return weights_of(model_of(draft) or getattr(draft, "heads", draft))
 
 
 def weights_of(model) -> str | None:

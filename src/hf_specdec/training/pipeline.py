@@ -53,6 +53,8 @@ def train(target, tokenizer, data: str | Path, out: str | Path, config: RunConfi
     config = replace(config, on_policy=on_policy or config.on_policy)
     if config.on_policy and isinstance(config, FeatureRunConfig):
         raise ValueError("on_policy: a feature drafter learns from the target's own text alone; leave on_policy out.")
+    if config.on_policy and isinstance(config, LookAheadRunConfig):
+        raise ValueError("on_policy: look-ahead embeddings write no text of their own; leave on_policy out.")
     check_out(out, data, config, losses)
     main = is_main(target.device)
     console = console or Console(stderr=True, quiet=not main)

@@ -62,12 +62,13 @@ def openings(number: int, count: int, seed: int) -> tuple[str, int, list[str]]:
 
 
 def find_prompts(source: str, column: str | None = None) -> dict[str, str]:
-    """The prompts of a file, of a folder that `datasets` wrote, or of hub:NAME; each by its place, such as "asked.txt, line 3".
+    """The prompts of a file, of a folder that `datasets` wrote, or of hub:NAME[:SPLIT]; each by its place, such as "asked.txt, line 3".
 
     Raises ValueError or OSError naming what is missing.
     """
     if source.startswith("hub:") or Path(source).is_dir():
-        return _of_dataset(source.removeprefix("hub:"), column)
+        name, _, split = source.removeprefix("hub:").partition(":") if source.startswith("hub:") else (source, "", "")
+        return _of_dataset(name, column, split)
     return _of_file(Path(source), column)
 
 
@@ -110,25 +111,44 @@ def _prompt(row: object, column: str | None, source) -> str:
             value = value[0] if isinstance(value, list) and value else value
             if not isinstance(value, str) or not value.strip():
                 raise ValueError(f"prompts: {source} has no text in {name!r}, but {row[name]!r:.60}; write a text, or a list that begins with one.")
+            if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
+                raise ValueError(f"prompts: {source} is not valid Unicode (half of a surrogate pair); mend it, or leave it out.")
             return value
     raise ValueError(f"prompts: {source} has no column {names[0] if column else ' or '.join(names)}; it has {sorted(row)}. "
                      f"Name one with --column.")
 
 
-def dataset_prompts(name: str, column: str | None = None, split: str = "train", limit: int | None = None) -> list[str]:
-    """The prompts of a data set of the hub, or of a folder that `datasets.load_from_disk` wrote."""
+def dataset_prompts(name: str, column: str | None = None, split: str = "", limit: int | None = None) -> list[str]:
+    """The prompts of a data set of the hub, or of a folder that `datasets` wrote; of its split "train", or of its only one, unless one is named."""
     return list(_of_dataset(name, column, split, limit).values())
 
 
-def _of_dataset(name: str, column: str | None, split: str = "train", limit: int | None = None) -> dict[str, str]:
+def _of_dataset(name: str, column: str | None, split: str = "", limit: int | None = None) -> dict[str, str]:
     if not name:
         raise ValueError("prompts: the data set's name is missing; give hub:NAME, a folder or a file.")
     try:
         import datasets
     except ImportError as error:
         raise ImportError('prompts: reading data sets needs the extra "train": pip install "hf-specdec[train]".') from error
-    data = datasets.load_from_disk(name) if Path(name).is_dir() else datasets.load_dataset(name, split=split)
+    on_disk = Path(name).is_dir() and any((Path(name) / kept).is_file() for kept in ("dataset_dict.json", "state.json"))  # what save_to_disk leaves
+    try:
+        data = datasets.load_from_disk(name) if on_disk else datasets.load_dataset(name, split=split or "train")
+        split = split if on_disk else ""
+    except ValueError:  # no such split, which the others would tell
+        data = datasets.load_dataset(name)
+    if isinstance(data, dict):
+        data = _split(name, data, split)
+    elif split:
+        raise ValueError(f"prompts: {name} has no splits; leave {split!r} out.")
     if not len(data):
         raise ValueError(f"prompts: {name} is empty; name another data set.")
     places = {f"{name}, row {i}": i for i in range(min(len(data), limit or len(data)))}
     return {place: _prompt(data[i], column, place) for place, i in places.items()}
+
+
+def _split(name: str, data: dict, split: str):
+    """The split asked for, else "train", else the only one."""
+    asked = split or ("train" if "train" in data or len(data) != 1 else next(iter(data)))
+    if asked not in data:
+        raise ValueError(f"prompts: {name} has no split {asked!r}, but {list(data)}; name one of them, hub:{name}:SPLIT.")
+    return data[asked]

@@ -59,7 +59,7 @@ def lines_of(trace: SpeculationTrace, tokenizer, row: int = 0, rejected: bool = 
     """One list of pieces per round of that row; proposals that were not taken stand before the token that took their place."""
     rows = len(trace.drafted)
     if isinstance(row, bool) or not isinstance(row, int) or not 0 <= row < rows:
-        held = "no row" if not rows else "row 0 alone" if rows == 1 else f"rows 0 to {rows - 1}"
+        held = "no row (a beam search has none)" if not rows else "row 0 alone" if rows == 1 else f"rows 0 to {rows - 1}"
         raise ValueError(f"row={row!r} is not in this trace, which has {held}.")
     if not callable(getattr(tokenizer, "decode", None)):
         raise ValueError(f"tokenizer={tokenizer!r} cannot decode: pass the target's tokenizer.")
@@ -71,8 +71,8 @@ def lines_of(trace: SpeculationTrace, tokenizer, row: int = 0, rejected: bool = 
         lines.append(_line(detokenizer, number, position, entry, rejected))
         position += entry.committed
     if lines and (rest := detokenizer.flush()):
-        last = lines[-1].pop()
-        lines[-1].append(Piece(last.text + _shown(rest), *_fields(last)))
+        at = max((i for i, piece in enumerate(lines[-1]) if piece.kind != "rejected"), default=-1)  # a text may end in its draft
+        lines[-1][at] = Piece(lines[-1][at].text + _shown(rest), *_fields(lines[-1][at]))
     return lines
 
 

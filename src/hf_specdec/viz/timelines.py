@@ -81,7 +81,7 @@ def timeline(runs: Any, until: float | None = None):
     for place, (name, own) in enumerate(boxes.items()):
         _lane(axes, place, own, end)
         _counts(axes, place, lanes[name], own, end)
-    axes.set_yticks(range(len(lanes)), lanes)
+    axes.set_yticks(range(len(lanes)), lanes, parse_math=False)
     axes.set_ylim(len(lanes) - 0.4, -0.7)
     axes.set_xlim(0, end)
     axes.set_xlabel("seconds")
