@@ -23,14 +23,14 @@ def pytest_report_header(config) -> list[str]:
 
 
 def left_out(items) -> set[str]:
-    """Cases that `@pytest.mark.share(x)` leaves out: of each function's n cases a seeded choice of x * n / 2 stays, one at least, none for x = 0."""
+    """Cases that `@pytest.mark.share(x)` leaves out: of each function's n cases a seeded choice of x * n stays, one at least, none for x = 0."""
     functions = {}
     for item in items:
         if item.get_closest_marker("share"):
             functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
     out = set()
     for name, cases in functions.items():
-        share = cases[0].get_closest_marker("share").args[0] / 2  # this much again, so that two slow cores end in time
+        share = cases[0].get_closest_marker("share").args[0]
         kept = max(1, round(share * len(cases))) if share else 0
         out |= {case.nodeid for case in random.Random(name).sample(cases, len(cases) - kept)}
     return out

@@ -17,14 +17,14 @@ def need(family, attn):
         pytest.skip(f"transformers has no {attn} attention for {family.name}")
 
 
-@pytest.mark.share(1 / 2)
+@pytest.mark.share(1 / 4)
 @cases
 def test_batch_1_equals_plain_generate(family, attn):
     need(family, attn)
     assert outcome(family, attn, batch=1) == "exact"
 
 
-@pytest.mark.share(1 / 2)
+@pytest.mark.share(1 / 4)
 @cases
 def test_a_ragged_batch_equals_plain_generate_row_by_row_or_is_refused(family, attn):
     need(family, attn)
@@ -32,7 +32,7 @@ def test_a_ragged_batch_equals_plain_generate_row_by_row_or_is_refused(family, a
     assert result == "exact" if family.ragged else result.startswith("refused: target:") and "batch size 1" in result
 
 
-@pytest.mark.share(1 / 2)
+@pytest.mark.share(1 / 4)
 @pytest.mark.parametrize(("family", "attn"), CASES if FULL else CASES[:REQUIRED], ids=lambda value: getattr(value, "name", value))
 def test_a_tree_equals_plain_generate_or_is_refused(family, attn):
     need(family, attn)
@@ -40,7 +40,7 @@ def test_a_tree_equals_plain_generate_or_is_refused(family, attn):
     assert result == "exact" if family.ragged else result.startswith("refused: target:") and "tree" in result
 
 
-@pytest.mark.share(1 / 2)
+@pytest.mark.share(1 / 4)
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_the_reference_texts_are_neither_stuck_nor_alike(family):
     _, texts = reference(family.name, "eager")

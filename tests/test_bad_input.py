@@ -604,7 +604,7 @@ def drafts(target):
             "ngram": NGramDraft.from_tokens(corpus, order=3, vocab_size=VOCAB, min_order=1)}
 
 
-@pytest.mark.share(1 / 3)
+@pytest.mark.share(1 / 6)
 @every_stop
 @pytest.mark.parametrize("method", ["propose", "commit", "evidence", "start"])
 @pytest.mark.parametrize("name", ["model", "prompt_lookup", "ngram", "uniform"])

@@ -37,7 +37,7 @@ def alone(target, rows, make, seeds, **options) -> list[list[int]]:
     return [generated(speculate(target, [row], make(target), seed=seed, **options), [row])[0] for row, seed in zip(rows, seeds)]
 
 
-@pytest.mark.share(1 / 3)
+@pytest.mark.share(1 / 6)
 @pytest.mark.parametrize(("draft", "seed"), SEEDED)
 def test_sampled_rows_equal_their_own_runs_with_their_own_seeds(draft, seed):
     target, options = tiny_llama(seed), dict(k=4, do_sample=True, temperature=0.6, max_new_tokens=MAX_NEW)
@@ -46,7 +46,7 @@ def test_sampled_rows_equal_their_own_runs_with_their_own_seeds(draft, seed):
     assert generated(out, ROWS) == alone(target, ROWS, DRAFTS[draft], seeds, **options)
 
 
-@pytest.mark.share(1 / 3)
+@pytest.mark.share(1 / 6)
 @every_draft
 def test_one_seed_means_seed_plus_row(draft):
     target, options = tiny_llama(5), dict(k=3, do_sample=True, max_new_tokens=MAX_NEW)
@@ -54,14 +54,14 @@ def test_one_seed_means_seed_plus_row(draft):
     assert generated(out, ROWS) == alone(target, ROWS, DRAFTS[draft], range(40, 40 + len(ROWS)), **options)
 
 
-@pytest.mark.share(1 / 2)
+@pytest.mark.share(1 / 4)
 @every_draft
 def test_greedy_rows_equal_their_own_runs(draft):
     target = tiny_llama(1)
     assert generated(speculate(target, ROWS, DRAFTS[draft](target), 4, max_new_tokens=MAX_NEW), ROWS) == plain(target, ROWS, max_new_tokens=MAX_NEW)
 
 
-@pytest.mark.share(1 / 2)
+@pytest.mark.share(1 / 4)
 @pytest.mark.parametrize("draft", ["model", "lookup", "tree"])
 @pytest.mark.parametrize("options", [dict(repetition_penalty=1.5), dict(no_repeat_ngram_size=2), dict(min_new_tokens=9, eos_token_id=[3, 4, 5, 6])], ids=str)
 def test_rows_equal_their_own_runs_under_processors_that_look_at_the_prefix(draft, options):

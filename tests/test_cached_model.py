@@ -56,7 +56,7 @@ def take(cached: CachedModel, rows: list[list[int]], drafted: Proposal, leaves: 
 TREES = [Tree.chain(4), Tree((0, 0, 1, 1, 2, 4)), Tree((0, 0, 0, 0))]
 
 
-@pytest.mark.share(1 / 2)
+@pytest.mark.share(1 / 4)
 @every_kind
 @pytest.mark.parametrize("tree", TREES, ids=["chain", "tree", "siblings"])
 def test_every_node_of_every_ragged_row_has_the_logits_of_its_own_path_round_after_round(kind, tree):

@@ -26,7 +26,7 @@ def with_stop(kind: str, **options) -> dict:
     return dict(speculative={"draft_stop": kind, **options})
 
 
-@pytest.mark.share(1 / 2)
+@pytest.mark.share(1 / 4)
 @pytest.mark.parametrize("k", [1, 4, 7, "auto"])
 @pytest.mark.parametrize("kind", CHOICES)
 def test_greedy_text_is_that_of_plain_generate(kind, k):
@@ -36,7 +36,7 @@ def test_greedy_text_is_that_of_plain_generate(kind, k):
     assert out.speculation.lossless and out.speculation.config["draft_stop"] == kind
 
 
-@pytest.mark.share(1 / 3)
+@pytest.mark.share(1 / 6)
 @pytest.mark.parametrize("acceptance", ["speculative_sampling", "block"])
 @pytest.mark.parametrize("kind", ["heuristic", *STOPS])
 def test_sampled_text_follows_the_targets_law(kind, acceptance):

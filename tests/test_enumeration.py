@@ -239,7 +239,7 @@ def test_lenience_commits_no_token_above_p_over_l(make, lenience):
         assert sum(out.values()) == pytest.approx(1, abs=EXACT)
 
 
-@pytest.mark.share(1 / 2)
+@pytest.mark.share(1 / 4)
 @pytest.mark.parametrize("lenience", LENIENCES)
 @trees
 def test_lenience_keeps_its_bound_on_trees(parents, lenience):

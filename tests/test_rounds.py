@@ -65,7 +65,7 @@ def ending(target) -> list[int]:
 # --- rows that part -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.share(1 / 2)
+@pytest.mark.share(1 / 4)
 @greedy_and_sampled
 @pytest.mark.parametrize("draft", ["model", "prompt_lookup", "uniform", "knowing tree", "suffix automaton", "recycling", "early exit"])
 def test_a_row_does_not_depend_on_its_neighbours(draft, do_sample):
@@ -160,7 +160,7 @@ ARCHITECTURES = {
 }
 
 
-@pytest.mark.share(1 / 2)
+@pytest.mark.share(1 / 4)
 @pytest.mark.parametrize("rows", [ROWS, ROWS[:1]], ids=["ragged", "alone"])
 @pytest.mark.parametrize("draft", ["scripted", "knowing tree", "mixture"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -263,7 +263,7 @@ PER_ROW = {
 }
 
 
-@pytest.mark.share(1 / 2)
+@pytest.mark.share(1 / 4)
 @pytest.mark.parametrize("draft", ["prompt_lookup", "model"])
 @pytest.mark.parametrize("name", PER_ROW)
 def test_processors_treat_a_row_as_in_a_batch_of_its_own(name, draft):

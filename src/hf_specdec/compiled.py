@@ -233,7 +233,7 @@ class FixedBuffers:
             self.idle.setdefault(self._key(purpose, buffer.shape, buffer), buffer)
 
     def _key(self, purpose: Hashable, shape: Sequence[int], like: torch.Tensor) -> tuple:
-        return self.role, purpose, tuple(shape), like.dtype, like.device
+        return self.role, purpose, tuple(shape), like.dtype, like.device, torch.is_inference_mode_enabled()  # such tensors are of no use outside
 
 
 def free(model: PreTrainedModel) -> None:

@@ -128,7 +128,7 @@ class SlotPlan:
     buffers:  where layers of fixed shapes get theirs from: the capacity is then a power of two, so that the shapes of a compiled pass are few.
     """
 
-    def __init__(self, limit: int, buffers: "FixedBuffers | None" = None):
+    def __init__(self, limit: int, buffers: FixedBuffers | None = None):
         self.limit, self.buffers, self.capacity = limit, buffers, 0
         self.start: int | None = 0
         self.slots: torch.Tensor | None = None
@@ -157,7 +157,7 @@ class SlotPlan:
 class SlotCache(Cache):
     """A `transformers.Cache` of `SlotLayer`s. `limit`: most slots a row can ever need; buffers: as in `SlotPlan`."""
 
-    def __init__(self, limit: int, buffers: "FixedBuffers | None" = None):
+    def __init__(self, limit: int, buffers: FixedBuffers | None = None):
         super().__init__(layers=[])
         self.plan = SlotPlan(limit, buffers)
 

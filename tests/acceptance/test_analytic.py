@@ -53,7 +53,7 @@ def test_a_chain_is_accepted_with_the_products_of_overlaps(seed):
     assert expected_accepted(sampling(), Tree.chain(2), world, draft) == pytest.approx(token_wise_expectation(world, draft, 2), abs=EXACT)
 
 
-@pytest.mark.share(1 / 2)
+@pytest.mark.share(1 / 4)
 @pytest.mark.parametrize(("make", "parents"), [(sampling, (0, 0)), (sampling, (0, 0, 1)), (sampling, (0, 1, 1)), (spectr_rule, (0, 0)), (spectr_rule, (0, 0, 1, 2))])
 def test_a_tree_is_accepted_at_least_as_much_as_any_of_its_branches(parents, make):
     """K-sequential selection: where the branches are alike; it takes acceptance from the first sibling to give more to all."""

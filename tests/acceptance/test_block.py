@@ -15,7 +15,7 @@ def rule():
     return registry.load(registry.ACCEPTANCE, "block", "acceptance")()
 
 
-@pytest.mark.share(1 / 2)
+@pytest.mark.share(1 / 4)
 @pytest.mark.parametrize("zeros", [False, True], ids=["everything possible", "some tokens impossible"])
 @pytest.mark.parametrize("make", [independent, uniform, one_hot])
 @pytest.mark.parametrize(("vocab", "n"), [(6, 1), (5, 2), (3, 3)])
@@ -59,7 +59,7 @@ class Claiming:
         return rule().verdict(Proposal(proposal.tree, proposal.tokens, probs, proposal.sizes), law, coins)
 
 
-@pytest.mark.share(1 / 3)
+@pytest.mark.share(1 / 6)
 @pytest.mark.parametrize(("vocab", "n"), [(5, 2), (3, 3), (2, 4)])
 def test_a_block_accepts_at_least_as_much_as_token_by_token(vocab, n):
     gains = []

@@ -39,7 +39,7 @@ def ours(target, draft, k, rows=ROWS, seeds=SEEDS, **options):
     return generated(speculate(target, rows, draft, k, seed=seeds, do_sample=True, acceptance="coupled", temperature=0.8, top_k=20, **options), rows)
 
 
-@pytest.mark.share(1 / 2)
+@pytest.mark.share(1 / 4)
 @pytest.mark.filterwarnings("ignore:assistant_model")
 @pytest.mark.parametrize("name", sorted(VARIANTS))
 def test_every_draft_and_k_gives_the_text_of_coupled_sampling_without_a_draft(name):

@@ -20,7 +20,7 @@ def of_the_parent(tree: Tree, vocab: int, seed: int = 7, zeros: bool = False):
     return lambda row, node: laws[row[tree.parents[node - 1] - 1] if tree.parents[node - 1] else vocab]
 
 
-@pytest.mark.share(1 / 2)
+@pytest.mark.share(1 / 4)
 @pytest.mark.parametrize("zeros", [False, True], ids=["everything possible", "some tokens impossible"])
 @pytest.mark.parametrize("parents", [(0, 0, 0), (0, 1, 0), *([(0, 0), (0, 1, 1), (0, 0, 1, 2)] if FULL else [])])
 def test_siblings_drawn_from_one_law_leave_the_targets_joint_law(parents, zeros):
@@ -62,7 +62,7 @@ def test_more_draws_are_accepted_more_often():
     assert rates == sorted(rates) and rates[0] == pytest.approx(float(torch.minimum(p, q).sum())) and rates[-1] > rates[0] + 0.05
 
 
-@pytest.mark.share(1 / 2)
+@pytest.mark.share(1 / 4)
 @pytest.mark.parametrize("draft", [without_replacement, different_one_hots])
 @pytest.mark.parametrize("parents", [(0, 0), (0, 0, 0), (0, 0, 1, 2)] if FULL else [(0, 0, 0)])
 def test_siblings_without_a_common_law_leave_it_as_well(parents, draft):

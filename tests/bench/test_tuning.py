@@ -44,7 +44,7 @@ def speed(table: Ranked, tree: Tree, price: Costs, c: float) -> float:
     return tokens / (sizes.total() * (price.verify(len(tree) + 1) + price.rest + c * max(tree.depths)))
 
 
-@pytest.mark.share(1 / 2)
+@pytest.mark.share(1 / 4)
 @pytest.mark.parametrize("rates", [(0.5, 0.2, 0.1), (0.8, 0.1), (0.3, 0.25, 0.2, 0.1), (0.15, 0.05)][:: 1 if FULL else 2])
 @pytest.mark.parametrize(("slope", "c"), [(0.1, 0.0), (0.25, 0.05), (0.06, 0.2)])
 def test_the_choice_is_within_3_percent_of_the_best_of_all_small_trees_and_chains(rates, slope, c):
@@ -54,7 +54,7 @@ def test_the_choice_is_within_3_percent_of_the_best_of_all_small_trees_and_chain
     assert choices([Measured("m", "model", table, c)], price)[0].tokens_per_second >= 0.97 * best
 
 
-@pytest.mark.share(1 / 2)
+@pytest.mark.share(1 / 4)
 @pytest.mark.parametrize(("rates", "slope", "bend", "c"), [((0.6, 0.15, 0.08, 0.05), 0.02, 15, 0.01), ((0.45, 0.2, 0.1, 0.05, 0.03), 0.01, 31, 0.1)])
 def test_the_choice_is_within_3_percent_of_the_best_of_every_budget_and_depth(rates, slope, bend, c):
     table, price = ranked(rates, 1200), costs(slope, bend)

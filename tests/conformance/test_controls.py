@@ -62,7 +62,7 @@ def test_an_honest_draft_at_another_temperature_passes():
     assert p_value(ControlDraft(draw_at=0.5, say=0.5)) > law.THRESHOLD
 
 
-@pytest.mark.share(1 / 2)
+@pytest.mark.share(1 / 4)
 @pytest.mark.parametrize(
     "draft",
     [ControlDraft(argmax=True), ControlDraft(draw_at=0.5), ControlDraft(drop_below=0.3), ControlDraft(best_two=True)],

@@ -49,7 +49,7 @@ CASES = [("T5", "model", 1.0, VOCAB), ("BART", "lookup", 0.7, 4), ("BART", "mode
 DRAFTS = {"model": lambda target: ModelDraft(perturbed(target, 0.4)), "lookup": lambda target: PromptLookupDraft(), "uniform": lambda target: UniformDraft()}
 
 
-@pytest.mark.share(1 / 2)
+@pytest.mark.share(1 / 4)
 @pytest.mark.parametrize(("name", "draft", "temperature", "top_k"), CASES, ids=[f"{case[0]}-{case[1]}" for case in CASES])
 def test_the_first_tokens_follow_the_targets_own_law(name, draft, temperature, top_k):
     model = target(name)

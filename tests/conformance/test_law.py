@@ -64,7 +64,7 @@ def test_the_full_table_has_60_configurations_and_the_default_one_every_option_a
     assert {case[2] for case in ALL} == {1, 2, 3, 4, 5, 6, 7, "auto"}
 
 
-@pytest.mark.share(1 / 2)
+@pytest.mark.share(1 / 4)
 @pytest.mark.parametrize(("option", "draft", "k", "shape"), CASES, ids=["-".join(map(str, case)) for case in CASES])
 def test_the_first_tokens_follow_the_targets_own_law(option, draft, k, shape):
     target, rows, options = small_vocabulary_llama(2, law.VOCAB), PROMPTS[shape], OPTIONS[option]

@@ -86,7 +86,7 @@ CASES = [(rule, k, batch) for rule in sorted(registry.ACCEPTANCE) for k in (1, 4
          if FULL or k == 4 or rule == "greedy" and (k, batch) != (7, ALONE)]  # test_law.py goes round all K
 
 
-@pytest.mark.share(1 / 3)
+@pytest.mark.share(1 / 6)
 @pytest.mark.parametrize(("rule", "k", "batch"), CASES)
 @every_draft
 def test_draft_and_rule_give_the_targets_own_text(draft, rule, k, batch):
@@ -107,7 +107,7 @@ def test_a_row_without_room_is_not_drafted_for(draft):
 LEARNS = {"online"}  # keeps its weights from call to call, which is what it is for: tests/drafts/test_online.py
 
 
-@pytest.mark.share(1 / 2)
+@pytest.mark.share(1 / 4)
 @pytest.mark.parametrize("draft", sorted(set(registry.DRAFTS) - LEARNS))
 def test_the_draft_keeps_nothing_from_one_call_to_the_next(draft):
     target = tiny_llama(3)
@@ -117,7 +117,7 @@ def test_the_draft_keeps_nothing_from_one_call_to_the_next(draft):
     assert [first[0].speculation.rounds] == [first[1].speculation.rounds]
 
 
-@pytest.mark.share(1 / 2)
+@pytest.mark.share(1 / 4)
 @every_draft
 def test_k_auto_gives_the_targets_own_text(draft):
     target, rows = tiny_llama(3), repetitive(12) + prompts(5, seed=4)

@@ -91,7 +91,7 @@ def clock(monkeypatch):
     return clock
 
 
-@pytest.mark.share(1 / 2)
+@pytest.mark.share(1 / 4)
 @pytest.mark.parametrize("mode", ["choose", "merge"])
 @pytest.mark.parametrize("line", LINES)
 @pytest.mark.parametrize("kind", ["chat", "copy"])

@@ -147,7 +147,7 @@ def test_a_mixture_accepts_at_least_what_a_draft_that_knows_the_text_gives():
         assert out.speculation.block_efficiency > 2
 
 
-@pytest.mark.share(1 / 3)
+@pytest.mark.share(1 / 6)
 @pytest.mark.parametrize("mode", ["merge", "choose"])
 @pytest.mark.parametrize("drafts", [
     lambda target: [PromptLookupDraft(), ModelDraft(perturbed(target, 0.1)), ModelDraft(perturbed(target, 0.5))],
@@ -356,7 +356,7 @@ def test_drafts_of_no_cost_go_on_where_a_chosen_chain_ends(right):
         assert rejected[0] > 8 > 2 * max(rejected[-6:])
 
 
-@pytest.mark.share(1 / 2)
+@pytest.mark.share(1 / 4)
 @pytest.mark.parametrize("honest", [True, False])
 def test_the_law_holds_where_guesses_go_on_after_drawn_tokens(honest, monkeypatch):
     """One row would take a call per sample: the rows of a batch have room for guesses here as if another row had drafted more. The negative

@@ -188,7 +188,7 @@ CASES = {
 }
 
 
-@pytest.mark.share(1 / 2)
+@pytest.mark.share(1 / 4)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("options", [{}, dict(temperature=0.7, top_k=3)], ids=["plain", "top-k"])
 def test_the_first_tokens_follow_the_targets_law(case, options):

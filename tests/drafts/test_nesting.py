@@ -115,7 +115,7 @@ def check(draft, target, forgets=False) -> None:
             torch.testing.assert_close(kept, states, atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.share(1 / 2)
+@pytest.mark.share(1 / 4)
 @pytest.mark.parametrize(("batch", "k"), [("alone", 9), ("ragged", 9), ("ragged", "auto")])
 @pytest.mark.parametrize("name", NESTINGS)
 def test_the_text_and_the_states_are_the_targets(name, batch, k):
@@ -144,7 +144,7 @@ def test_rows_that_end_before_the_others_leave_them_their_states():
         check(reader, target)
 
 
-@pytest.mark.share(1 / 2)
+@pytest.mark.share(1 / 4)
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("inside", ["mixture", "feature", "heads", "horizontal"])
 def test_inside_a_cascade_the_pass_is_the_middle_models(inside, batch):

@@ -37,7 +37,7 @@ def next_turn(sequences, seed=8):
     return torch.cat([sequences, torch.tensor(prompts(*[5] * len(sequences), seed=seed))], dim=1)
 
 
-@pytest.mark.share(1 / 2)
+@pytest.mark.share(1 / 4)
 @pytest.mark.parametrize("draft", ["lookup", "model"])
 @pytest.mark.parametrize("name", NAMES)
 def test_two_turns_with_the_returned_cache_equal_plain_generate_from_scratch(name, draft):

@@ -85,7 +85,7 @@ def automaton(prompt: int):
     return allowed
 
 
-@pytest.mark.share(1 / 2)
+@pytest.mark.share(1 / 4)
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_an_automaton_is_asked_about_its_own_texts_alone(draft):
     target, rows = tiny_llama(3), repetitive(13)

@@ -17,7 +17,7 @@ from tests.helpers import FULL, KnowingTreeDraft, assert_unchanged, perturbed, s
 CASES = [(line, attn) for i, line in enumerate(FAMILIES) for attn in ("eager", "sdpa") if FULL or i < REQUIRED or attn == "eager"]
 
 
-@pytest.mark.share(1 / 2)
+@pytest.mark.share(1 / 4)
 @pytest.mark.parametrize(("line", "attn"), CASES, ids=[f"{line.name}-{attn}" for line, attn in CASES])
 def test_greedy_text_is_plain_generates_whatever_drafts(line, attn):
     if not offers(line, attn):
@@ -49,7 +49,7 @@ DRAFTS = {
 }
 
 
-@pytest.mark.share(1 / 2)
+@pytest.mark.share(1 / 4)
 @pytest.mark.parametrize("k", [1, 5, "auto"])
 @pytest.mark.parametrize("name", DRAFTS)
 def test_every_other_draft_leaves_the_text_as_it_is(name, k):
@@ -204,7 +204,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.share(1 / 2)
+@pytest.mark.share(1 / 4)
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("name", ["T5", "BART"])
 def test_options_act_token_by_token(name, option):

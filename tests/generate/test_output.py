@@ -108,7 +108,7 @@ CALLS = {
 }
 
 
-@pytest.mark.share(1 / 2)
+@pytest.mark.share(1 / 4)
 @pytest.mark.parametrize("k", [1, 5, "auto"])
 @pytest.mark.parametrize("call", CALLS)
 def test_the_trace_adds_up(call, k):

@@ -55,7 +55,7 @@ def drafts(target, texts):
     return {"scripted": ScriptedDraft.knowing(finished, wrong=4), "tree": KnowingTreeDraft(finished), "model": perturbed(target), "lookup": None}
 
 
-@pytest.mark.share(1 / 2)
+@pytest.mark.share(1 / 4)
 @pytest.mark.parametrize("draft", ["scripted", "tree", "model", "lookup"])
 @every_option
 def test_greedy_text_under_processors_equals_plain_generates(options, draft):

@@ -34,7 +34,7 @@ every_draft = pytest.mark.parametrize("draft", ["scripted", "tree", "model", "lo
 # --- eos --------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.share(1 / 2)
+@pytest.mark.share(1 / 4)
 @every_draft
 @pytest.mark.parametrize("count", [1, 2, 12])
 def test_a_list_of_eos_tokens_ends_rows_where_plain_generate_ends_them(draft, count):
@@ -83,7 +83,7 @@ def test_eos_of_the_models_generation_config_counts():
 # --- lengths and time -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.share(1 / 2)
+@pytest.mark.share(1 / 4)
 @every_draft
 @pytest.mark.parametrize("max_new", [1, 2, 3, 5, 8])
 def test_max_new_tokens_is_met_exactly(draft, max_new):

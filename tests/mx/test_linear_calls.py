@@ -91,7 +91,7 @@ def compiled():
     torch._dynamo.reset()
 
 
-@pytest.mark.share(1 / 3)
+@pytest.mark.share(1 / 6)
 @pytest.mark.parametrize("name", ["mxfp6_e2m3", "mxint8", *DENSE])
 @each_dtype
 def test_the_compiler_gives_the_same_bits(name, dtype, kernels, compiled):

@@ -109,7 +109,7 @@ def test_on_the_fly_bad_weights_and_models(format, tmp_path):
 # --- saving and loading -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.share(1 / 2)
+@pytest.mark.share(1 / 4)
 @pytest.mark.parametrize("format", [*mx.FORMATS, *DENSE])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_saved_and_loaded_bit_for_bit(format, dtype, tmp_path):

@@ -60,7 +60,7 @@ def answer(model, rows: list[list[int]], **kwargs) -> list[list[int]]:
     return out[:, width:].tolist()
 
 
-@pytest.mark.share(1 / 2)
+@pytest.mark.share(1 / 4)
 @pytest.mark.parametrize(("kind", "seed"), [(kind, seed) for seed in range(12 if FULL else 1) for kind in KINDS])
 def test_speculative_greedy_is_plain_greedy_in_bfloat16(kind, seed):
     stock = bfloat16(kind, seed)
@@ -79,7 +79,7 @@ def test_speculative_greedy_is_plain_greedy_in_bfloat16(kind, seed):
     disable(target)
 
 
-@pytest.mark.share(1 / 2)
+@pytest.mark.share(1 / 4)
 @pytest.mark.parametrize("path", cpu.kernel_info()["available"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_the_same_bits_at_every_width(kind, path):

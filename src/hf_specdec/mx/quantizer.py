@@ -146,8 +146,7 @@ class MXQuantizer(HfQuantizer):
 
     def _compress_new(self, name: str, layer: MXLinear) -> None:
         """A layer that the checkpoint lacks (a new cross-attention): transformers has made its weight, and says so."""
-        weight = layer.weight.detach()
-        layer.set_packed(self.pack(name, weight))
+        layer.set_packed(self.pack(name, layer.weight.detach()))
 
     def pack(self, name: str, weight: torch.Tensor) -> PackedMatrix:
         """One layer's weight, compressed, and reported."""
