@@ -9,10 +9,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch.utils._pytree import tree_leaves
+from transformers import EpsilonLogitsWarper, MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, TypicalLogitsWarper
 
 import hf_specdec
 from hf_specdec import compiled
 from hf_specdec.cached_model import CachedModel
+from hf_specdec.distributions import Sampler, draw
 from hf_specdec.drafts import EarlyExitDraft, MixtureDraft, ModelDraft, PromptLookupDraft
 from hf_specdec.drafts.feature import FeatureDraft
 from hf_specdec.training.drafter import PrunedHead
@@ -244,6 +248,20 @@ def test_warming_up_compiles_what_a_call_needs(traced, strict):
     assert all(compiled._functions[model] == functions for model, functions in made.items())
 
 
+@pytest.mark.share(1 / 2)
+@pytest.mark.parametrize("sampling", [{"do_sample": True, "temperature": 0.9, "top_p": 0.9}, {"do_sample": True, "no_repeat_ngram_size": 2}, {}], ids=str)
+def test_warming_up_for_sampling_compiles_what_draws(sampling, traced, strict):
+    target, rows = enabled(family("Llama").model("eager")), repetitive(13)[:1]
+    draft = perturbed(target, 0.05)
+    if not sampling:
+        target.generation_config.do_sample = True
+    hf_specdec.warmup(target, draft, {"num_assistant_tokens": 3}, max_length=100, sampling=sampling or None)
+    made = {model: dict(compiled._functions[model]) for model in (target, draft)}
+    assert any(key[1] < 0 for key in made[draft]) == ("no_repeat_ngram_size" not in sampling)
+    run(target, rows, ModelDraft(draft), k=3, max_new_tokens=20, **{"do_sample": True, **sampling, **({"temperature": 0.6} if "temperature" in sampling else {})})
+    assert all(compiled._functions[model] == functions for model, functions in made.items())
+
+
 @pytest.mark.share(1 / 4)
 @pytest.mark.parametrize("name", ["feature", "prompt_lookup", *(["medusa", "cascade"] if FULL else [])])
 def test_warming_up_for_a_draft_compiles_what_its_calls_need(name, traced, strict):
@@ -267,8 +285,9 @@ def test_several_passes_in_one_function_draft_what_single_ones_do(name, traced, 
         cached.score(rows)
         cached.commit([1, 1])
         if together:
-            (tokens, states), none = cached.several(root, 5, [4, 2], model.config.vocab_size), cached.several(root, 1, [1, 1], 8)
-            assert states is None and none is None
+            vocab, drawing, uniform = model.config.vocab_size, Sampler.greedy().traceable(model.device), torch.zeros(2, 5)
+            (tokens, laws, states), none = (cached.several(root, k, vocab, drawing, uniform) for k in ([5, 2], [1, 1]))
+            assert laws is None and states is None and none is None
         else:
             tokens, token = [], root
             for step in range(4):
@@ -279,6 +298,78 @@ def test_several_passes_in_one_function_draft_what_single_ones_do(name, traced, 
 
     (*one, logits), (*other, reference) = drafting(True), drafting(False)
     assert one == other and torch.allclose(logits, reference, atol=1e-5)
+
+
+WARPERS = {
+    "none": [], "temperature": [TemperatureLogitsWarper(0.7)], "top_k": [TopKLogitsWarper(7)], "min_p": [MinPLogitsWarper(0.1)],
+    "epsilon_cutoff": [EpsilonLogitsWarper(0.01)], "typical_p": [TypicalLogitsWarper(0.6)], "top_p": [TemperatureLogitsWarper(1.3), TopPLogitsWarper(0.8)],
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", WARPERS if FULL else ["none", "min_p", "typical_p", "top_p"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16] if FULL else [torch.float32])
+def test_several_passes_in_one_function_draw_what_single_ones_do_from_the_same_laws(name, dtype, traced, strict):
+    model, rows, root, uniform = family("Llama").model("eager").to(dtype), prompts(9, 5), torch.tensor([[3], [4]]), torch.rand(2, 4).double()
+    sampler, vocab = Sampler([WARPERS[name]] * 2, do_sample=True), model.config.vocab_size - 3
+
+    def cached() -> CachedModel:
+        own = CachedModel(model, 60, compile=True)
+        own.score(rows)
+        own.commit([1, 1])
+        return own
+
+    tokens, laws, _ = cached().several(root, [4, 4], vocab, sampler.traceable(model.device), uniform)
+    single, token = cached(), root
+    for step in range(4):
+        law = sampler(single.extend(token, [1, 1])[..., :vocab], [1, 1], lambda b, i: None).probs_at(torch.tensor([0, 0]))
+        token = draw(law, uniform[:, step])[:, None]
+        assert laws.dtype == law.dtype == torch.float32 and torch.allclose(laws[:, step], law, atol=1e-6)
+        assert torch.equal(tokens[:, step], token[:, 0])
+
+
+@pytest.mark.share(1 / 5)
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.8}, {"eta_cutoff": 0.01}, {"no_repeat_ngram_size": 3}, {"draft_stop": "confidence"}], ids=str)
+@pytest.mark.parametrize("lengths", [(7, 7), (9, 5)], ids=str)
+@pytest.mark.parametrize("name", ["model", "feature"])
+def test_sampled_texts_and_their_rounds_are_those_without_compiling(name, lengths, options, traced, strict):
+    """Also where a draft's vocabulary is a smaller one, and where what it draws is not decided inside the function."""
+    target, rows = family("Llama").model("eager"), prompts(*lengths)
+    own = {name: options[name] for name in options if name == "draft_stop"}
+    options = {name: options[name] for name in options if name not in own}
+    smaller = perturbed(target, 0.05)
+    smaller.resize_token_embeddings(target.config.vocab_size - 5)
+    draft = FeatureDraft(feature_drafter(target), target) if name == "feature" else ModelDraft(smaller)
+    for seed, temperature in enumerate((0.7, 1.2)):
+        outs = [speculate(target, rows, draft, 5, do_sample=True, temperature=temperature, max_new_tokens=20,
+                          speculative={"seed": seed, "compile": compile, **own}, **options) for compile in (False, True)]
+        assert generated(outs[0], rows) == generated(outs[1], rows) and outs[0].speculation.rounds == outs[1].speculation.rounds
+    hf_specdec.disable(target)
+    made = sorted(key[1] for key in compiled._functions[draft.model] if key[1] < 0)
+    assert bool(made) == (not own and set(options) <= {"top_p"})
+
+
+def test_another_temperature_is_no_other_function_and_another_top_k_is(traced, strict):
+    target, rows = family("Llama").model("eager"), prompts(9)
+    draft, counts = perturbed(target, 0.05), []
+    for options in ({"temperature": 0.7}, {"temperature": 0.7}, {"temperature": 1.3}, {"temperature": 1.3, "top_k": 5}, {"temperature": 0.9, "top_k": 5}):
+        speculate(target, rows, ModelDraft(draft), 3, speculative=COMPILED, do_sample=True, max_new_tokens=16, **options)
+        counts.append(sum(key[1] < 0 for key in compiled._functions[draft]))
+    assert counts == [1, 1, 1, 2, 2]
+    assert all(len(_debug_get_cache_entry_list(made.__wrapped__.__code__)) == 1 for made in compiled._functions[draft].values())
+    hf_specdec.disable(target)
+
+
+@pytest.mark.parametrize("draft", [ModelDraft, lambda model: make("model_tree", model)], ids=["chain", "tree"])
+def test_every_function_is_given_dense_tensors(draft, traced, strict, monkeypatch):
+    """A function without guards reads them as they lay when it was traced: rows that all began at one slot shared their positions, and memory behind
+    them was read for the positions of the second row."""
+    target, rows, given = family("Llama").model("eager"), prompts(7, 7), []
+    run_ = compiled.CompiledPasses._run
+    monkeypatch.setattr(compiled.CompiledPasses, "_run", lambda self, *args: given.append(args[-1]) or run_(self, *args))
+    run(target, rows, draft(perturbed(target, 0.05)))
+    tensors = [part for parts in given for part in tree_leaves(parts) if torch.is_tensor(part)]
+    assert len(given) > 4 and all(part.is_contiguous() for part in tensors)
 
 
 @pytest.mark.parametrize(("name", "limit"), [("GPT-2", "n_positions"), ("OPT", "max_position_embeddings")])
@@ -295,7 +386,8 @@ def test_a_row_at_the_end_of_the_drafts_context_gets_no_position_beyond_it(name,
 @pytest.mark.parametrize("k", [[4], [4, 1]], ids=str)
 def test_what_has_to_be_decided_after_every_token_is_drafted_step_by_step(k, traced, strict):
     target, rows = family("Llama").model("eager"), prompts(9, 5)[: len(k)]
-    ways = {"greedy": ({}, True), "sampling": ({"do_sample": True}, False), "a processor": ({"no_repeat_ngram_size": 3}, False)}
+    ways = {"greedy": ({}, True), "sampling": ({"do_sample": True}, True), "a processor": ({"no_repeat_ngram_size": 3}, False),
+            "sampling, a processor": ({"do_sample": True, "no_repeat_ngram_size": 3}, False)}
     for options, together in ways.values():
         draft = perturbed(target, 0.05)
         speculate(target, rows, ModelDraft(draft), max(k), speculative=COMPILED, **options)
@@ -372,7 +464,8 @@ def test_on_a_gpu_every_pass_is_a_cuda_graph(dtype, strict):
 
 
 @pytest.mark.parametrize(("wrong", "name"), [({"max_length": 0}, "max_length"), ({"batch": True}, "batch"), ({"nodes": 64}, "nodes"),
-                                             ({"draft": "prompt_lookup"}, "draft: str is no model"), ({"config": {"K": 3}}, "'K'")])
+                                             ({"draft": "prompt_lookup"}, "draft: str is no model"), ({"sampling": {"top_g": 3}}, "top_g"),
+                                             ({"sampling": True}, "sampling"), ({"config": {"K": 3}}, "'K'")])
 def test_warming_up_checks_its_arguments(wrong, name):
     with pytest.raises(ValueError, match=name):
         hf_specdec.warmup(family("Llama").model("eager"), **wrong)

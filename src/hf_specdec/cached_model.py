@@ -15,6 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from . import compat, passes
 from .compiled import CompiledPasses, FixedBuffers
+from .distributions import Drawing
 from .head import head_at
 from .kv_cache import SlotCache
 from .lengths import check_counting, counts_itself
@@ -101,16 +102,16 @@ class CachedModel:
         self.lengths = [length + step for length, step in zip(self.lengths, advance)]
         return logits
 
-    def several(self, tokens: torch.Tensor, most: int, k: list[int], vocab: int, embeds: tuple | None = None) -> tuple | None:
-        """`extend` up to `most` times by one compiled function, each time with the likeliest token after the pass before (`compiled.several`), or
-        None. Row b keeps at most k[b] of the tokens fed."""
-        n = 0 if self.compiled is None or self.compiled.places(1) is None else min(1 << most.bit_length() - 1, self.compiled.most_steps())
+    def several(self, tokens: torch.Tensor, k: list[int], vocab: int, drawing: Drawing, uniform: torch.Tensor, embeds: tuple | None = None) -> tuple | None:
+        """`extend` up to max(k) times by one compiled function (`compiled.several`), each time with the token that follows from the pass before; None
+        where there is none. uniform: float64 [B, max(k)]. Row b keeps at most k[b] of the tokens fed."""
+        n = 0 if self.compiled is None or self.compiled.places(1) is None else min(1 << max(k).bit_length() - 1, self.compiled.most_steps())
         if n < 2:
             return None
         begin, sizes = perf_counter(), [min(max(own, 0), n) for own in k]
         self.cache.plan.lay(self.lengths, n, self.device, whole=True)
-        inputs = self._positions_and_masks(n, None, [max(size, 1) for size in sizes])
-        drawn = self.compiled.several(tokens.to(self.device), embeds, self.cache, layers_of(self.taps), vocab, **inputs)
+        given = tokens.to(self.device), embeds, self.cache, layers_of(self.taps), vocab, drawing, uniform[:, :n].to(self.device)
+        drawn = self.compiled.several(*given, **self._positions_and_masks(n, None, [max(size, 1) for size in sizes]))
         if drawn is not None:
             self.calls, self.seconds = self.calls + n, self.seconds + perf_counter() - begin
             self.lengths = [length + size for length, size in zip(self.lengths, sizes)]

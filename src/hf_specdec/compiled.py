@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Hashable, Sequence
 from itertools import count
 from types import FunctionType
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,6 +23,9 @@ from . import compat, passes
 from .kv_cache import FixedCache, SlotCache
 from .parts import read_at
 from .tap import SHOWN, note, watched
+
+if TYPE_CHECKING:
+    from .distributions import Drawing
 
 FEW = 16
 WIDTHS = (1, 4, 8, 16, 32, 64)  # reading the weights is what a pass of few tokens costs: two tokens cost no less than four
@@ -47,11 +51,12 @@ def forward(model, tokens, embeds, positions, mask, slots, keys, values):
     return logits, states
 
 
-def several(model, tokens, embeds, positions, mask, slots, keys, values, vocab):
-    """Passes over one token each, every one over the likeliest of the first `vocab` tokens after the one before: int64 [B, n], and the last
-    states that were noted. tokens int64 [B, 1] is the first; positions int64 [B, n], mask [B, 1, n, S] or one per layer type, slots [n] or [B, n];
-    embeds: None, or (make, states [B, 1, H]), what makes the inputs of a pass of the states noted in the one before and the tokens."""
-    drawn, (make, states) = [], embeds or (None, None)
+def several(model, tokens, embeds, positions, mask, slots, keys, values, vocab, drawing, uniform):
+    """Passes over one token each, every one over that of the first `vocab` tokens which `drawing` (a `distributions.Drawing`) takes after the one
+    before, with uniform float64 [B, n]: int64 [B, n], their laws [B, n, vocab] or None, and the last states that were noted. tokens int64 [B, 1]
+    is the first; positions int64 [B, n], mask [B, 1, n, S] or one per layer type, slots [n] or [B, n]; embeds: None, or (make, states [B, 1, H]),
+    what makes the inputs of a pass of the states noted in the one before and the tokens."""
+    drawn, laws, (make, states) = [], [], embeds or (None, None)
     for i in range(positions.shape[1]):
         given = {"input_ids": tokens} if make is None else {"inputs_embeds": make(model, states, tokens)}
         masks = {name: each[:, :, i : i + 1] for name, each in mask.items()} if isinstance(mask, dict) else mask[:, :, i : i + 1]
@@ -59,10 +64,12 @@ def several(model, tokens, embeds, positions, mask, slots, keys, values, vocab):
         SHOWN.clear()
         logits = model(**given, position_ids=positions[:, i : i + 1], attention_mask=masks, past_key_values=cache, use_cache=True, return_dict=True).logits
         states = SHOWN[-1] if SHOWN else None
-        tokens = logits[..., :vocab].argmax(-1)
+        token, law = drawing(logits[:, -1, :vocab], uniform[:, i])
+        tokens = token[:, None]
         drawn.append(tokens)
+        laws.append(law)
     SHOWN.clear()
-    return torch.cat(drawn, dim=1), states
+    return torch.cat(drawn, dim=1), None if law is None else torch.stack(laws, dim=1), states
 
 
 def options(device: torch.device, places: int) -> dict:
@@ -145,9 +152,9 @@ class CompiledPasses:
         masks = attention_mask if isinstance(attention_mask, dict) else {None: attention_mask}
         masks = {name: _longer(mask, 2, more) for name, mask in masks.items()}
         embeds = None if embeds is None else _longer(embeds, 1, more)
-        given = (self.model, pad(tokens, (0, more)), embeds, _longer(position_ids, 1, more), masks.get(None, masks), slots, keys, values)
+        given = (pad(tokens, (0, more)), embeds, _longer(position_ids, 1, more), masks.get(None, masks), slots)
         key = (tokens.shape[0], plan.width, plan.capacity, tokens.device, keys[0].dtype, len(keys), type(self.model), embeds is None, reads)
-        done = self._run(key, forward, tokens.shape[0] * plan.width, reads, given)
+        done = self._run(key, forward, tokens.shape[0] * plan.width, reads, (self.model, *_dense(given), keys, values))
         if done is None:
             return None
         logits, states = done
@@ -159,13 +166,15 @@ class CompiledPasses:
         return 1 << max(UNROLLED[self.model.device.type == "cuda"] // layers, 1).bit_length() - 1
 
     def several(self, tokens: torch.Tensor, embeds: tuple[Callable, torch.Tensor] | None, cache: SlotCache, reads: tuple[int, ...], vocab: int,
-                position_ids: torch.Tensor, attention_mask) -> tuple | None:
+                drawing: "Drawing", uniform: torch.Tensor, position_ids: torch.Tensor, attention_mask) -> tuple | None:
         """What the function `several` gives for the n tokens that `cache.plan` has laid out; None where the model does not compile."""
         plan, layers = cache.plan, [layer.settled() for layer in cache.layers]
         keys, values = [layer.keys for layer in layers], [layer.values for layer in layers]
         slots = plan.slots if len(tokens) > 1 else plan.slots[0]
-        key = (tokens.shape[0], -plan.width, plan.capacity, tokens.device, keys[0].dtype, len(keys), type(self.model), vocab, embeds and embeds[0], reads)
-        given = (self.model, tokens, embeds, position_ids, attention_mask, slots, keys, values, vocab)
+        key = (tokens.shape[0], -plan.width, plan.capacity, tokens.device, keys[0].dtype, len(keys), type(self.model), vocab, embeds and embeds[0],
+               drawing.settings, reads)
+        tokens, embeds, positions, mask, slots, uniform = _dense((tokens, embeds, position_ids, attention_mask, slots, uniform))
+        given = (self.model, tokens, embeds, positions, mask, slots, keys, values, vocab, drawing, uniform)
         return self._run(key, several, tokens.shape[0], reads, given)
 
     def _run(self, key: tuple, function: Callable, places: int, reads: tuple[int, ...], given: tuple):
@@ -236,6 +245,11 @@ class FixedBuffers:
         return self.role, purpose, tuple(shape), like.dtype, like.device, torch.is_inference_mode_enabled()  # such tensors are of no use outside
 
 
+def _dense(given: tuple) -> tuple:
+    """The same numbers, one behind the other in memory: where they lie is part of a function, and nobody checks it (`unguarded`)."""
+    return tree_map_only(torch.Tensor, torch.Tensor.contiguous, given)
+
+
 def free(model: PreTrainedModel) -> None:
     """Let go of the buffers that are kept for the model's next call."""
     _idle.pop(compat.unwrap(model), None)
@@ -244,6 +258,6 @@ def free(model: PreTrainedModel) -> None:
 def _longer(part: torch.Tensor, dim: int, more: int) -> torch.Tensor:
     """The last entry along `dim` once more, `more` times."""
     if not more:
-        return part.contiguous()
+        return part
     last = part.narrow(dim, part.shape[dim] - 1, 1)
     return torch.cat([part, *[last] * more], dim=dim)

@@ -6,16 +6,20 @@ Glossary: p is the target's law, q the draft's, x a drafted token, V the size of
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from copy import copy
 from functools import cached_property
+from math import isfinite
 
 import numpy as np
 import torch
-from transformers import LogitsProcessor
+from transformers import (EpsilonLogitsWarper, LogitsProcessor, MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper,
+                          TypicalLogitsWarper)
 
 from . import compat
 from .noise import Gumbel
 
 Prefix = Callable[[int, int], torch.Tensor | None]
+TRACEABLE = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper, TypicalLogitsWarper, EpsilonLogitsWarper)
 INFINITE = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}  # the bits of infinity
 
 
@@ -139,6 +143,13 @@ class Sampler:
                 scores = _one_row(processor, text, scores)[None]
         return bool(scores[0, token] > -torch.inf)
 
+    def traceable(self, device: torch.device) -> "Drawing | None":
+        """What draws, or takes the argmax, inside a compiled function; None where more than a few operations on scores decide."""
+        processors = self.rows[0] if self.rows else ()
+        if self.gumbel is not None or any(type(processor) not in TRACEABLE or not self.do_sample for processor in processors):
+            return None
+        return Drawing(processors, self.do_sample, device)
+
     def __call__(self, logits: torch.Tensor, sizes: Sequence[int], prefix: Prefix, parents: Sequence[int] = ()) -> Law:
         """logits [B, n, V] -> Law. sizes[b]: how many nodes of row b count; prefix(b, i): what `text` makes of the tokens up to and
         including node i of row b; parents: of the nodes after the root, where they are all of one tree. Half precision goes to float32 as in
@@ -183,6 +194,29 @@ def _one_row(processor: LogitsProcessor, text: torch.Tensor, scores: torch.Tenso
         raise ValueError(f"logits_processor: {type(processor).__name__} was given one row, scores {list(scores.shape)}, and returned {list(found.shape)}. "
                          f"With speculative=True every row is processed alone; make it one that does not know the batch.")
     return found[0]
+
+
+class Drawing:
+    """A sampler inside a compiled function: fractions of its processors are numbers float64 [] on `device`, inputs of the function, so that one
+    serves all temperatures; the rest of them is part of it, and so are the `settings`."""
+
+    def __init__(self, processors: Sequence[LogitsProcessor], do_sample: bool, device: torch.device):
+        self.processors, self.do_sample = tuple(map(copy, processors)), do_sample
+        for own in self.processors:
+            fractions = {name: value for name, value in vars(own).items() if isinstance(value, float) and isfinite(value)}
+            vars(own).update({name: torch.tensor(value, dtype=torch.float64, device=device) for name, value in fractions.items()})
+        constants = [[item for item in sorted(vars(own).items()) if not torch.is_tensor(item[1])] for own in self.processors]
+        self.settings = do_sample, *((type(own), *items) for own, items in zip(self.processors, constants))
+
+    def __call__(self, logits: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Tokens int64 [B] from logits [B, V] and uniform float64 [B], and the law they were drawn from, [B, V]; greedy: None."""
+        if not self.do_sample:
+            return logits.argmax(-1), None
+        scores = logits.float() if logits.dtype in INFINITE else logits
+        for processor in self.processors:
+            scores = processor(None, scores)
+        law = scores.softmax(-1)
+        return draw(law, uniform), law
 
 
 class ArgmaxLogitsWarper(LogitsProcessor):

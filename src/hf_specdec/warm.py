@@ -9,6 +9,7 @@ from . import compat
 from .cached_model import CachedModel
 from .compiled import WIDTHS
 from .config import SpeculativeConfig
+from .distributions import Sampler
 from .drafts.base import Draft, Run
 from .drafts.progress import progress
 from .kv_cache import FEWEST
@@ -20,7 +21,7 @@ BEHIND = 8  # tokens that the first passes are behind: as many as it takes for a
 
 @torch.no_grad()
 def warmup(model: PreTrainedModel, draft=None, config: SpeculativeConfig | dict | None = None, max_length: int = 512, batch: int = 1,
-           nodes: int | None = None) -> int:
+           nodes: int | None = None, sampling: dict | None = None) -> int:
     """Compile the passes that calls with `compile=True` will need, with a progress bar on standard error; the number of passes made.
 
     model:      the target, after `enable(model)` if it is to be enabled: that changes the model's type, and for another type all is compiled anew.
@@ -28,27 +29,41 @@ def warmup(model: PreTrainedModel, draft=None, config: SpeculativeConfig | dict 
     config:     of the calls: K (`max_auto_tokens` where it is "auto") says how wide the target's passes get.
     max_length: tokens of the longest text, prompt included. batch: rows (a batch whose rows end one by one has smaller ones, too).
     nodes:      drafted tokens per pass where the draft makes trees; None: K.
+    sampling:   of the calls: what `generate` is told of it, such as {"do_sample": True, "top_k": 20}; the model's generation_config says the rest.
+                A model drafts its K tokens in one function, which draws them; another temperature, top_p, min_p needs no other one.
 
     Functions are kept with the model while it lives. What the compiler makes of them is kept by torch across processes
     ($TORCHINDUCTOR_CACHE_DIR, by default /tmp/torchinductor_<user>), and tracing alone is done again. Raises ValueError naming the argument
-    for what is out of range; warns where a model does not compile.
+    for what is out of range, or as `generate` does for `sampling`; warns where a model does not compile.
     """
     config = SpeculativeConfig.resolve(config or {})
     for name, value, most in (("max_length", max_length, 2**24), ("batch", batch, 2**16), ("nodes", 1 if nodes is None else nodes, WIDTHS[-1] - 1)):
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
             raise ValueError(f"{name}={value!r} must be an int in 1..{most}.")
+    if not isinstance(sampling or {}, dict):
+        raise ValueError(f'sampling={sampling!r} must be a dict of arguments of generate, such as {{"do_sample": True, "top_k": 20}}.')
     if draft is not None and not isinstance(compat.unwrap(draft), (PreTrainedModel, Draft)):
         raise ValueError(f"draft: {type(draft).__name__} is no model and no draft; a draft that has a name alone has nothing to compile.")
     k = config.max_auto_tokens if config.num_assistant_tokens == "auto" else config.num_assistant_tokens
     widest = next(width for width in WIDTHS if width > min(nodes or k, WIDTHS[-1] - 1))
     watching, runs = (draft.watching(), draft.models()) if isinstance(draft, Draft) else ((), [] if draft is None else [Run(draft, steps=True)])
     passes = _passes(Run(model, reads=watching), "target", widest, max_length, k)
-    passes += [each for run in runs for each in _passes(run, "assistant_model", 4, max_length, k)]
+    sampler = _sampler(model, sampling or {})
+    passes += [each for run in runs for each in _passes(run, "assistant_model", 4, max_length, k if sampler.traceable(model.device) is not None else 1)]
     vocab = compat.traits_of(compat.unwrap(model), "target").vocab_size
     with progress("Compiling", passes) as items:
         for each in items:
-            _compile(*each, batch, vocab)
+            _compile(*each, batch, vocab, sampler)
     return len(passes)
+
+
+def _sampler(model: PreTrainedModel, sampling: dict) -> Sampler:
+    """What draws the tokens of a call `generate(**sampling)`."""
+    def asked(model, input_ids, logits_processor, stopping_criteria, generation_config, **_):
+        return Sampler([list(logits_processor)], generation_config.do_sample)
+
+    token = torch.zeros((1, 1), dtype=torch.long, device=compat.device_of(model))
+    return model.generate(token, attention_mask=token + 1, max_new_tokens=1, custom_generate=asked, **sampling)
 
 
 def _passes(run: Run, role: str, widest: int, max_length: int, k: int) -> list[tuple]:
@@ -62,7 +77,7 @@ def _passes(run: Run, role: str, widest: int, max_length: int, k: int) -> list[t
     return [(run, role, width, capacity, steps) for capacity in slots for width, steps in made]
 
 
-def _compile(run: Run, role: str, width: int, capacity: int, steps: int, batch: int, vocab: int) -> None:
+def _compile(run: Run, role: str, width: int, capacity: int, steps: int, batch: int, vocab: int, sampler: Sampler) -> None:
     """Run the pass once."""
     cached = CachedModel(run.model, capacity, role, compile=True)
     if run.make is not None:
@@ -77,7 +92,8 @@ def _compile(run: Run, role: str, width: int, capacity: int, steps: int, batch: 
         cached.score(rows, Proposal.from_lists([text[BEHIND + 1 :]] * batch, cached.device))
     else:
         root = torch.tensor(text[BEHIND:], device=cached.device).expand(batch, 1)
-        cached.several(root, steps, [steps] * batch, vocab, run.make and (run.make, _blank(run, (batch, 1))))
+        uniform = torch.zeros((batch, steps), dtype=torch.float64)
+        cached.several(root, [steps] * batch, vocab, sampler.traceable(cached.device), uniform, run.make and (run.make, _blank(run, (batch, 1))))
     cached.cache.release()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from .. import compat, parts
@@ -44,6 +45,7 @@ class ModelDraft(Draft):
         self.source = self._source(context)
         self.reads = "" if self.source is None else f"the target's: {self.source.shared}" if self.source.shared else "its own"
         self.cached = CachedModel(self.model, context.max_length, "assistant_model", self.traits, self.source, compile=context.compiles)
+        self.drawing = context.sampler.traceable(self.cached.device) if self.cached.compiled is not None else None
         self.drafted: torch.Tensor | list[list[int]] = [[] for _ in context.rows]
         self.base = [len(row) for row in context.rows]
         check_mode(self.model, "assistant_model")
@@ -78,7 +80,7 @@ class ModelDraft(Draft):
         while step < max(k):
             done = self._several(context, tokens, k, step)
             if done is not None:
-                tokens, step = tokens + done, step + len(done)
+                tokens, laws, step = tokens + done[0], laws + done[1], step + len(done[0])
                 continue
             scores = self._scores(context, tokens, k, step)
             law = context.sampler(scores, [step < own for own in k], lambda b, _: context.text(b, [int(each[b]) for each in tokens]))
@@ -96,17 +98,21 @@ class ModelDraft(Draft):
         self.drafted = torch.stack(tokens, dim=1)
         return Proposal.chain(self.drafted, torch.stack(laws, dim=1) if laws else None, list(k), self.name)
 
-    def _several(self, context: Context, tokens: list[torch.Tensor], k: list[int], step: int) -> list[torch.Tensor] | None:
-        """The next tokens by one compiled function; None where there is none, or something is decided after every token: by a processor, a rule
-        that ends a draft, or chance."""
-        if step == 0 or self.stop is not None or context.sampler.do_sample or context.sampler.gumbel is not None or any(context.sampler.rows):
+    def _several(self, context: Context, tokens: list[torch.Tensor], k: list[int], step: int) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
+        """The next tokens, and the laws they were drawn from, by one compiled function; None where there is none, or something is decided after
+        every token: by a processor that is no part of it, or a rule that ends a draft."""
+        if step == 0 or self.stop is not None or self.drawing is None:
             return None
         root = tokens[-1][:, None].clamp(max=self.traits.vocab_size - 1)
-        done = self.cached.several(root, max(k) - step, [own - step for own in k], context.vocab_size, self._embeds())
+        steps = range(step, max(k))
+        uniform = torch.cat([context.noise(f"draft:{i}", 1) for i in steps], dim=1) if context.sampler.do_sample else torch.zeros(len(k), len(steps))
+        done = self.cached.several(root, [own - step for own in k], context.vocab_size, self.drawing, uniform, self._embeds())
         if done is None:
             return None
-        self._went_on(done[1])
-        return [*done[0].to(context.device).unbind(1)]
+        drawn, laws, states = done
+        self._went_on(states)
+        laws = [] if laws is None else pad(laws.to(context.device), (0, context.vocab_size - laws.shape[-1])).unbind(1)
+        return [*drawn.to(context.device).unbind(1)], [*laws]
 
     def _embeds(self) -> tuple | None:
         """What makes the inputs of a pass, as `compiled.several` has it; None: the model's own embedding."""
