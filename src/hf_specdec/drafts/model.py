@@ -105,8 +105,8 @@ class ModelDraft(Draft):
             return None
         root = tokens[-1][:, None].clamp(max=self.traits.vocab_size - 1)
         steps = range(step, max(k))
-        uniform = torch.cat([context.noise(f"draft:{i}", 1) for i in steps], dim=1) if context.sampler.do_sample else torch.zeros(len(k), len(steps))
-        done = self.cached.several(root, [own - step for own in k], context.vocab_size, self.drawing, uniform, self._embeds())
+        numbers = [context.noise(f"draft:{i}", 1) for i in steps] if context.sampler.do_sample else [torch.zeros((len(k), len(steps)), dtype=torch.float64)]
+        done = self.cached.several(root, [own - step for own in k], context.vocab_size, self.drawing, torch.cat(numbers, dim=1), self._embeds())
         if done is None:
             return None
         drawn, laws, states = done
