@@ -253,7 +253,7 @@ def test_warming_up_compiles_what_a_call_needs(traced, strict):
     assert all(compiled._functions[model] == functions for model, functions in made.items()) and all(map(compiled_once, made))
 
 
-@pytest.mark.share(1 / 2)
+@pytest.mark.share(1 / 3)
 @pytest.mark.parametrize("sampling", [{"do_sample": True, "temperature": 0.9, "top_p": 0.9}, {"do_sample": True, "no_repeat_ngram_size": 2}, {}], ids=str)
 def test_warming_up_for_sampling_compiles_what_draws(sampling, traced, strict):
     target, rows = enabled(family("Llama").model("eager")), repetitive(13)[:1]
@@ -312,6 +312,7 @@ WARPERS = {
 
 
 @torch.no_grad()
+@pytest.mark.share(1 / 2)
 @pytest.mark.parametrize("name", WARPERS if FULL else ["none", "min_p", "typical_p", "top_p"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16] if FULL else [torch.float32])
 def test_several_passes_in_one_function_draw_what_single_ones_do_from_the_same_laws(name, dtype, traced, strict):
@@ -333,7 +334,7 @@ def test_several_passes_in_one_function_draw_what_single_ones_do_from_the_same_l
         assert torch.equal(tokens[:, step], token[:, 0])
 
 
-@pytest.mark.share(1 / 5)
+@pytest.mark.share(1 / 10)
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.8}, {"eta_cutoff": 0.01}, {"no_repeat_ngram_size": 3}, {"draft_stop": "confidence"}], ids=str)
 @pytest.mark.parametrize("lengths", [(7, 7), (9, 5)], ids=str)
 @pytest.mark.parametrize("name", ["model", "feature"])
@@ -365,6 +366,7 @@ def test_another_temperature_is_no_other_function_and_another_top_k_is(traced, s
     hf_specdec.disable(target)
 
 
+@pytest.mark.share(1 / 2)
 @pytest.mark.parametrize("draft", [ModelDraft, lambda model: make("model_tree", model)], ids=["chain", "tree"])
 def test_every_function_is_given_dense_tensors(draft, traced, strict, monkeypatch):
     """A function without guards reads them as they lay when it was traced: rows that all began at one slot shared their positions, and memory behind
