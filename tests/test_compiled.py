@@ -259,10 +259,11 @@ def test_warming_up_for_sampling_compiles_what_draws(sampling, traced, strict):
     target, rows = enabled(family("Llama").model("eager")), repetitive(13)[:1]
     draft = perturbed(target, 0.05)
     if not sampling:
-        target.generation_config.do_sample = True
+        target.generation_config.do_sample, target.generation_config.stop_strings = True, ["stop"]
     hf_specdec.warmup(target, draft, {"num_assistant_tokens": 3}, max_length=100, sampling=sampling or None)
     made = {model: dict(compiled._functions[model]) for model in (target, draft)}
     assert any(key[1] < 0 for key in made[draft]) == ("no_repeat_ngram_size" not in sampling)
+    target.generation_config.stop_strings = None
     run(target, rows, ModelDraft(draft), k=3, max_new_tokens=20, **{"do_sample": True, **sampling, **({"temperature": 0.6} if "temperature" in sampling else {})})
     assert all(compiled._functions[model] == functions for model, functions in made.items()) and all(map(compiled_once, made))
 

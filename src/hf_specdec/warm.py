@@ -63,7 +63,8 @@ def _sampler(model: PreTrainedModel, sampling: dict) -> Sampler:
         return Sampler([list(logits_processor)], generation_config.do_sample)
 
     token = torch.zeros((1, 1), dtype=torch.long, device=compat.device_of(model))
-    return model.generate(token, attention_mask=token + 1, max_new_tokens=1, custom_generate=asked, **sampling)
+    without = {"max_new_tokens": 1, "stop_strings": None}  # these would need a tokenizer
+    return model.generate(token, attention_mask=token + 1, custom_generate=asked, **without | sampling)
 
 
 def _passes(run: Run, role: str, widest: int, max_length: int, k: int) -> list[tuple]:
