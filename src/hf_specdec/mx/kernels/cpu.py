@@ -17,7 +17,7 @@ from ..formats import BLOCK, DENSE, FORMATS, SCALE_RULES, Format
 from .build import BuildError, build, packaged_library
 
 ROWS = 16  # of a tile
-ABI = 4
+ABI = 5
 WIDE, PANEL = 64, 1024  # rows of x from which on portable C leaves the product to torch; outputs it decodes at a time
 PATHS = ("portable", "avx2", "avx512f", "avx512_bf16")  # as in csrc/mx.h
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -37,6 +37,8 @@ class Layer(ctypes.Structure):
         ("k", ctypes.c_int64),
         ("format", ctypes.c_int32),
         ("bits", ctypes.c_int32),
+        ("integers", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
     ]
 
 
@@ -235,13 +237,13 @@ def together(function, *args, **kwargs):
 class Kernel:
     """One layer's weights as the library wants them. Holds on to the tensors whose addresses it has taken."""
 
-    def __init__(self, name: str, bits: int, n: int, k: int, codes, scales, tail, bias: torch.Tensor | None):
+    def __init__(self, name: str, bits: int, n: int, k: int, codes, scales, tail, bias: torch.Tensor | None, integers: bool = False):
         self.bias = None if bias is None else bias.detach().float().contiguous()
         self.kept = codes, scales, tail, _values(name)
         tail = tail or (None, None)
         self.layer = Layer(
             _address(codes), _address(scales), _address(tail[0]), _address(tail[1]), _address(self.bias),
-            _values(name).data_ptr(), n, k, _NUMBERS[name], bits,
+            _values(name).data_ptr(), n, k, _NUMBERS[name], bits, integers,
         )  # fmt: skip
         self.address = ctypes.addressof(self.layer)
         self.n, self.k = n, k

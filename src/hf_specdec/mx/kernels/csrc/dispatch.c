@@ -5,7 +5,7 @@
 #include <string.h>
 #include <time.h>
 
-#define ABI 4
+#define ABI 5
 #define PIECES 4
 #define MANY_ROWS 32 /* of x: above, threads share its packing, and every group is a long piece */
 int mx_abi(void) { return ABI; }
@@ -20,14 +20,15 @@ int mx_has_path(int path) {
     if (path == MX_AVX512F) return f;
     if (path == MX_AVX512_BF16)
         return f && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vbmi") &&
-               __builtin_cpu_supports("avx512vbmi2") &&
-               __builtin_cpu_supports("avx512bf16");
+               __builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("avx512vnni") &&
+               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bf16");
 #endif
     return 0;
 }
 
-static mx_run runner(int path, int bits) {
+static mx_run runner(int path, int bits, int integers) {
 #if defined(__x86_64__)
+    if (integers && path == MX_AVX512_BF16) return mx_run_avx512_vnni;
     if (bits == 32 && path >= MX_AVX2) return path == MX_AVX2 ? mx_run32_avx2 : mx_run32_avx512;
     if (path == MX_AVX512_BF16) return mx_run_avx512_bf16;
     if (path == MX_AVX512F) return mx_run_avx512f;
@@ -68,8 +69,27 @@ static int64_t mx_dot_loop(int64_t rounds) {
     return 0;
 }
 
-/* x [m, k] in float32, at the places of mx_job. */
-static float *widened(const void *x, int dtype, int64_t m, int64_t k, int64_t x_row, int64_t x_block) {
+static double power_of_two(int exponent) {
+    const uint64_t bits = (uint64_t)(1023 + exponent) << 52;
+    double value;
+    memcpy(&value, &bits, 8);
+    return value;
+}
+
+/* A block of x, rounded to MXINT8 in place: what mx_pack_integers makes, as numbers. */
+static void round_block(float *x) {
+    uint32_t amax = 0;
+    for (int i = 0; i < MX_BLOCK; i++) amax = (mx_bits(x[i]) & 0x7fffffff) > amax ? mx_bits(x[i]) & 0x7fffffff : amax;
+    const int exponent = (int)mx_integer_scale(amax) - 127 - 6; /* of the unit */
+    for (int i = 0; i < MX_BLOCK; i++) {
+        const double scaled = (double)x[i] * power_of_two(-exponent);
+        const double whole = scaled + 0x1.8p52 - 0x1.8p52; /* to nearest, ties to even */
+        x[i] = amax < 0x7f800000 ? (float)((whole > 127 ? 127 : whole < -127 ? -127 : whole) * power_of_two(exponent)) : mx_from_bits(0x7fc00000);
+    }
+}
+
+/* x [m, k] in float32, at the places of mx_job; `integers`: rounded to MXINT8. */
+static float *widened(const void *x, int dtype, int64_t m, int64_t k, int64_t x_row, int64_t x_block, int integers) {
     float *wide = malloc((size_t)(m * k) * sizeof(float));
     for (int64_t at = 0; wide && at < m * k; at += MX_BLOCK) {
         float *to = wide + at / k * x_row + at % k / MX_BLOCK * x_block;
@@ -77,6 +97,7 @@ static float *widened(const void *x, int dtype, int64_t m, int64_t k, int64_t x_
         if (dtype == MX_DT_F32) memcpy(to, (const float *)x + at, MX_BLOCK * sizeof(float));
         else if (dtype == MX_DT_BF16) for (int i = 0; i < MX_BLOCK; i++) to[i] = mx_from_bits((uint32_t)words[i] << 16);
         else for (int i = 0; i < MX_BLOCK; i++) to[i] = mx_from_f16(words[i]);
+        if (integers) round_block(to);
     }
     return wide;
 }
@@ -101,13 +122,16 @@ typedef struct {
     const void *x;
     void *packed;
     int64_t m, k;
+    int dtype;
+    const mx_layer *integers; /* NULL: bfloat16 pairs */
 } packing;
 
 static void pack(const void *context, int64_t chunk, int thread) {
     (void)thread;
     const packing *p = context;
 #if defined(__x86_64__)
-    mx_pack_pairs(p->x, p->packed, chunk, p->m, p->k);
+    if (p->integers) mx_pack_integers(p->x, p->dtype, p->packed, chunk, p->m, p->integers);
+    else mx_pack_pairs(p->x, p->packed, chunk, p->m, p->k);
 #endif
 }
 
@@ -117,18 +141,27 @@ static void pack(const void *context, int64_t chunk, int thread) {
 int mx_linears(const mx_layer *const *layers, void *const *outs, int count, const void *x, int64_t m, int dtype, int path, int threads) {
     const int64_t k = layers[0]->k;
     void *own = NULL; /* x as the path wants it */
-    int wide = dtype != MX_DT_BF16; /* needs float32 */
-    for (int i = 0; i < count; i++) wide |= layers[i]->bits == 32;
-    if (path == MX_AVX512_BF16 && wide) path = MX_AVX512F;
+    const int integers = layers[0]->integers;
+    int wide = dtype != MX_DT_BF16, alike = 1; /* needs float32; all of them take the same x */
+    for (int i = 0; i < count; i++) {
+        wide |= layers[i]->bits == 32;
+        alike &= layers[i]->integers == integers && (!integers || layers[i]->bits == layers[0]->bits);
+    }
+    if (!alike) {
+        int failed = 0;
+        for (int i = 0; i < count; i++) failed |= mx_linears(layers + i, outs + i, 1, x, m, dtype, path, threads);
+        return failed;
+    }
+    if (path == MX_AVX512_BF16 && wide && !integers) path = MX_AVX512F;
     /* Rows that lie a power of two apart fall into few places of a cache; block by block they lie together. */
     const int64_t x_row = path == MX_AVX2 ? MX_BLOCK : k, x_block = path == MX_AVX2 ? m * MX_BLOCK : MX_BLOCK;
-    if (path != MX_AVX512_BF16 && (dtype != MX_DT_F32 || (path == MX_AVX2 && m > 1))) {
-        x = own = widened(x, dtype, m, k, x_row, x_block);
+    if (path != MX_AVX512_BF16 && (dtype != MX_DT_F32 || integers || (path == MX_AVX2 && m > 1))) {
+        x = own = widened(x, dtype, m, k, x_row, x_block, integers);
         if (!own) return 1;
-    } else if (path == MX_AVX512_BF16 && m > 1) {
-        own = malloc((size_t)(m * k * 2));
+    } else if (path == MX_AVX512_BF16 && (integers || m > 1)) {
+        own = malloc((size_t)(integers ? m * k / MX_BLOCK * 40 : m * k * 2));
         if (!own) return 1;
-        const packing whole = {x, own, m, k};
+        const packing whole = {x, own, m, k, dtype, integers ? layers[0] : NULL};
         mx_share(pack, &whole, (m + 7) / 8, m > MANY_ROWS ? threads : 1);
         x = own;
     }
@@ -137,7 +170,7 @@ int mx_linears(const mx_layer *const *layers, void *const *outs, int count, cons
     for (int i = 0; i < count; i++) {
         const mx_layer *layer = layers[i];
         all.job[i] = (mx_job){.layer = layer, .x = x, .x_row = x_row, .x_block = x_block, .out = outs[i], .m = m, .out_dtype = dtype};
-        all.run[i] = runner(path, layer->bits);
+        all.run[i] = runner(path, layer->bits, integers);
         if (path >= MX_AVX512F && layer->bits < 16)
             for (int j = 0; j < 128; j++)
                 all.job[i].table[j] = (uint16_t)(mx_bits(layer->values[j & ((1 << layer->bits) - 1)]) >> 16);

@@ -29,6 +29,8 @@ typedef struct {
     const float *values;                     /* [256]: what each code is worth before its scale */
     int64_t n, k;
     int32_t format, bits;
+    int32_t integers; /* activations are rounded to MXINT8 first; for E2M3, E2M1 and INT8 */
+    int32_t unused;
 } mx_layer;
 
 /* One stretch of row groups times m rows of x; x is packed bfloat16 (MX_AVX512_BF16) or float32 (the others): a row and a block of it begin
@@ -64,10 +66,12 @@ void mx_run_portable(const mx_job *, int64_t, int64_t);
 void mx_run_avx2(const mx_job *, int64_t, int64_t);
 void mx_run_avx512f(const mx_job *, int64_t, int64_t);
 void mx_run_avx512_bf16(const mx_job *, int64_t, int64_t);
+void mx_run_avx512_vnni(const mx_job *, int64_t, int64_t);
 void mx_run32_portable(const mx_job *, int64_t, int64_t);
 void mx_run32_avx2(const mx_job *, int64_t, int64_t);
 void mx_run32_avx512(const mx_job *, int64_t, int64_t);
 void mx_pack_pairs(const uint32_t *x, uint32_t *packed, int64_t chunk, int64_t m, int64_t k);
+void mx_pack_integers(const void *x, int dtype, int32_t *packed, int64_t chunk, int64_t m, const mx_layer *layer);
 
 MX_INLINE int64_t mx_tile_bytes(int bits) { return MX_ROWS * MX_BLOCK * bits / 8; }
 
@@ -93,6 +97,16 @@ MX_INLINE uint32_t mx_bits(float value) {
 
 /* E8M0: 2^(b - 127); byte 0 is a subnormal; NaN (0xFF) never reaches a kernel: such layers are dequantised. */
 MX_INLINE float mx_scale(uint8_t b) { return mx_from_bits(b ? (uint32_t)b << 23 : 1u << 22); }
+
+/* MXINT8, scale rule "even": the scale byte of a block whose largest magnitude has these bits, if it is finite. */
+MX_INLINE uint32_t mx_integer_scale(uint32_t amax) {
+    const uint32_t byte = (amax + (1u << 16)) >> 23;
+    return byte < 254 ? byte : 254;
+}
+
+/* Weights as integers: the unit they count, and what is added to make them positive. */
+MX_INLINE float mx_weight_unit(const mx_layer *l) { return l->bits == 4 ? 0.5f : l->bits == 6 ? 0.125f : 0x1p-6f; }
+MX_INLINE int mx_offset(const mx_layer *l) { return l->bits == 4 ? 16 : l->bits == 6 ? 64 : 128; }
 
 MX_INLINE uint16_t mx_to_bf16(float value) {
     uint32_t bits = mx_bits(value);

@@ -1,0 +1,237 @@
+/* Layers whose activations are rounded to MXINT8, on AVX-512 VNNI with VBMI: exact integer dot products, four inputs to a lane. Weights of
+ * E2M3, E2M1 and INT8 are small integers times a power of two; as the instruction wants one side unsigned, an offset is added to them, and
+ * its share of the sum is where each sum begins. One row's result is made by the same instructions in the same order whatever the
+ * number of rows: per block of 32, eight dot products, then sum * scale of the weights * scale of x into the total. */
+#include "mx.h"
+
+#if defined(__x86_64__)
+#include <stdlib.h>
+
+#include "avx512.h"
+
+#define TARGET_VNNI "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vbmi,avx512vbmi2,avx512vnni"
+#define VNNI __attribute__((target(TARGET_VNNI)))
+#define AHEAD 2048 /* bytes of codes that are asked for in advance */
+#define WORDS 10   /* of a row's block of x: eight times four inputs, the offset's share, the scale */
+
+/* The inputs of a block in the order in which decode_bytes meets them: lane 4 * i of half h has the inputs of vectors PAIRS[i] of that half. */
+MX_INLINE void order_of(int bits, uint8_t order[MX_BLOCK]) {
+    static const uint8_t pairs[3][4][2] = {{{0, 2}, {1, 3}, {4, 6}, {5, 7}}, {{0, 1}, {3, 4}, {5, 6}, {2, 7}}, {{0, 1}, {2, 3}, {4, 5}, {6, 7}}};
+    for (int half = 0; half < 2; half++)
+        for (int i = 0; i < 4; i++)
+            for (int byte = 0; byte < 4; byte++)
+                order[16 * half + 4 * i + byte] = (uint8_t)(16 * half + 2 * pairs[bits / 2 - 2][i][byte % 2] + byte / 2);
+}
+
+/* A chunk of eight rows of x [m, k] (the last one may be shorter), in MXINT8 with scale rule "even": block after block, four inputs of the
+ * first row, of the second, and so on, the next four; then the rows' shares of the offset, then their scales. */
+VNNI void mx_pack_integers(const void *x, int dtype, int32_t *packed, int64_t chunk, int64_t m, const mx_layer *l) {
+    const int64_t m0 = 8 * chunk, rows = m - m0 < 8 ? m - m0 : 8, blocks = l->k / MX_BLOCK;
+    uint8_t order[MX_BLOCK];
+    order_of(l->bits, order);
+    const __m256i places = _mm256_loadu_si256((const __m256i *)order);
+    const __m512i magnitude = _mm512_set1_epi32(0x7fffffff), most = _mm512_set1_epi32(127), least = _mm512_set1_epi32(-127);
+    const int offset = mx_offset(l);
+    const float unit = 0x1p-6f * mx_weight_unit(l);
+    packed += m0 * blocks * WORDS;
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t b = 0; b < blocks; b++) {
+            const int64_t at = (m0 + r) * l->k + b * MX_BLOCK;
+            __m512 v[2];
+            for (int i = 0; i < 2; i++) {
+                if (dtype == MX_DT_F32) v[i] = _mm512_loadu_ps((const float *)x + at + 16 * i);
+                else {
+                    const __m256i words = _mm256_loadu_si256((const __m256i *)((const uint16_t *)x + at + 16 * i));
+                    v[i] = dtype == MX_DT_F16 ? _mm512_cvtph_ps(words)
+                                              : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16));
+                }
+            }
+            const uint32_t amax = _mm512_reduce_max_epu32(_mm512_max_epu32(_mm512_and_si512(_mm512_castps_si512(v[0]), magnitude),
+                                                                          _mm512_and_si512(_mm512_castps_si512(v[1]), magnitude)));
+            const int finite = amax < 0x7f800000;
+            const uint32_t byte = mx_integer_scale(amax);
+            __m512i whole[2];
+            for (int i = 0; i < 2; i++) {
+                whole[i] = _mm512_cvtps_epi32(_mm512_scalef_ps(v[i], _mm512_set1_ps((float)(6 + 127 - (int)byte))));
+                whole[i] = finite ? _mm512_max_epi32(_mm512_min_epi32(whole[i], most), least) : _mm512_setzero_si512();
+            }
+            const __m256i bytes = _mm256_permutexvar_epi8(places, _mm256_set_m128i(_mm512_cvtepi32_epi8(whole[1]), _mm512_cvtepi32_epi8(whole[0])));
+            int32_t four[8], *to = packed + b * WORDS * rows + r;
+            _mm256_storeu_si256((__m256i *)four, bytes);
+            for (int i = 0; i < 8; i++) to[i * rows] = four[i];
+            to[8 * rows] = -offset * _mm512_reduce_add_epi32(_mm512_add_epi32(whole[0], whole[1]));
+            to[9 * rows] = finite ? (int32_t)mx_bits(mx_scale((uint8_t)byte) * unit) : 0x7fc00000;
+        }
+}
+
+typedef struct {
+    __m512i values, low, high; /* what each code is worth, offset included; the places of two codes in a word, of the upper bits of split ones */
+} tables;
+
+MX_INLINE VNNI tables load_tables(const mx_layer *l) {
+    uint8_t value[64], low[64], high[64];
+    for (int i = 0; i < 64; i++) {
+        value[i] = (uint8_t)(int)(l->values[i & ((1 << l->bits) - 1)] / mx_weight_unit(l) + (float)mx_offset(l));
+        low[i] = (uint8_t)(i % 8 / 2 * 16 + i % 2 * 6);
+        high[i] = (uint8_t)(i % 8 / 2 * 16 + 8 + i % 2 * 2);
+    }
+    return (tables){LOAD(value, 0), LOAD(low, 0), LOAD(high, 0)};
+}
+
+/* Half a tile of codes to four vectors of unsigned bytes. Lookups read six bits of each byte and ignore the rest. */
+MX_INLINE VNNI void decode_bytes(const uint8_t *p, const tables *t, __m512i w[4], const int bits) {
+    if (bits == 4) {
+        for (int j = 0; j < 2; j++) {
+            __m512i a = LOAD(p, j); KEEP(a);
+            w[2 * j] = _mm512_permutexvar_epi8(a, t->values);
+            w[2 * j + 1] = _mm512_permutexvar_epi8(_mm512_srli_epi16(a, 4), t->values);
+        }
+    } else if (bits == 6) {
+        __m512i a = LOAD(p, 0), b = LOAD(p, 1), c = LOAD(p, 2); KEEP(a); KEEP(b); KEEP(c);
+        w[0] = _mm512_permutexvar_epi8(_mm512_multishift_epi64_epi8(t->low, a), t->values);
+        w[1] = _mm512_permutexvar_epi8(_mm512_multishift_epi64_epi8(t->low, b), t->values);
+        w[2] = _mm512_permutexvar_epi8(_mm512_multishift_epi64_epi8(t->low, c), t->values);
+        const __m512i four = _mm512_ternarylogic_epi32(_mm512_srli_epi16(a, 12), _mm512_srli_epi16(b, 4), _mm512_set1_epi16(0x0f00), 0xF8);
+        w[3] = _mm512_permutexvar_epi8(
+            _mm512_ternarylogic_epi32(_mm512_set1_epi8(0x30), _mm512_multishift_epi64_epi8(t->high, c), four, 0xCA), t->values);
+    } else {
+        for (int j = 0; j < 4; j++) w[j] = _mm512_xor_si512(LOAD(p, j), _mm512_set1_epi8((char)0x80));
+    }
+}
+
+MX_INLINE VNNI void store_integer_row(const mx_job *job, int64_t m, int64_t group, __m512 total) {
+    const mx_layer *l = job->layer;
+    const int64_t first = group * MX_ROWS, left = l->n - first;
+    const __mmask16 mask = left >= MX_ROWS ? 0xffff : (__mmask16)((1 << left) - 1);
+    if (l->bias) total = _mm512_add_ps(total, _mm512_maskz_loadu_ps(mask, l->bias + first));
+    const int64_t at = m * l->n + first;
+    if (job->out_dtype == MX_DT_BF16) _mm256_mask_storeu_epi16((uint16_t *)job->out + at, mask, (__m256i)_mm512_cvtneps_pbh(total));
+    else if (job->out_dtype == MX_DT_F16) _mm256_mask_storeu_epi16((uint16_t *)job->out + at, mask, _mm512_cvtps_ph(total, _MM_FROUND_TO_NEAREST_INT));
+    else _mm512_mask_storeu_ps((float *)job->out + at, mask, total);
+}
+
+/* total + sum * the weights' scale * the scale of x */
+#define ADD_BLOCK(total, sum, scale, of_x) \
+    _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(sum), scale), _mm512_castsi512_ps(_mm512_set1_epi32(of_x)), total)
+
+/* Row groups group .. group + groups - 1 times rows m0 .. m0 + rows - 1 of x. */
+MX_INLINE VNNI void multiply(const mx_job *job, int64_t group, int64_t m0, const int groups, const int rows, const int bits) {
+    const mx_layer *l = job->layer;
+    const int64_t blocks = l->k / MX_BLOCK;
+    const int half_bytes = 32 * bits;
+    const tables t = load_tables(l);
+    const int32_t *x = (const int32_t *)job->x + m0 * blocks * WORDS;
+    const uint8_t *codes[4], *scales[4];
+    for (int g = 0; g < groups; g++) codes[g] = mx_group_codes(l, group + g), scales[g] = mx_group_scales(l, group + g);
+    const int64_t ahead = (AHEAD + 2 * half_bytes - 1) / (2 * half_bytes); /* blocks; behind the last one those of the groups that come next */
+    __m512 total[4][8];
+    for (int g = 0; g < groups; g++)
+        for (int m = 0; m < rows; m++) total[g][m] = _mm512_setzero_ps();
+    for (int64_t b = 0; b < blocks; b++, x += rows * WORDS) {
+        const int64_t to = b + ahead < blocks ? b + ahead : b + ahead + (groups - 1) * blocks;
+        for (int g = 0; g < groups; g++)
+            for (int line = 0; line < 2 * half_bytes; line += 64)
+                _mm_prefetch((const char *)codes[g] + to * 2 * half_bytes + line, _MM_HINT_T0);
+        __m512i sum[4][8];
+        for (int g = 0; g < groups; g++)
+            for (int m = 0; m < rows; m++) sum[g][m] = _mm512_set1_epi32(x[8 * rows + m]);
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+#pragma GCC unroll 4
+            for (int g = 0; g < groups; g++) {
+                __m512i w[4];
+                decode_bytes(codes[g] + (2 * b + half) * half_bytes, &t, w, bits);
+#pragma GCC unroll 4
+                for (int v = 0; v < 4; v++)
+#pragma GCC unroll 8
+                    for (int m = 0; m < rows; m++)
+                        sum[g][m] = _mm512_dpbusd_epi32(sum[g][m], w[v], _mm512_set1_epi32(x[(4 * half + v) * rows + m]));
+            }
+        }
+        for (int g = 0; g < groups; g++) {
+            const __m512 scale = mx_load_scales(scales[g] + b * MX_ROWS);
+            for (int m = 0; m < rows; m++) total[g][m] = ADD_BLOCK(total[g][m], sum[g][m], scale, x[9 * rows + m]);
+        }
+    }
+    for (int g = 0; g < groups; g++)
+        for (int m = 0; m < rows; m++) store_integer_row(job, m0 + m, group + g, total[g][m]);
+}
+
+/* Many rows of x: stretches of PANEL blocks are decoded once, into the first-level cache, and multiplied by all of them. */
+#define PANEL 32
+#define WIDE 32 /* rows above which decoding once pays for writing the result down */
+
+MX_INLINE VNNI void panel_rows(const __m512i *w, const __m512 *scale, const int32_t *x, float *totals, int64_t blocks, const int rows) {
+    __m512 total[8];
+    for (int m = 0; m < rows; m++) total[m] = _mm512_loadu_ps(totals + m * MX_ROWS);
+    for (int64_t b = 0; b < blocks; b++, w += 8, x += rows * WORDS) {
+        __m512i sum[8];
+        for (int m = 0; m < rows; m++) sum[m] = _mm512_set1_epi32(x[8 * rows + m]);
+#pragma GCC unroll 8
+        for (int v = 0; v < 8; v++)
+#pragma GCC unroll 8
+            for (int m = 0; m < rows; m++) sum[m] = _mm512_dpbusd_epi32(sum[m], w[v], _mm512_set1_epi32(x[v * rows + m]));
+        for (int m = 0; m < rows; m++) total[m] = ADD_BLOCK(total[m], sum[m], scale[b], x[9 * rows + m]);
+    }
+    for (int m = 0; m < rows; m++) _mm512_storeu_ps(totals + m * MX_ROWS, total[m]);
+}
+
+MX_INLINE VNNI void multiply_wide(const mx_job *job, int64_t group, float *totals, const int bits) {
+    const mx_layer *l = job->layer;
+    const int64_t blocks = l->k / MX_BLOCK;
+    const int half_bytes = 32 * bits;
+    const tables t = load_tables(l);
+    const uint8_t *codes = mx_group_codes(l, group), *scales = mx_group_scales(l, group);
+    __m512i w[8 * PANEL];
+    __m512 scale[PANEL];
+    __builtin_memset(totals, 0, (size_t)job->m * MX_ROWS * sizeof(float));
+    for (int64_t b0 = 0; b0 < blocks; b0 += PANEL) {
+        const int64_t count = blocks - b0 < PANEL ? blocks - b0 : PANEL;
+        for (int64_t b = 0; b < count; b++) {
+            decode_bytes(codes + (b0 + b) * 2 * half_bytes, &t, w + 8 * b, bits);
+            decode_bytes(codes + (b0 + b) * 2 * half_bytes + half_bytes, &t, w + 8 * b + 4, bits);
+            scale[b] = mx_load_scales(scales + (b0 + b) * MX_ROWS);
+        }
+        for (int64_t m0 = 0; m0 < job->m; m0 += 8) {
+            const int64_t rows = job->m - m0 < 8 ? job->m - m0 : 8;
+            const int32_t *x = (const int32_t *)job->x + (m0 * blocks + b0 * rows) * WORDS;
+#define PANEL_ROWS(R) case R: panel_rows(w, scale, x, totals + m0 * MX_ROWS, count, R); break;
+            switch (rows) {
+                PANEL_ROWS(1) PANEL_ROWS(2) PANEL_ROWS(3) PANEL_ROWS(4) PANEL_ROWS(5) PANEL_ROWS(6) PANEL_ROWS(7) PANEL_ROWS(8)
+            }
+        }
+    }
+    for (int64_t m = 0; m < job->m; m++) store_integer_row(job, m, group, _mm512_loadu_ps(totals + m * MX_ROWS));
+}
+
+#define SIDE_BY_SIDE(R) case R: multiply(job, group, 0, 2, R, bits); break;
+#define ROWS(R) case R: multiply(job, group, m0, 1, R, bits); break;
+
+MX_INLINE VNNI void run(const mx_job *job, int64_t group, int64_t last, const int bits) {
+    float *totals = job->m > WIDE ? malloc((size_t)job->m * MX_ROWS * sizeof(float)) : NULL;
+    for (int step = 1; group < last; group += step) {
+        step = job->m == 1 && group + 4 <= last ? 4 : job->m <= 4 && group + 2 <= last ? 2 : 1;
+        if (totals) {
+            multiply_wide(job, group, totals, bits);
+        } else if (step == 4) {
+            multiply(job, group, 0, 4, 1, bits);
+        } else if (step == 2) {
+            switch (job->m) { SIDE_BY_SIDE(1) SIDE_BY_SIDE(2) SIDE_BY_SIDE(3) SIDE_BY_SIDE(4) }
+        } else {
+            for (int64_t m0 = 0; m0 < job->m; m0 += 8)
+                switch (job->m - m0 < 8 ? job->m - m0 : 8) {
+                    ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8)
+                }
+        }
+    }
+    free(totals);
+}
+
+static VNNI __attribute__((noinline)) void run4(const mx_job *job, int64_t first, int64_t last) { run(job, first, last, 4); }
+static VNNI __attribute__((noinline)) void run6(const mx_job *job, int64_t first, int64_t last) { run(job, first, last, 6); }
+static VNNI __attribute__((noinline)) void run8(const mx_job *job, int64_t first, int64_t last) { run(job, first, last, 8); }
+
+void mx_run_avx512_vnni(const mx_job *job, int64_t first, int64_t last) {
+    (job->layer->bits == 4 ? run4 : job->layer->bits == 6 ? run6 : run8)(job, first, last);
+}
+#endif
