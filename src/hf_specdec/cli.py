@@ -201,6 +201,9 @@ def compress(
         list[str] | None, typer.Option("--skip", help="Leave these modules dense: a name, its last part, or a pattern. Repeatable.")
     ] = None,
     lm_head: Annotated[str | None, typer.Option("--lm-head", help="A format for the output head; dense without it.")] = None,
+    activations: Annotated[
+        str | None, typer.Option("--activations", help='"mxint8": inputs of the layers are rounded to it; passes over several tokens get faster.')
+    ] = None,
     dtype: DType = "auto",
     out: Annotated[Path | None, typer.Option("--out", help="A new folder for model and tokenizer.")] = None,
     report: Annotated[bool, typer.Option("--report", help="Measure perplexity, KL and agreement with the original.")] = False,
@@ -211,7 +214,7 @@ def compress(
     """Store a model's weights in an MX format: 4 to 8 bits each, read without unpacking them first."""
     from .commands.compress import compress as run
 
-    run(target, format, scale_rule, skip or [], lm_head, dtype, out, report, text, every_layer, json_file)
+    run(target, format, scale_rule, skip or [], lm_head, activations, dtype, out, report, text, every_layer, json_file)
 
 
 @app.command()

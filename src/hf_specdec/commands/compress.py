@@ -21,6 +21,7 @@ def compress(
     scale_rule: str,
     skip: list[str],
     lm_head: str | None,
+    activations: str | None,
     dtype: str,
     out: Path | None,
     report: bool,
@@ -35,7 +36,7 @@ def compress(
     from ..bench.prompts import read_text
     from ..bench.report import save_json
 
-    config = mx.MXConfig(format, scale_rule, skip, lm_head)
+    config = mx.MXConfig(format, scale_rule, skip, lm_head, activations=activations)
     words = None if text is None else read_text(text, "--text")
     if words is not None and not words.strip():
         raise ValueError(f"--text {text}: there is no text in it; name another file.")
@@ -44,7 +45,7 @@ def compress(
         raise ValueError(f"--text {text}: at least 2 tokens are needed, so that one can be predicted; name another file.")
     before = _bytes(model)
     original = _second(model) if report else None
-    mx.compress(model, format, skip, scale_rule, lm_head)
+    mx.compress(model, format, skip, scale_rule, lm_head, activations=activations)
     after = _bytes(model)
     console = Console(highlight=False)
     _print_layers(console, model.mx_report, every_layer, (before, after))

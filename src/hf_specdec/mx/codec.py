@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from .formats import BLOCK, DEFAULT_RULE, SCALE_BIAS, SCALE_NAN, Format, check_rule
+from .formats import BLOCK, DEFAULT_RULE, FORMATS, SCALE_BIAS, SCALE_NAN, Format, check_rule
 
 _MANTISSA = 23  # float32
 _NORMAL = 2.0**-126
@@ -40,6 +40,12 @@ def decode(codes: torch.Tensor, scales: torch.Tensor, fmt: Format, dtype=torch.f
     """
     values = fmt.values.to(codes.device)[codes.int()].unflatten(-1, (-1, BLOCK))
     return (values * scale_values(scales).unsqueeze(-1)).flatten(-2).to(dtype)
+
+
+def round_to_integers(x: torch.Tensor) -> torch.Tensor:
+    """`x [..., K]`, floating point, in x's dtype, each block of 32 rounded to MXINT8 (scale rule "even"): what `activations="mxint8"` multiplies."""
+    codes, scales = encode(x, FORMATS["mxint8"])
+    return decode(codes, scales, FORMATS["mxint8"], x.dtype)
 
 
 def scale_values(scales: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from rich.progress import track
 from torch import nn
 
 from .attention import use_for_few
-from .formats import DEFAULT_FORMAT, DEFAULT_RULE, Format, check_rule, get_format
+from .formats import DEFAULT_FORMAT, DEFAULT_RULE, Format, check_activations, check_rule, get_format
 from .linear import MXLinear
 from .plan import Choice, check_skip, check_some, plan, recorded
 from .quantizer import MXConfig, attach
@@ -25,21 +25,24 @@ def compress(
     scale_rule: str = DEFAULT_RULE,
     lm_head: str | Format | None = None,
     measure: bool = True,
+    activations: str | None = None,
 ) -> nn.Module:
     """Compress a model's `nn.Linear` weights in place and return the model; `model.mx_report` says what was done.
 
     Layer after layer: beside the model, only one layer is held twice. Layers named in `skip` stay dense, and so do those
     whose input size is no multiple of 32, experts and other modules that are no `nn.Linear`, and the output head, unless
     `lm_head` gives it a format (a tied head is untied by that). `format="bf16"` is no compression: bfloat16 weights in the
-    kernels' tiles. `measure=False` leaves out the error of each layer. On a CPU, attention of "sdpa" becomes `hf_specdec_few`: the
+    kernels' tiles. `measure=False` leaves out the error of each layer. `activations="mxint8"` has the layers' inputs rounded to MXINT8
+    (a head's, too, but for formats that do not go with it, "bf16" say): passes over several tokens get faster, at the price of a further error. On a CPU, attention of "sdpa" becomes `hf_specdec_few`: the
     same numbers but for rounding, by the kernels where a pass has few tokens (`model.set_attn_implementation("sdpa")` undoes it).
 
-    Raises ValueError, before anything is changed, for an unknown format or rule, a model that another method or an earlier
+    Raises ValueError, before anything is changed, for an unknown format or rule, activations that do not go with the format, a model that another method or an earlier
     call has quantised, weights that are not finite (it names the layer), and a model in which nothing can be compressed.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a model, got {type(model).__name__}; load one with from_pretrained.")
     check_rule(scale_rule)
+    check_activations(activations, format)
     skip = check_skip(skip)
     choices = plan(model, format, skip, lm_head)
     _check(model, choices)
@@ -48,12 +51,12 @@ def compress(
     report = CompressionReport()
     console = Console(stderr=True)
     for _ in track(range(len(choices)), "Compressing", console=console, transient=True, disable=not console.is_terminal):
-        report.layers.append(compress_layer(model, choices.pop(0), scale_rule, measure))  # nothing else holds the dense one
+        report.layers.append(compress_layer(model, choices.pop(0), scale_rule, measure, activations))  # nothing else holds the dense one
     untie(model)
     use_for_few(model)
     model.mx_report = report
     if hasattr(model, "config") and hasattr(model, "save_pretrained"):
-        attach(model, MXConfig(get_format(format).name, scale_rule, kept, lm_head and get_format(lm_head).name))
+        attach(model, MXConfig(get_format(format).name, scale_rule, kept, lm_head and get_format(lm_head).name, activations=activations))
     return model
 
 

@@ -52,6 +52,11 @@ class Format:
         return self.bits >= 16
 
     @property
+    def fits_int8(self) -> bool:
+        """Whether the values of a block are integers of 8 bits times a power of two: then products with MXINT8 activations are integer ones."""
+        return not self.is_dense and self.max <= 127 * self.step
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of a dense format's numbers."""
         return torch.bfloat16 if self.bits == 16 else torch.float32
@@ -106,6 +111,7 @@ DENSE = {
 DEFAULT_FORMAT = "mxfp6_e2m3"
 SCALE_RULES = ("floor", "even", "ceil", "mse")
 DEFAULT_RULE = "even"
+ACTIVATIONS = "mxint8"  # what activations can be rounded to
 
 
 def get_format(name: str | Format) -> Format:
@@ -116,6 +122,17 @@ def get_format(name: str | Format) -> Format:
     if not isinstance(name, str) or name not in known:
         raise ValueError(f"format={name!r} is not an MX format. Take one of: {', '.join(known)}.")
     return known[name]
+
+
+def check_activations(name: str | None, format: str | Format) -> str | None:
+    """`name` itself. Raises ValueError for anything but None and "mxint8", and for a format that does not go with it."""
+    if name not in (None, ACTIVATIONS):
+        raise ValueError(f"activations={name!r} must be None (as they are) or {ACTIVATIONS!r}.")
+    fmt = get_format(format)
+    if name and not fmt.fits_int8:
+        fitting = ", ".join(each.name for each in FORMATS.values() if each.fits_int8)
+        raise ValueError(f"activations={name!r} goes with weights that are small integers times a scale, which {fmt.name} ones are not: take one of: {fitting}.")
+    return name
 
 
 def check_rule(rule: str) -> str:

@@ -8,7 +8,8 @@ from threading import Lock
 import torch
 from torch import nn
 
-from .formats import BLOCK, DEFAULT_FORMAT, DEFAULT_RULE, SCALE_NAN, Format, get_format
+from .codec import round_to_integers
+from .formats import BLOCK, DEFAULT_FORMAT, DEFAULT_RULE, SCALE_NAN, Format, check_activations, get_format
 from .kernels import cpu, gpu
 from .ops import PLANES, STORED, TILES, multiply_dense, mx_tiles, product
 from .packed import PackedMatrix, quantize
@@ -22,12 +23,14 @@ class MXLinear(nn.Linear):
     `weight` is uint8 `[out_features, in_features * bits / 8]` and `weight_scale` uint8 `[out_features, in_features / 32]`.
     They are saved in the stored order (least significant bit first). In use they lie as the kernels read them (`layout`): on a
     CPU in tiles, in the same memory; on a GPU in planes, and `weight` is empty then. A row of x gives the same bits at every number of rows
-    (in portable C up to 64, without `alike`).
+    (in portable C up to 64, without `alike`). With `activations="mxint8"` each block of 32 inputs of x is rounded to MXINT8 first, so that
+    the products are integer ones: about 1.5 times as many rows in the same time on AVX-512, for formats that are small integers (E2M3, E2M1, INT8).
     """
 
     alike = False
+    _activations: str | None = None
 
-    def __init__(self, in_features, out_features, bias=True, format=DEFAULT_FORMAT, device=None, dtype=None):
+    def __init__(self, in_features, out_features, bias=True, format=DEFAULT_FORMAT, device=None, dtype=None, activations=None):
         nn.Module.__init__(self)
         self.format: Format = get_format(format)
         if in_features % BLOCK:
@@ -39,6 +42,17 @@ class MXLinear(nn.Linear):
         self.bias = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None
         self.layout = STORED
         self._forget()
+        self.activations = activations
+
+    @property
+    def activations(self) -> str | None:
+        """None: x is multiplied as it is; "mxint8": rounded. Setting it raises ValueError for other names, and where the format does not go with it."""
+        return self._activations
+
+    @activations.setter
+    def activations(self, name: str | None) -> None:
+        self._activations = check_activations(name, self.format)
+        self._known = self._place = None
 
     @staticmethod
     def _bytes(tensor: torch.Tensor) -> nn.Parameter:
@@ -50,15 +64,15 @@ class MXLinear(nn.Linear):
         return (self.out_features, self.in_features * self.format.bits // 8), (self.out_features, columns)
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, format=DEFAULT_FORMAT, scale_rule: str = DEFAULT_RULE) -> MXLinear:
+    def from_linear(cls, linear: nn.Linear, format=DEFAULT_FORMAT, scale_rule: str = DEFAULT_RULE, activations=None) -> MXLinear:
         """The layer, compressed. It keeps the bias as it is; `linear` is left alone. Raises what `quantize` raises."""
         weight = linear.weight.detach()
-        return cls.from_packed(quantize(weight.clone() if get_format(format).is_dense else weight, format, scale_rule), linear)
+        return cls.from_packed(quantize(weight.clone() if get_format(format).is_dense else weight, format, scale_rule), linear, activations)
 
     @classmethod
-    def from_packed(cls, packed: PackedMatrix, linear: nn.Linear) -> MXLinear:
+    def from_packed(cls, packed: PackedMatrix, linear: nn.Linear, activations=None) -> MXLinear:
         """A layer with these weights, and the bias and mode of `linear`. The matrix's memory becomes the layer's."""
-        layer = cls(linear.in_features, linear.out_features, bias=False, format=packed.format, device="meta")
+        layer = cls(linear.in_features, linear.out_features, bias=False, format=packed.format, device="meta", activations=activations)
         layer.bias = linear.bias
         layer.set_packed(packed)
         return layer.train(linear.training)
@@ -141,7 +155,9 @@ class MXLinear(nn.Linear):
         if kernel is not None:
             return kernel(x, self.alike)
         self.prepare()
-        return product(x, self) if self.layout == PLANES else multiply_dense(x, self._dense(x.dtype), self.bias)
+        if self.layout == PLANES:
+            return product(x, self)
+        return multiply_dense(round_to_integers(x) if self.activations else x, self._dense(x.dtype), self.bias)
 
     def _check_input(self, x: torch.Tensor) -> None:
         if x.dtype not in cpu.DTYPES:
@@ -161,7 +177,7 @@ class MXLinear(nn.Linear):
             self._to_tiles()
             kernel = cpu.Kernel(
                 self.format.name, self.format.bits, self.out_features, self.in_features,
-                self.weight, self.weight_scale, self._tail, bias,
+                self.weight, self.weight_scale, self._tail, bias, self.activations is not None,
             )  # fmt: skip
         copied = None if bias is None or bias.dtype == torch.float32 else bias.detach().clone()  # `.data` changes it without a trace
         self._known, self._place = (key, kernel, copied), None if kernel is None else (kernel.bytes[None], 0)
@@ -281,4 +297,5 @@ class MXLinear(nn.Linear):
         self.prepare()
 
     def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, format={self.format.name}"
+        rounded = f", activations={self.activations}" if self.activations else ""
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, format={self.format.name}{rounded}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+from .codec import round_to_integers
 from .formats import get_format
 from .kernels import cpu, gpu
 from .packed import PackedMatrix
@@ -13,11 +14,12 @@ STORED, TILES, PLANES = "stored", "tiles16", "planes"  # the order of a layer's 
 
 
 def product(x: torch.Tensor, layer) -> torch.Tensor:
-    """`layer(x)` for an `MXLinear`, differentiable in x and the bias (the weights are constants)."""
+    """`layer(x)` for an `MXLinear`, differentiable in x and the bias (the weights are constants, and rounding x counts as the identity)."""
+    integers = layer.activations is not None
     if layer.layout == PLANES:
-        return mx_planes(x, *layer._planes, layer.bias, layer.format.name, layer.out_features)
+        return mx_planes(x, *layer._planes, layer.bias, layer.format.name, layer.out_features, integers)
     tail = layer._tail or (None, None)
-    return mx_linear(x, layer.weight, layer.weight_scale, *tail, layer.bias, layer.format.name, layer.out_features, layer.layout)
+    return mx_linear(x, layer.weight, layer.weight_scale, *tail, layer.bias, layer.format.name, layer.out_features, layer.layout, integers)
 
 
 @torch.library.custom_op("hf_specdec::mx_linear", mutates_args=())
@@ -31,10 +33,12 @@ def mx_linear(
     format: str,
     out_features: int,
     layout: str,
+    integers: bool,
 ) -> torch.Tensor:
-    """`[..., out_features]` from `x [..., in_features]`; bytes as `MXLinear` holds them."""
+    """`[..., out_features]` from `x [..., in_features]`; bytes as `MXLinear` holds them. integers: x is rounded to MXINT8."""
     if layout == TILES:
-        return _tiled(weight, weight_scale, tail, tail_scale, bias, format, out_features, x.shape[-1])(x)
+        return _tiled(weight, weight_scale, tail, tail_scale, bias, format, out_features, x.shape[-1], integers)(x)
+    x = round_to_integers(x) if integers else x
     return multiply_dense(x, PackedMatrix(weight, weight_scale, get_format(format)).dequantize(x.dtype), bias)
 
 
@@ -43,13 +47,13 @@ def multiply_dense(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
 
 
-def _tiled(weight, weight_scale, tail, tail_scale, bias, format, out_features, in_features) -> cpu.Kernel:
+def _tiled(weight, weight_scale, tail, tail_scale, bias, format, out_features, in_features, integers=False) -> cpu.Kernel:
     pair = None if tail is None else (tail, tail_scale)
-    return cpu.Kernel(format, get_format(format).bits, out_features, in_features, weight, weight_scale, pair, bias)
+    return cpu.Kernel(format, get_format(format).bits, out_features, in_features, weight, weight_scale, pair, bias, integers)
 
 
 @mx_linear.register_fake
-def _(x, weight, weight_scale, tail, tail_scale, bias, format, out_features, layout):
+def _(x, weight, weight_scale, tail, tail_scale, bias, format, out_features, layout, integers):
     return x.new_empty((*x.shape[:-1], out_features))
 
 
@@ -107,7 +111,7 @@ def _(gradient, weight, weight_scale, tail, tail_scale, format, in_features, lay
 
 
 def _setup(ctx, inputs, output):
-    x, weight, weight_scale, tail, tail_scale, bias, ctx.format, _, ctx.layout = inputs
+    x, weight, weight_scale, tail, tail_scale, bias, ctx.format, _, ctx.layout, _ = inputs
     ctx.in_features, ctx.bias_dtype = x.shape[-1], None if bias is None else bias.dtype
     ctx.save_for_backward(weight, weight_scale, tail, tail_scale)
 
@@ -118,7 +122,7 @@ def _backward(ctx, gradient):
         of_x = mx_input_gradient(gradient, *ctx.saved_tensors, ctx.format, ctx.in_features, ctx.layout)
     if ctx.bias_dtype is not None and ctx.needs_input_grad[5]:
         of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0).to(ctx.bias_dtype)
-    return of_x, None, None, None, None, of_bias, None, None, None
+    return of_x, None, None, None, None, of_bias, None, None, None, None
 
 
 mx_linear.register_autograd(_backward, setup_context=_setup)
@@ -134,8 +138,10 @@ def mx_planes(
     bias: torch.Tensor | None,
     format: str,
     out_features: int,
+    integers: bool,
 ) -> torch.Tensor:
     """`mx_linear` for weights in planes, on a GPU."""
+    x = round_to_integers(x) if integers else x
     return gpu.multiply(x, _planes(nibbles, twos, scales, k), format, bias)
 
 
@@ -146,12 +152,12 @@ def _planes(nibbles, twos, scales, k):
 
 
 @mx_planes.register_fake
-def _(x, nibbles, twos, scales, k, bias, format, out_features):
+def _(x, nibbles, twos, scales, k, bias, format, out_features, integers):
     return x.new_empty((*x.shape[:-1], out_features))
 
 
 def _setup_planes(ctx, inputs, output):
-    _, nibbles, twos, scales, ctx.k, bias, ctx.format, _ = inputs
+    _, nibbles, twos, scales, ctx.k, bias, ctx.format, _, _ = inputs
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.save_for_backward(nibbles, twos, scales)
 
@@ -163,7 +169,7 @@ def _backward_planes(ctx, gradient):
         of_x = gradient @ packed.dequantize(gradient.dtype)
     if ctx.bias_dtype is not None and ctx.needs_input_grad[5]:
         of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0).to(ctx.bias_dtype)
-    return of_x, None, None, None, None, of_bias, None, None
+    return of_x, None, None, None, None, of_bias, None, None, None
 
 
 mx_planes.register_autograd(_backward_planes, setup_context=_setup_planes)

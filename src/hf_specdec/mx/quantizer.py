@@ -12,7 +12,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .attention import use_for_few
-from .formats import DEFAULT_FORMAT, DEFAULT_RULE, check_rule, get_format
+from .formats import DEFAULT_FORMAT, DEFAULT_RULE, check_activations, check_rule, get_format
 from .interface import take_loading_options
 from .linear import MXLinear
 from .packed import PackedMatrix, quantize
@@ -41,12 +41,13 @@ class MXConfig(QuantizationConfigMixin):
         skip: Iterable[str] = (),
         lm_head: str | None = None,
         dequantize: bool = False,
+        activations: str | None = None,
         version: int = VERSION,
         **unknown,
     ):
         unknown.pop("quant_method", None)
         if unknown:
-            known = "format, scale_rule, skip, lm_head, dequantize"
+            known = "format, scale_rule, skip, lm_head, dequantize, activations"
             raise ValueError(f"MXConfig has no option {', '.join(map(repr, unknown))}. It has: {known}.")
         if not isinstance(version, int) or version < 1:
             raise ValueError(f"version={version!r} is no version of MX checkpoints; this package writes {VERSION}.")
@@ -60,10 +61,12 @@ class MXConfig(QuantizationConfigMixin):
         self.skip = list(check_skip(skip))
         self.lm_head = None if lm_head is None else get_format(lm_head).name
         self.dequantize = bool(dequantize)
+        self.activations = check_activations(activations, format)
         self.version = version
 
     def to_dict(self) -> dict:
-        return {name: value for name, value in self.__dict__.items() if name != "dequantize"}
+        kept = {name: value for name, value in self.__dict__.items() if name != "dequantize"}
+        return kept if self.activations else {name: value for name, value in kept.items() if name != "activations"}
 
     def get_loading_attributes(self) -> dict:
         return {"dequantize": self.dequantize}
@@ -112,8 +115,9 @@ class MXQuantizer(HfQuantizer):
                 continue
             linear = choice.module
             layer = MXLinear(
-                linear.in_features, linear.out_features, linear.bias is not None, choice.format, "meta", linear.weight.dtype
-            )
+                linear.in_features, linear.out_features, linear.bias is not None, choice.format, "meta", linear.weight.dtype,
+                config.activations if choice.format.fits_int8 else None,
+            )  # fmt: skip
             if self.pre_quantized:
                 layer._is_hf_initialized = True  # nothing is made up for what a checkpoint lacks: _check_loaded says so
             else:
@@ -134,7 +138,9 @@ class MXQuantizer(HfQuantizer):
                 module.prepare()
         if self.tied_head is not None:
             head, self.tied_head = self.tied_head, None
-            self.reports[head.name] = compress_layer(model, head, self.quantization_config.scale_rule, True)
+            self.reports[head.name] = compress_layer(
+                model, head, self.quantization_config.scale_rule, True, self.quantization_config.activations
+            )
             untie(model)
         if self.quantization_config.dequantize:
             return dequantize(model)

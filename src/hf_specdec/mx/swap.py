@@ -19,8 +19,8 @@ FLOAT64 = "{}: MX layers multiply float32, bfloat16 and float16; use float32, dt
 _HOOKS = [key for key in vars(nn.Module()) if key.startswith(("_forward_", "_backward_")) or key == "_is_full_backward_hook"]
 
 
-def compress_layer(model: nn.Module, choice: Choice, scale_rule: str, measure: bool) -> LayerReport:
-    """Swap one layer, if it has a format, and say what that did."""
+def compress_layer(model: nn.Module, choice: Choice, scale_rule: str, measure: bool, activations: str | None = None) -> LayerReport:
+    """Swap one layer, if it has a format, and say what that did. activations: of layers whose format goes with them."""
     if choice.format is None:
         return dense_report(choice.name, choice.module, choice.reason)
     linear, note = choice.module, ""
@@ -30,7 +30,7 @@ def compress_layer(model: nn.Module, choice: Choice, scale_rule: str, measure: b
     weight = linear.weight.clone() if choice.format.is_dense else linear.weight  # the layer puts its memory into another order: it must be its own
     packed = quantize(weight, choice.format, scale_rule)
     error = weight_error(linear.weight.detach(), packed) if measure else (None, None)
-    replace(model, choice.name, MXLinear.from_packed(packed, linear))
+    replace(model, choice.name, MXLinear.from_packed(packed, linear, activations if choice.format.fits_int8 else None))
     return LayerReport(choice.name, tuple(linear.weight.shape), choice.format.name, before, packed.nbytes, *error, note)
 
 

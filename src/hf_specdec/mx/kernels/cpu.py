@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from ..codec import round_to_integers
 from ..formats import BLOCK, DENSE, FORMATS, SCALE_RULES, Format
 from .build import BuildError, build, packaged_library
 
@@ -38,7 +39,6 @@ class Layer(ctypes.Structure):
         ("format", ctypes.c_int32),
         ("bits", ctypes.c_int32),
         ("integers", ctypes.c_int32),
-        ("unused", ctypes.c_int32),
     ]
 
 
@@ -130,7 +130,8 @@ def set_kernel_path(name: str | None) -> None:
 
 
 def kernel_info() -> dict:
-    """What runs here, for people: the code path in use and why, those available, the library, and torch's threads."""
+    """What runs here, for people: the code path in use and why, those available, the library, whether layers with activations="mxint8" have
+    integer products (else x is rounded and multiplied as ever), and torch's threads."""
     lib = library()
     available = [name for i, name in enumerate(PATHS) if lib is not None and lib.mx_has_path(i)]
     if lib is None:
@@ -144,6 +145,7 @@ def kernel_info() -> dict:
         "available": available,
         "library": _state["library"],
         "reason": _state["reason"],
+        "integer_products": path == "avx512_bf16",
         "threads": torch.get_num_threads(),
     }
 
@@ -235,7 +237,7 @@ def together(function, *args, **kwargs):
 
 
 class Kernel:
-    """One layer's weights as the library wants them. Holds on to the tensors whose addresses it has taken."""
+    """One layer's weights as the library wants them. Holds on to the tensors whose addresses it has taken. integers: x is rounded to MXINT8."""
 
     def __init__(self, name: str, bits: int, n: int, k: int, codes, scales, tail, bias: torch.Tensor | None, integers: bool = False):
         self.bias = None if bias is None else bias.detach().float().contiguous()
@@ -246,7 +248,7 @@ class Kernel:
             _values(name).data_ptr(), n, k, _NUMBERS[name], bits, integers,
         )  # fmt: skip
         self.address = ctypes.addressof(self.layer)
-        self.n, self.k = n, k
+        self.n, self.k, self.integers = n, k, integers
         self.bytes = torch.frombuffer(self.layer, dtype=torch.uint8).clone()  # for `ops.mx_tiles`
 
     def __call__(self, x: torch.Tensor, alike: bool = False) -> torch.Tensor:
@@ -261,6 +263,7 @@ class Kernel:
     def _by_panels(self, x: torch.Tensor) -> torch.Tensor:
         """Many rows where the kernel is slower than torch: stretches of the weights in float32, and torch's own product."""
         flat = x.reshape(-1, self.k).float()
+        flat = round_to_integers(flat) if self.integers else flat
         out = flat.new_empty(flat.shape[0], self.n)
         for first in range(0, self.n, PANEL):
             last = min(first + PANEL, self.n)

@@ -29,11 +29,10 @@ typedef struct {
     const float *values;                     /* [256]: what each code is worth before its scale */
     int64_t n, k;
     int32_t format, bits;
-    int32_t integers; /* activations are rounded to MXINT8 first; for E2M3, E2M1 and INT8 */
-    int32_t unused;
+    int32_t integers; /* x is rounded to MXINT8 before the product: for E2M3, E2M1 and INT8 */
 } mx_layer;
 
-/* One stretch of row groups times m rows of x; x is packed bfloat16 (MX_AVX512_BF16) or float32 (the others): a row and a block of it begin
+/* One stretch of row groups times m rows of x; x is packed bfloat16 or packed integers (MX_AVX512_BF16) or float32 (the others): a row and a block of it begin
  * x_row and x_block numbers after the one before (on AVX512F k and 32). */
 typedef struct {
     const mx_layer *layer;
