@@ -162,12 +162,14 @@ def timed(arm) -> Run:
     return run
 
 
-def own_arms(dense, bits: list[int], k: int, longest: int, compiled: bool) -> dict[str, Run]:
+def own_arms(dense, bits: list[int], k: int, longest: int, compiled: bool, activations: str | None) -> dict[str, Run]:
     """Stock generate, plain and with lookup; ours on every format: plain (K = 0), lookup, n-gram recycling (a tree) and the shipped drafters, eager and,
-    where asked for, compiled."""
+    where asked for, compiled. activations: of formats that go with them."""
     arms = {BASE: generate_arm("", dense), "16 bit: stock bfloat16, lookup": generate_arm("", dense, prompt_lookup_num_tokens=k)}
     for width, name in [(width, OURS[width]) for width in bits]:
-        model = enable(mx.compress(copy.deepcopy(dense), name, measure=False, lm_head=name))
+        own = activations if mx.FORMATS.get(name) and mx.FORMATS[name].fits_int8 else None
+        model = enable(mx.compress(copy.deepcopy(dense), name, measure=False, lm_head=name, activations=own))
+        name = f"{name} x {own}" if own else name
         model.set_attn_implementation("hf_specdec_rows")
         drafts = {"plain": (Nothing(), k), "lookup": (PromptLookupDraft(), k), "recycling": (NGramRecyclingDraft(), k)}
         with suppress(ValueError):  # they are for SmolLM2 alone
@@ -267,6 +269,7 @@ def main(
     repetitions: int = 3,
     threads: int | None = None,
     compiled: Annotated[bool, typer.Option("--compiled/--eager", help="Ours compiled, too.")] = True,
+    activations: Annotated[str | None, typer.Option(help='"mxint8": ours rounds what 8-, 6- and 4-bit weights are multiplied by, as llama.cpp and OpenVINO do.')] = None,
     out: Path | None = None,
 ):
     """Measure every engine that is there."""
@@ -281,7 +284,7 @@ def main(
     options = {"target": str(embedded_folder()) if engines else target, "threads": torch.get_num_threads(), "ngram": NGRAM,
                "context": max(CONTEXT, longest + 64), "eos": dense.generation_config.eos_token_id}
     with engine_arms(engines, bits, ks, options) as (theirs, versions):
-        arms = own_arms(dense, bits, ks[""], longest, compiled) | theirs
+        arms = own_arms(dense, bits, ks[""], longest, compiled, activations) | theirs
         keep = (lambda found: out.write_text(json.dumps({"measured": found}) + "\n")) if out else (lambda _: None)
         result = reduce(found := measure(arms, prompts, max_new_tokens, repetitions, keep), groups)
     show(result, prompts)

@@ -1,16 +1,17 @@
 """MX kernels against torch's own products, one layer at a time, on a CPU: time, share of the read bandwidth, and the error.
 
-    python benchmarks/mx_cpu.py [--shapes 4096x4096 ...] [--rows 1 2 4 8 16 32] [--formats mxfp6_e2m3 ...] [--json FILE]
+    python benchmarks/mx_cpu.py [--shapes 4096x4096 ...] [--rows 1 2 4 8 16 32] [--formats mxfp6_e2m3 ...] [--activations mxint8] [--json FILE]
 
 In each repetition every contestant runs once, in turn, on weights that the caches cannot hold; medians are printed, so that
 ratios stand although the machine is shared. "torch" is its product in bfloat16 (for "fp32", float32 weights in
 tiles, in float32, as the activations are then). "read" is the time to read as many bytes as the MX layer has, on the same
-threads. "error" is the largest |y - y64| / sum |x||w| over all outputs, in float32, of the path that runs.
+threads. With --activations, "rounded" is the same layer with its inputs rounded, and c(M)/c(1) is given for it, too. "error" is the largest |y - y64| / sum |x||w| over all outputs, in float32, of the path that runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import random
 import statistics
@@ -49,6 +50,7 @@ def parse():
     parser.add_argument("--formats", nargs="+", default=("mxfp6_e2m3",))
     parser.add_argument("--repetitions", type=int, default=31)
     parser.add_argument("--no-int", action="store_true", help="leave out torch's int8 and int4 kernels")
+    parser.add_argument("--activations", help='"mxint8": measure the layers with rounded inputs, too, where the format goes with it')
     parser.add_argument("--json")
     return parser.parse_args()
 
@@ -60,11 +62,15 @@ def measure(n: int, k: int, name: str, options, peak: float) -> list[dict]:
     linear = torch.nn.Linear(k, n, bias=False, device="meta")
     linear.weight = torch.nn.Parameter(weight, requires_grad=False)
     layers = [MXLinear.from_linear(linear, name) for _ in range(copies)]
+    rounded = [copy.deepcopy(layer) for layer in layers] if options.activations and layers[0].format.fits_int8 else []
+    for layer in rounded:
+        layer.activations = options.activations
     size = layers[0].weight.numel() + layers[0].weight_scale.numel()
     probes = [torch.ones(size // 8, dtype=torch.int64) for _ in range(copies)]
     dense = [weight.clone() for _ in range(max(2, copies // 2))]
     contestants = {
         "ours": lambda x, i: layers[i % copies](x),
+        **({"rounded": lambda x, i: rounded[i % copies](x)} if rounded else {}),
         "torch": lambda x, i: torch.nn.functional.linear(x, dense[i % len(dense)]),
         "read": lambda x, i: read(probes[i % copies]),
     }
@@ -73,7 +79,7 @@ def measure(n: int, k: int, name: str, options, peak: float) -> list[dict]:
     error = check(layers[0], n, k)
     rows = []
     print(f"\n{name} {n} x {k}, {size / 2**20:.1f} MiB, error {error:.1e}\n rows " + "".join(f"{c:>8}" for c in contestants), end="")
-    print("  x torch  bandwidth      peak  c(M)/c(1)")
+    print("  x torch  bandwidth      peak  c(M)/c(1)" + ("  of rounded, its x torch" if rounded else ""))
     for m in options.rows:
         x = torch.randn(m, k).to(dtype)
         ms = interleaved(contestants, x, options.repetitions)
@@ -81,7 +87,8 @@ def measure(n: int, k: int, name: str, options, peak: float) -> list[dict]:
         share = f"{n * k * m / (ms['ours'] / 1e3) / peak:10.0%}" if peak else "         -"
         print(
             f"{m:5d} " + "".join(f"{value:8.3f}" for value in ms.values())
-            + f"{ms['torch'] / ms['ours']:9.2f}{ms['read'] / ms['ours']:11.0%}{share}{ms['ours'] / rows[0]['ms']['ours']:11.2f}",
+            + f"{ms['torch'] / ms['ours']:9.2f}{ms['read'] / ms['ours']:11.0%}{share}{ms['ours'] / rows[0]['ms']['ours']:11.2f}"
+            + (f"{ms['rounded'] / rows[0]['ms']['rounded']:12.2f}{ms['torch'] / ms['rounded']:13.2f}" if rounded else ""),
             flush=True,
         )  # fmt: skip
     return rows

@@ -33,6 +33,7 @@ ARMS = {
     "mxfp6": dict(),
     "mxfp6, head bf16": dict(lm_head="bf16"),
     "mxfp6, head mxint8": dict(lm_head="mxint8"),
+    "mxfp6 x mxint8, head mxint8": dict(lm_head="mxint8", activations="mxint8"),
     "mxfp4": dict(format="mxfp4_e2m1"),
     "bf16 tiles": dict(format="bf16", lm_head="bf16"),
 }

@@ -13,6 +13,7 @@ from rich.console import Console
 from hf_specdec import mx
 from hf_specdec.bench.embedded import EMBEDDED
 from hf_specdec.bench.terminal import counting
+from hf_specdec.mx.formats import ACTIVATIONS
 
 from . import quality
 from .inputs import check_counts, check_folder, check_map, contents
@@ -88,6 +89,7 @@ def parse(recipe: Recipe, argv: list[str] | None) -> argparse.Namespace:
     add("--repetitions", type=int, help="default: full 3, else 1")
     add("--layers", type=int, help="shape: a TRIAL with the first N layers of the target only")
     add("--phases", action="store_true", help="16-bit runs first, then compress in place: less memory, not interleaved")
+    add("--activations", choices=(ACTIVATIONS,), help="MXFP6 runs: what the weights are multiplied by is rounded to MXINT8, too")
     add("--device", help="default: the GPU if there is one")
     add("--device-map", help="full, on GPUs: passed to from_pretrained (default: all on --device)")
     add("--dtype", choices=("bfloat16", "float16", "float32"), help="default bfloat16; tiny: float32")
@@ -138,6 +140,7 @@ def _head(recipe: Recipe, options: argparse.Namespace, names: list[str]) -> dict
         layers = recipe.configs[options.scale]()[0].num_hidden_layers
         label = f"TRIAL: the target with its first {options.layers} of {layers} layers, random weights: not its cost"
     label += f", acceptance SIMULATED at {options.acceptance:g}" if kind == "SIMULATED" else ""
+    label += f", MXFP6 with activations in {options.activations}" if options.activations else ""
     draft = LOOKUP if recipe.lookup else options.draft if full else recipe.draft or "115M drafter"
     target = options.target if full else f"{recipe.target} (shape)" if options.scale == "shape" else "tiny"
     settings = {
@@ -145,6 +148,7 @@ def _head(recipe: Recipe, options: argparse.Namespace, names: list[str]) -> dict
         "acceptance": options.acceptance, "new_tokens": options.new_tokens, "prompts": names, "repetitions": options.repetitions,
         "layers": options.layers, "phases": options.phases, "dtype": str(options.dtype).removeprefix("torch."),
     } | ({"humaneval": str(options.humaneval)} if options.humaneval else {})  # fmt: skip
+    settings |= {"activations": options.activations} if options.activations else {}
     settings |= contents(target=options.target, draft=options.draft, humaneval=options.humaneval) if full else {}
     title = recipe.title + ("" if options.target in (recipe.target, EMBEDDED) else f" ({options.target})")
     return {"title": title, "label": label, "acceptance": {"kind": kind, "rate": options.acceptance}, "settings": settings,

@@ -55,13 +55,13 @@ def make_pair(recipe: Recipe, options, names: list[str]) -> Pair:
     return Pair(target, draft(target) if callable(draft) else draft and random_model(draft, options.dtype, options.device), prompts)
 
 
-def compressed(model, in_place: bool):
-    """The model with MXFP6 weights; unless in place, a copy that shares with it all that is not compressed."""
+def compressed(model, in_place: bool, activations: str | None = None):
+    """The model with MXFP6 weights; unless in place, a copy that shares with it all that is not compressed. activations: as `mx.compress` has it."""
     from hf_specdec import mx
 
     if not in_place:
         model = copy.deepcopy(model, {id(p): p for p in model.parameters()})
-    return mx.compress(model, measure=False)
+    return mx.compress(model, measure=False, activations=activations)
 
 
 def weight_bytes(model) -> int:

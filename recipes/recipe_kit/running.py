@@ -66,7 +66,7 @@ class Runner:
     def _stage(self, stage: tuple[str, ...], pair: Pair) -> None:
         targets = {BASELINE: pair.target} if BASELINE in stage else {}
         if MX in stage:
-            targets[MX] = compressed(pair.target, in_place=BASELINE not in stage)
+            targets[MX] = compressed(pair.target, BASELINE not in stage, self.options.activations)
         for target in targets.values():
             hf_specdec.enable(target)
         for arm in stage:  # warm up: kernels are built and pages touched before anything is timed

@@ -54,7 +54,9 @@ class Format:
     @property
     def fits_int8(self) -> bool:
         """Whether the values of a block are integers of 8 bits times a power of two: then products with MXINT8 activations are integer ones."""
-        return not self.is_dense and self.max <= 127 * self.step
+        exponent, mantissa = divmod(self.max_code, 2**self.mantissa_bits)
+        largest = self.max_code if self.is_integer else (mantissa + 2**self.mantissa_bits) * 2 ** (exponent - 1)  # in units of the smallest
+        return largest <= 127
 
     @property
     def dtype(self) -> torch.dtype:

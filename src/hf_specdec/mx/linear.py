@@ -23,8 +23,7 @@ class MXLinear(nn.Linear):
     `weight` is uint8 `[out_features, in_features * bits / 8]` and `weight_scale` uint8 `[out_features, in_features / 32]`.
     They are saved in the stored order (least significant bit first). In use they lie as the kernels read them (`layout`): on a
     CPU in tiles, in the same memory; on a GPU in planes, and `weight` is empty then. A row of x gives the same bits at every number of rows
-    (in portable C up to 64, without `alike`). With `activations="mxint8"` each block of 32 inputs of x is rounded to MXINT8 first, so that
-    the products are integer ones: about 1.5 times as many rows in the same time on AVX-512, for formats that are small integers (E2M3, E2M1, INT8).
+    (in portable C up to 64, without `alike`). activations "mxint8": each block of 32 inputs of x is rounded to MXINT8 before an integer product.
     """
 
     alike = False

@@ -33,7 +33,7 @@ def mx_linear(
     format: str,
     out_features: int,
     layout: str,
-    integers: bool,
+    integers: bool = False,
 ) -> torch.Tensor:
     """`[..., out_features]` from `x [..., in_features]`; bytes as `MXLinear` holds them. integers: x is rounded to MXINT8."""
     if layout == TILES:
@@ -53,7 +53,7 @@ def _tiled(weight, weight_scale, tail, tail_scale, bias, format, out_features, i
 
 
 @mx_linear.register_fake
-def _(x, weight, weight_scale, tail, tail_scale, bias, format, out_features, layout, integers):
+def _(x, weight, weight_scale, tail, tail_scale, bias, format, out_features, layout, integers=False):
     return x.new_empty((*x.shape[:-1], out_features))
 
 
@@ -138,7 +138,7 @@ def mx_planes(
     bias: torch.Tensor | None,
     format: str,
     out_features: int,
-    integers: bool,
+    integers: bool = False,
 ) -> torch.Tensor:
     """`mx_linear` for weights in planes, on a GPU."""
     x = round_to_integers(x) if integers else x
@@ -152,7 +152,7 @@ def _planes(nibbles, twos, scales, k):
 
 
 @mx_planes.register_fake
-def _(x, nibbles, twos, scales, k, bias, format, out_features, integers):
+def _(x, nibbles, twos, scales, k, bias, format, out_features, integers=False):
     return x.new_empty((*x.shape[:-1], out_features))
 
 
