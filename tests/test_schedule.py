@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hf_specdec.drafts import PromptLookupDraft
-from hf_specdec.schedule import AutoSchedule, Rates, RoundCost, progress
+from hf_specdec.schedule import AutoSchedule, Budget, Rates, RoundCost, progress
 
 NEW = 48
 # seconds of a round that drafts k tokens for n rows, and of the first one, which reads the prompts: measured on two CPUs' worth of kinds
@@ -99,7 +99,7 @@ def test_what_one_kind_of_match_comes_to_is_held_against_the_others():
 def test_looking_again_takes_two_percent_of_the_time_at_most_but_goes_on(rows):
     schedule, spent, looks, slope = AutoSchedule(10, 0.0, prior=lambda strength: (0.0, 0.0)), 0.0, 0, 0.05 * rows
     for step in range(400):
-        k = max(schedule.next_k([1] * rows, [500] * rows))
+        k = max(schedule.next_k([1] * rows, [500 - step] * rows))
         looks += k > 0
         spent += slope * k
         schedule.observe([k] * rows, [0] * rows, 1 + slope * k if step else None)
@@ -131,3 +131,34 @@ def test_rows_of_a_batch_make_a_pass_wide_sooner():
     for k in (1, 2, 1, 2, 1, 2):
         cost.update(k, {1: 1.0, 2: 2.0}[k])
     assert cost(1) < 1.2 and cost(2) > 1.8
+
+
+def test_a_call_may_fall_behind_by_a_share_of_what_it_has_room_for_and_spend_what_it_is_ahead():
+    assert Budget().left([48, 48]) == pytest.approx(0.96) and Budget().left([10]) == pytest.approx(0.2)
+    budget = Budget()
+    budget.left([200, 200])
+    budget.spent = 1.5
+    assert budget.left([200, 196]) == pytest.approx(0.96 + 1 - 1.5)  # the slowest row has got one token
+    assert budget.left([150, 150]) == pytest.approx(0.02 * 51 + 51 - 1.5)
+
+
+@pytest.mark.parametrize("rows", [2, 4, 8, 16])
+def test_trials_that_fail_and_are_dear_are_soon_no_longer_made(rows):
+    schedule, lost = AutoSchedule(16, 0.0, prior=lambda strength: (0.9, 0.9)), 0.0
+    for step in range(48):
+        k = max(schedule.next_k([4] * rows, [48 - step] * rows))
+        slope = min(0.12 * rows, 0.9)
+        lost += slope * k
+        schedule.observe([k] * rows, [0] * rows, 1 + slope * k if step else None)
+    assert lost < 0.06 * 48
+
+
+def test_without_a_clock_times_change_nothing():
+    def asked(second: float) -> list[list[int]]:
+        schedule, made = AutoSchedule(16, 0.0, timed=False, prior=PromptLookupDraft().prior), []
+        for step in range(24):
+            made.append(schedule.next_k([4, 6, 2, 10], [48 - step] * 4))
+            schedule.observe(made[-1], [0] * 4, second * (step + 1))
+        return made
+
+    assert asked(1.0) == asked(0.01)

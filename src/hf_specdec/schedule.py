@@ -87,7 +87,7 @@ class RoundCost:
     timed, T(0) = a; until two values of k have been timed, s comes from `prior_ratio`; until rounds of one kind have been, the other's
     line holds for both.
 
-    rows: of the batch.
+    rows: of the batch. worst_ratio: the prior of who has to reckon with the worst.
     """
 
     NARROW = 8
@@ -95,7 +95,7 @@ class RoundCost:
     TRUST = 0.5                     # of the other line, in rounds
 
     def __init__(self, prior_ratio: float, timed: bool = True, rows: int = 1):
-        self.prior_ratio, self.timed, self.rows = prior_ratio, timed, rows
+        self.prior_ratio, self.worst_ratio, self.timed, self.rows = prior_ratio, prior_ratio, timed, rows
         self.plain = None
         self.sums = [[0.0] * 5 for _ in range(2)]  # narrow and wide: n, k, k^2, t, k t
 
@@ -117,28 +117,35 @@ class RoundCost:
     def _wide(self, k: int) -> bool:
         return self.rows * (k + 1) > self.NARROW
 
-    def _line(self, sums: list[float]) -> tuple[float, float] | None:
+    def _line(self, sums: list[float], ratio: float) -> tuple[float, float] | None:
         n, k, kk, t, kt = sums
         if n == 0:
             return None
-        base = t / (n + self.prior_ratio * k)  # the best a if s = prior_ratio * a
-        prior = self.prior_ratio * base
+        base = t / (n + ratio * k)  # the best a if s = ratio * a
+        prior = ratio * base
         spread, strength = kk - k * k / n, 2.0
         slope = ((kt - k * t / n) + strength * prior) / (spread + strength)
         slope = min(max(slope, 0.0), t / k)
         return (t - slope * k) / n, slope
 
-    def __call__(self, k: int) -> float | None:
-        """Seconds of a round that drafts k tokens (1.0 per plain step where nothing has been timed); None: not known."""
+    def steps(self, k: int, worst: bool = False) -> float:
+        """Plain steps that a round takes which drafts k tokens. worst: by `worst_ratio`, as far as nothing else has been timed."""
+        ratio, plain = self.worst_ratio if worst and self.timed else self.prior_ratio, self(0)
+        return 1 + ratio * k if plain is None else self(k, ratio) / plain
+
+    def __call__(self, k: int, ratio: float | None = None) -> float | None:
+        """Seconds of a round that drafts k tokens (1.0 per plain step where nothing has been timed); None: not known. ratio: instead of
+        `prior_ratio`."""
+        ratio = self.prior_ratio if ratio is None else ratio
         timed = any(sums[0] for sums in self.sums)
         if not self.timed or (self.plain is None and not timed):
-            return 1 + self.prior_ratio * k if not self.timed else None
+            return 1 + ratio * k if not self.timed else None
         if k == 0 and self.plain is not None:
             return self.plain
         if not timed:
-            return self.plain * (1 + self.prior_ratio * k)
+            return self.plain * (1 + ratio * k)
         wide = self._wide(k)
-        own, other = self._line(self.sums[wide]), self._line(self.sums[not wide])
+        own, other = self._line(self.sums[wide], ratio), self._line(self.sums[not wide], ratio)
         if own is None or other is None:
             base, slope = other if own is None else own
             return base + slope * k
@@ -161,10 +168,35 @@ def progress(tokens: list[float], room: list[int], spread: float = 2.0, share: f
     return share * sum(tokens) / len(tokens) + (1 - share) * (1 + spread * log(sum(before) / after))
 
 
+class Budget:
+    """How far a call may fall behind plain decoding: by SHARE of the plain steps to where it is, of LEAST where it is not as far yet, or of
+    all that it has room for if they are fewer. What it is ahead may be spent, too. It is where its row with most room is, which ends it.
+
+    A conservative bandit (Wu et al. 2016). Trials that this covers at their worst slow a call by SHARE at most; those for which expected tokens
+    are counted on may slow it by more.
+    """
+
+    SHARE, LEAST = 0.02, 48
+
+    def __init__(self):
+        self.most = self.room = None  # tokens of room at first, and now
+        self.done, self.spent = 0, 0.0  # in plain steps: where the call is, and the time it took
+
+    def left(self, room: list[int]) -> float:
+        """Plain steps that may be lost in the next round, of rows with so much room."""
+        if self.most is None:
+            self.most = max(room)
+        else:
+            self.done += max(self.room - max(room), 1)
+        self.room = max(room)
+        return self.SHARE * min(max(self.done, self.LEAST), self.most) + self.done - self.spent
+
+
 class AutoSchedule:
     """K that maximises tokens per second: expected tokens (Leviathan et al. 2023, Eq. 1) over the cost of the round, which is
     Theorem 3.8 with a measured c. K = 0 is a choice; after plain rounds it tries again, less and less often while that fails.
-    In a batch the tokens count by how far they bring the call (`progress`), which its slowest row ends.
+    In a batch the tokens count by how far they bring the call (`progress`), which its slowest row ends. What a round may cost at worst,
+    less what of its tokens is counted on, is to be covered by the call's `Budget`.
 
     k_max: largest K. cost_ratio: the draft's own c, or None. timed: False leaves the clock aside, so that runs repeat.
     prior: strength -> acceptance of the first and of a later token, before anything is measured.
@@ -174,14 +206,16 @@ class AutoSchedule:
 
     MARGIN = 1.03, 1.2  # a gain below this is taken for noise: in a row alone; in a batch, where a wrong guess costs all rows
     PER_ROW = 0.03      # what a token more per row costs the target before it has been timed, in plain steps
+    WORST = 0.12, 0.9   # and what it may: per row, and of all rows, since a pass twice as wide takes less than two
+    SURE = 1.0, 0.5     # what of the tokens expected is counted on: in a row alone; in a batch, of its slowest row
     PLAIN_EVERY = 48    # rounds until the second look at what a plain step costs; twice as many to every further one
-    PATIENCE = 16, 64   # plain rounds before the first probe of one token, and at most,
-    PROBING = 0.02      # but for more of them where it would take more than this share of the time
+    PATIENCE = 16, 64   # plain rounds before the first probe of one token, and at most, where the budget covers it
     START, STEP = 4, 2  # the first K; how much more a draft that costs something may be asked for than the last time
 
     def __init__(self, k_max: int, cost_ratio: float | None, timed: bool = True, prior=None, gains=None):
         self.k_max, self.drafting, self.gains = k_max, cost_ratio or 0.0, gains
         self.cost = RoundCost(self.drafting + self.PER_ROW, timed)
+        self.budget = Budget()
         self.rates = Rates(prior or (lambda strength: (0.7, 0.7)))
         self.idle, self.patience = 0, self.PATIENCE[0]
         self.since_plain, self.plain_every = self.PLAIN_EVERY if timed else 0, self.PLAIN_EVERY
@@ -190,6 +224,10 @@ class AutoSchedule:
     def next_k(self, evidence: list[int], room: list[int]) -> list[int]:
         self.evidence = evidence
         self.cost.prior_ratio, self.cost.rows = self.drafting + self.PER_ROW * len(evidence), len(evidence)
+        self.cost.worst_ratio = self.drafting + min(self.WORST[0] * len(evidence), self.WORST[1])
+        self.left = self.budget.left(room)
+        if not self.budget.done:
+            self.left /= 2  # the round that reads the prompts is not timed: the other half is for one that teaches what a round costs
         caps = [max(min(self.k_max, self.reach, left - 1), 0) if strength >= 0 else 0 for strength, left in zip(evidence, room)]
         k = self._best(evidence, caps, room)
         if k:
@@ -205,21 +243,26 @@ class AutoSchedule:
         return self.asked
 
     def _probes(self) -> bool:
-        plain = self.cost(0)
-        cheap = plain is None or self.idle > self.PATIENCE[1] or self.cost(1) - plain < self.PROBING * self.idle * plain
-        return self.idle > self.patience and cheap
+        return self.idle > self.patience and self._affordable(1)
+
+    def _affordable(self, k: int, sure: float = 1.0) -> bool:
+        """Whether the budget covers a round that drafts k tokens, at its worst. sure: plain rounds that it is taken to be worth."""
+        return self.cost.steps(k, worst=True) - sure <= self.left + 1e-9
 
     def _best(self, evidence: list[int], caps: list[int], room: list[int]) -> int:
         cost, most = self.cost, max(caps)
-        if not most or cost(0) is None and self.drafting:
-            return min(self.START, most)
-        if cost(0) is None:  # nothing has been timed: a draft that costs nothing goes by its prior
+        if not most:
+            return 0
+        blind = cost(0) is None
+        if blind:  # nothing has been timed: a draft that costs nothing goes by its prior, another is asked for what is affordable
             cost, most = RoundCost(cost.prior_ratio, timed=False), min(self.START, most)
         expected = self._expected(evidence, caps)
-        best, best_rate = 0, self.MARGIN[len(caps) > 1] / cost(0)
+        best, best_rate = 0, 0.0 if blind and self.drafting else self.MARGIN[len(caps) > 1] / cost(0)
         for k in range(1, most + 1):
-            rate = progress([own[min(k, len(own) - 1)] for own in expected], room) / cost(k)
-            if rate > best_rate:
+            gain = progress([own[min(k, len(own) - 1)] for own in expected], room)
+            rate = k if blind and self.drafting else gain / cost(k)
+            slowest = max(room) - max(left - own[min(k, len(own) - 1)] for left, own in zip(room, expected))
+            if rate > best_rate and self._affordable(k, 1 + self.SURE[len(caps) > 1] * (slowest - 1)):
                 best, best_rate = k, rate
         return best
 
@@ -237,7 +280,17 @@ class AutoSchedule:
         k = max(proposed, default=0)
         if k and self.reach < self.k_max:
             self.reach = k + self.STEP
+        if seconds is not None:
+            self.cost.update(k, seconds)
+        self.budget.spent += self._took(k, seconds)
         if seconds is None:
             return
-        self.cost.update(k, seconds)
         self.since_plain = 0 if k == 0 or not self.cost.timed else self.since_plain + 1
+
+    def _took(self, k: int, seconds: float | None) -> float:
+        """Plain steps that the round took."""
+        if k == 0:
+            return 1.0
+        if seconds is None or not self.cost.timed:
+            return self.cost.steps(k, worst=True)
+        return min(seconds / self.cost(0), 2 * self.cost.steps(k, worst=True))  # a busy machine is not a cost

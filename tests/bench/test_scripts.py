@@ -67,11 +67,17 @@ def test_memory_watches_the_cache_of_every_target_pass(monkeypatch, capsys):
 
 def test_the_simulated_batch_never_falls_far_behind_plain_decoding(capsys):
     simulated = script("batch_schedule")
-    simulated.main(tokens=64, runs=4)
-    assert "copying" in capsys.readouterr().out
-    for rows, c in simulated.BATCHES.items():
-        assert sum(simulated.speed("chat", rows, c, 64, seed) for seed in range(10)) / 10 > 0.95
-    assert simulated.speed("copying", 2, 0.03, 64, 0) > 2
+    simulated.main(tokens=16, runs=1)
+    assert "least mean" in capsys.readouterr().out
+
+    def speed(text: str, rows: int, c: float) -> float:
+        return sum(simulated.speed(text, rows, c, 48, seed) for seed in range(8)) / 8
+
+    for text, rows, c in [("chat", 1, 0.12), ("chat", 2, 0.12), ("half copies", 4, 0.06), ("half copies", 8, 0.03), ("mixed", 8, 0.12), ("copying", 8, 0.12),
+                          ("chat", 16, 0.06), ("copying", 16, 0.06)]:
+        assert speed(text, rows, c) >= 0.965, (text, rows, c)
+    for rows, c, least in [(1, 0.03, 4), (2, 0.03, 3), (4, 0.03, 2), (8, 0.03, 1.5), (16, 0.01, 1.3)]:
+        assert speed("copying", rows, c) > least, (rows, c)
 
 
 def test_attention_is_compared_with_torch_and_close_to_it(monkeypatch, capsys):
