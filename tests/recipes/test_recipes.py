@@ -71,6 +71,15 @@ def test_simulated_acceptance_is_called_so_in_the_table_and_the_json_and_the_art
     assert data["summary"][2]["acceptance_rate"] == 1
 
 
+def test_activations_are_rounded_on_request_and_that_is_another_job(run, tmp_path):
+    status, out, _ = run(SIMULATED[1], *QUICK, "--activations", "mxint8")
+    data = result(tmp_path, SIMULATED[1])
+    assert status == 0 and data["settings"]["activations"] == "mxint8" and "activations in mxint8" in data["label"]
+    assert all(row["identical"] == row["outputs"] for row in data["summary"] if "speculation" in row["run"])
+    status, _, error = run(SIMULATED[1], *QUICK)
+    assert status == 2 and "activations" in error and result(tmp_path, SIMULATED[1]) == data
+
+
 def test_prompt_lookup_has_its_own_acceptance_and_no_figures_of_an_article(run, tmp_path):
     _, out, _ = run("smollm2__prompt_lookup", *QUICK)
     assert "SIMULATED" not in out and "article" not in out
