@@ -3,7 +3,10 @@
 #define TARGET
 #define RUN mx_attend_portable
 #define LANES 4
-#define QUERIES 2
+#define QUERIES 4
+#define WEIGHTS 2
+#define ANY(lanes) ((lanes)[0] | (lanes)[1] | (lanes)[2] | (lanes)[3])
+#define DOUBLES(eight) __builtin_convertvector(eight, v8d)
 #define F16(words) ((v8){H(0), H(1), H(2), H(3), H(4), H(5), H(6), H(7)})
 #define H(i) mx_from_f16(words[i])
 #include "attention.h"
@@ -15,10 +18,11 @@
 #if defined(__x86_64__)
 void mx_attend_avx2(const mx_attention *, int64_t, int64_t, int64_t, int64_t, float *);
 void mx_attend_avx512(const mx_attention *, int64_t, int64_t, int64_t, int64_t, float *);
+void mx_attend_avx512_bf16(const mx_attention *, int64_t, int64_t, int64_t, int64_t, float *);
 #endif
 typedef void (*mx_attend)(const mx_attention *, int64_t, int64_t, int64_t, int64_t, float *);
 
-#define MOST 32          /* queries of a tile, heads counted */
+#define MOST 64          /* queries of a tile, heads counted */
 #define SCORES (1 << 17) /* and at most so many scores, unless one query has more */
 
 /* Queries of a tile: as many as share keys and values with profit, few enough that every thread gets some. */
@@ -39,7 +43,7 @@ typedef struct {
 
 static void one_tile(const void *context, int64_t i, int thread) {
     const tiled *t = context;
-    const int64_t first = i % t->tiles * t->count, left = t->a->queries - first, pair = i / t->tiles;
+    const int64_t first = (t->tiles - 1 - i % t->tiles) * t->count, left = t->a->queries - first, pair = i / t->tiles;
     t->run(t->a, pair / t->a->kv_heads, pair % t->a->kv_heads, first, left < t->count ? left : t->count, t->memory + thread * t->scratch);
 }
 
@@ -48,12 +52,14 @@ int mx_attention_rows(const mx_attention *a, int path, int threads) {
     mx_attend run = mx_attend_portable;
 #if defined(__x86_64__)
     if (path >= MX_AVX2) run = mx_attend_avx2;
-    if (path >= MX_AVX512F && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) run = mx_attend_avx512;
+    if (path >= MX_AVX512F && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+        run = path == MX_AVX512_BF16 ? mx_attend_avx512_bf16 : mx_attend_avx512;
 #endif
     if (a->batch * a->heads * a->queries * a->slots < 1 << 12) threads = 1;
-    const int64_t room = (a->slots + 15) & ~15, dk = (a->dk + 15) & ~15, dv = (a->dv + 15) & ~15, count = tile_of(a, threads, room);
+    const int64_t room = (a->slots + 31) & ~31, dk = (a->dk + 15) & ~15, dv = (a->dv + 15) & ~15, count = tile_of(a, threads, room);
     const int64_t tiles = (a->queries + count - 1) / count, items = a->batch * a->kv_heads * tiles;
-    const int64_t scratch = a->heads / a->kv_heads * count * (dk + dv + room) + 16 * (dk > dv ? dk : dv);
+    const int64_t rows = a->heads / a->kv_heads * count, bias = a->mask ? (a->mask_stride[1] ? rows : count) * room : 0;
+    const int64_t scratch = rows * (dk + dv + room + 16 + 16 + 1) + bias + 32 * (dk > dv ? dk : dv);
     if (threads > items) threads = (int)items;
     if (threads < 1) threads = 1;
     float *memory = malloc((size_t)threads * (size_t)scratch * sizeof(float));

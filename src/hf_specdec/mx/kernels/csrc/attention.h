@@ -1,19 +1,33 @@
-/* Attention over a tile of queries. Included once per set of instructions, with
+/* Attention over a tile of queries; a row is a query of one head. Included once per set of instructions, with
  *   TARGET      the target attribute of every function, or nothing
  *   RUN         the name of the function that is not static
  *   F16(words)  eight float16 numbers to float32
  *   LANES       numbers in the widest vector, 4, 8 or 16
- *   QUERIES     multiplied with a key at once: as many as there are registers for, up to 4
+ *   QUERIES     rows multiplied with a key at once, 4 or 12, and
+ *   WEIGHTS     with a value, 2 or 3: as many as there are registers for
+ *   ANY(lanes)  whether one of the lanes of a comparison is true
+ *   DOUBLES(eight)  eight numbers in double precision
+ *   HELD(x)     keeps the compiler from reading x again for every use, or not defined
+ *   PAIR(sum, key, query)  sum plus the products of pairs of bfloat16, the second number's first; or not defined
  *
- * Keys and values are read once for all queries of the tile, sixteen slots at a time, but every query has sums of its own:
- * a score goes number after number of the key, the rest slot after slot. Multiplications and
- * additions are not fused, so that every set of instructions gives the same bits. What a query may not see takes no part in
- * its sums: its weight is zero, and a weight of zero is passed over.
+ * Keys and values are read once for all rows of the tile, sixteen or thirty-two slots at a time, but every row has sums of its own: a
+ * score goes number after number of the key, in bfloat16 the second of a pair before the first, the rest slot after slot. Multiplications
+ * and additions are not fused, so that every set of instructions gives the same bits; those of PAIR may be: products of bfloat16 are exact.
+ * What a query may not see takes no part in its sums: its weight is zero, and a weight of zero is passed over.
  */
 #include "lanes.h"
 
-typedef double v8d __attribute__((vector_size(64)));
-typedef float vw __attribute__((vector_size(4 * LANES), aligned(4))); /* as wide as it gets */
+typedef double v8d __attribute__((vector_size(64), aligned(4)));
+
+#ifndef HELD
+#define HELD(x)
+#endif
+#ifdef PAIR
+#define PAIRS 1
+#else
+#define PAIRS 0
+#define PAIR(sum, key, query) (sum)
+#endif
 
 MX_INLINE TARGET float masked(const mx_attention *a, int64_t at) {
     switch (a->mask_dtype) {
@@ -49,99 +63,125 @@ MX_INLINE TARGET void biases(const mx_attention *a, int64_t b, int64_t h, int64_
     for (int64_t s = end; s < room; s++) bias[s] = hidden;
 }
 
-/* to[16 * d + j] = number d of the key in slot s + j, in float32; zeros behind the last slot. */
-MX_INLINE TARGET void across(const char *base, int64_t stride, int64_t s, int64_t slots, int64_t size, float *to, const int dtype) {
-    const int64_t bytes = dtype == MX_DT_F32 ? 4 : 2;
-    if (dtype == MX_DT_F16 || size * bytes % 32) {
-        for (int64_t d = 0; d < size; d += 8) {
-            float part[8];
-            const int64_t count = size - d < 8 ? size - d : 8;
-            for (int64_t j = 0; j < 16; j++) {
-                v8 key = s + j < slots ? load8(base, (s + j) * stride + d, count, dtype) : SPLAT(0.0f);
-                __builtin_memcpy(part, &key, sizeof part);
-                for (int64_t i = 0; i < count; i++) to[16 * (d + i) + j] = part[i];
+/* What is kept for the rows of a tile: query by query, then head by head. */
+typedef struct {
+    float *query, *block, *scores, *sums; /* scores: sixteen slots of all rows after sixteen slots */
+    float *bias;                          /* [queries or rows, room], or NULL: all before `end` is seen */
+    float *tops;                          /* [rows, 16]: the largest scores so far, in as many lanes as there are */
+    v8d *totals;
+    int32_t *end; /* behind all slots that the row, or one before it, sees */
+    int64_t rows, room, shared; /* rows that share a bias */
+} work;
+
+/* The scores of the rows i .. i + rows - 1 for the keys from slot `s` on that lie across, minus infinity where they may not look. */
+MX_INLINE TARGET void dots(const mx_attention *a, const work *w, int64_t i, int64_t s, int64_t far, int64_t numbers, const int rows,
+                           const int pairs) {
+    const int vectors = pairs ? 2 : 16 / LANES;
+    const float *query = w->query + i * far, *keys = w->block, hidden = -__builtin_inff();
+    vw sum[12][16 / LANES < 2 ? 2 : 16 / LANES], found[12][16 / LANES < 2 ? 2 : 16 / LANES];
+    vwi lane;
+    for (int l = 0; l < LANES; l++) lane[l] = l;
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int p = 0; p < vectors; p++) sum[r][p] = (vw){0.0f};
+    for (int64_t d = 0; d < numbers; d++)
+#pragma GCC unroll 4
+        for (int p = 0; p < vectors; p++) {
+            const vw key = *(const vw *)(keys + LANES * (vectors * d + p));
+#pragma GCC unroll 12
+            for (int r = 0; r < rows; r++) {
+                if (pairs) sum[r][p] = PAIR(sum[r][p], key, query[r * far + d]);
+                else sum[r][p] += query[r * far + d] * key;
             }
         }
-        return;
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int p = 0; p < vectors; p++) found[r][p] = sum[r][p];
+#pragma GCC unroll 1
+    for (int r = 0; r < rows; r++) {
+        const float *bias = w->bias ? w->bias + (i + r) / w->shared * w->room + s : 0;
+        float *at = w->scores + s * w->rows + 16 * (i + r);
+        vw top = *(vw *)(w->tops + 16 * (i + r));
+#pragma GCC unroll 4
+        for (int p = 0; p < vectors; p++) {
+            vw score = found[r][p] * a->scale;
+            vwi shown = lane < w->end[i + r] - (int32_t)s - LANES * p;
+            if (a->softcap > 0.0f) score = softw(score, a->softcap);
+            if (bias) {
+                score += *(vw *)(bias + LANES * p);
+                shown = *(vw *)(bias + LANES * p) > hidden;
+            }
+            score = (vw)(((vwi)score & shown) | ((vwi)((vw){0.0f} + hidden) & ~shown));
+            *(vw *)(at + LANES * p / 16 * 16 * w->rows + LANES * p % 16) = score;
+            const vwi more = score > top;
+            top = (vw)(((vwi)score & more) | ((vwi)top & ~more));
+        }
+        *(vw *)(w->tops + 16 * (i + r)) = top;
     }
-    for (int64_t j = 0; j < 16; j += 8)
-        for (int64_t word = 0; word < size * bytes / 4; word += 8) {
-            v8u row[8];
-#pragma GCC unroll 8
-            for (int i = 0; i < 8; i++) {
-                row[i] = (v8u){0};
-                if (s + j + i < slots) __builtin_memcpy(&row[i], base + (s + j + i) * stride * bytes + 4 * word, 32);
-            }
-            turn(row);
-#pragma GCC unroll 8
-            for (int i = 0; i < 8; i++) {
-                if (dtype == MX_DT_F32) {
-                    *(v8 *)(to + 16 * (word + i) + j) = (v8)row[i];
-                } else { /* two numbers in a word */
-                    *(v8 *)(to + 32 * (word + i) + j) = (v8)(row[i] << 16);
-                    *(v8 *)(to + 32 * (word + i) + 16 + j) = (v8)(row[i] & 0xffff0000u);
-                }
-            }
-        }
 }
 
-/* scores[2 * i], scores[2 * i + 1] = the products of `queries` queries, `far` floats apart, with sixteen keys that lie across. */
-MX_INLINE TARGET void dots(const float *query, int64_t far, const float *keys, int64_t size, v8 *scores, const int queries) {
-    vw sum[4][16 / LANES];
+/* The scores of slots s .. s + 15 become weights. */
+MX_INLINE TARGET void weigh(const work *w, int64_t s) {
+    float *at = w->scores + s * w->rows;
+    int64_t i = 0;
+    for (; i < w->rows && s >= w->end[i]; i++, at += 16) __builtin_memset(at, 0, 16 * sizeof(float));
+    for (; i < w->rows; i++, at += 16) {
+        const float top = w->tops[16 * i];
+        vw weights[16 / LANES];
 #pragma GCC unroll 4
-    for (int i = 0; i < queries; i++)
-#pragma GCC unroll 4
-        for (int p = 0; p < 16 / LANES; p++) sum[i][p] = (vw){0.0f};
-    for (int64_t d = 0; d < size; d++)
-#pragma GCC unroll 4
-        for (int p = 0; p < 16 / LANES; p++) {
-            const vw key = *(const vw *)(keys + 16 * d + LANES * p);
-#pragma GCC unroll 4
-            for (int i = 0; i < queries; i++) sum[i][p] += query[i * far + d] * key;
-        }
-#pragma GCC unroll 4
-    for (int i = 0; i < queries; i++) __builtin_memcpy(scores + 2 * i, sum[i], 64);
+        for (int p = 0; p < 16 / LANES; p++) *(vw *)(at + LANES * p) = weights[p] = expw(*(vw *)(at + LANES * p) - top);
+        v8 half[2];
+        __builtin_memcpy(half, weights, sizeof half);
+        w->totals[i] = w->totals[i] + DOUBLES(half[0]) + DOUBLES(half[1]);
+    }
 }
 
-/* sum[0..LANES * blocks) += weights[j] * values[j * step ...) for `slots` slots. */
-MX_INLINE TARGET void mix(const float *values, int64_t step, const float *weights, int64_t slots, float *sum, const int blocks) {
-    vw own[64 / LANES];
+/* Sums of `rows` rows, `far` floats apart, += weights[j] * values[j * step ...) for `slots` slots; `blocks` vectors of each. Of more than
+ * one row no weight is zero. */
+MX_INLINE TARGET void mix(const float *values, int64_t step, const float *weights, int64_t slots, float *sum, int64_t far, const int rows,
+                          const int blocks) {
+    vw own[WEIGHTS][64 / LANES], value[64 / LANES];
+#pragma GCC unroll 3
+    for (int i = 0; i < rows; i++)
 #pragma GCC unroll 16
-    for (int i = 0; i < blocks; i++) own[i] = *(const vw *)(sum + LANES * i);
+        for (int b = 0; b < blocks; b++) own[i][b] = *(const vw *)(sum + i * far + LANES * b);
     for (int64_t j = 0; j < slots; j++) {
-        if (weights[j] == 0.0f) continue;
+        if (rows == 1 && weights[j] == 0.0f) continue;
 #pragma GCC unroll 16
-        for (int i = 0; i < blocks; i++) own[i] += weights[j] * *(const vw *)(values + j * step + LANES * i);
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < blocks; i++) *(vw *)(sum + LANES * i) = own[i];
-}
-
-/* The same over sixteen slots for two queries, whose sums are `far` floats apart and whose weights `room`; none of the weights is zero. */
-MX_INLINE TARGET void mix_two(const float *values, int64_t step, const float *weights, int64_t room, float *sum, int64_t far,
-                              const int blocks) {
-    vw own[2][4];
-#pragma GCC unroll 4
-    for (int i = 0; i < blocks; i++) own[0][i] = *(const vw *)(sum + LANES * i), own[1][i] = *(const vw *)(sum + far + LANES * i);
-    for (int64_t j = 0; j < 16; j++)
-#pragma GCC unroll 4
-        for (int i = 0; i < blocks; i++) {
-            const vw value = *(const vw *)(values + j * step + LANES * i);
-            own[0][i] += weights[j] * value;
-            own[1][i] += weights[room + j] * value;
+        for (int b = 0; b < blocks; b++) {
+            value[b] = *(const vw *)(values + j * step + LANES * b);
+            HELD(value[b]);
         }
-#pragma GCC unroll 4
-    for (int i = 0; i < blocks; i++) *(vw *)(sum + LANES * i) = own[0][i], *(vw *)(sum + far + LANES * i) = own[1][i];
+#pragma GCC unroll 3
+        for (int i = 0; i < rows; i++)
+#pragma GCC unroll 16
+            for (int b = 0; b < blocks; b++) own[i][b] += weights[16 * i + j] * value[b];
+    }
+#pragma GCC unroll 3
+    for (int i = 0; i < rows; i++)
+#pragma GCC unroll 16
+        for (int b = 0; b < blocks; b++) *(vw *)(sum + i * far + LANES * b) = own[i][b];
 }
 
-/* Whether sixteen weights of two queries have no zero among them. */
-MX_INLINE TARGET int none_is_zero(const float *one, const float *other) {
-    const v8 nothing = SPLAT(0.0f);
-    v8i zero = (*(const v8 *)one == nothing) | (*(const v8 *)(one + 8) == nothing) | (*(const v8 *)other == nothing) |
-               (*(const v8 *)(other + 8) == nothing);
-    uint64_t words[4];
-    __builtin_memcpy(words, &zero, sizeof words);
-    return !(words[0] | words[1] | words[2] | words[3]);
+/* The same for all numbers of a value. */
+MX_INLINE TARGET void mix_all(const float *values, int64_t step, const float *weights, int64_t slots, float *sum, int64_t dv, const int rows) {
+    const int64_t most = rows == 1 ? 64 : 4 * LANES;
+    int64_t d = 0;
+    for (; d + most <= dv; d += most) mix(values + d, step, weights, slots, sum + d, dv, rows, rows == 1 ? 64 / LANES : 4);
+    for (; d < dv; d += 16) mix(values + d, step, weights, slots, sum + d, dv, rows, 16 / LANES);
+}
+
+/* How many of the first `slots` slots, of up to sixteen, have no weight of zero in any of `rows` rows, nor has a slot before them. */
+MX_INLINE TARGET int64_t solid(const float *weights, int64_t slots, int64_t rows) {
+    vwi zero = {0};
+    for (int64_t i = 0; i < 16 * rows; i += LANES) zero |= *(const vw *)(weights + i) == 0.0f;
+    if (!ANY(zero)) return slots;
+    for (int64_t j = 0; j < slots; j++)
+        for (int64_t i = 0; i < rows; i++)
+            if (weights[16 * i + j] == 0.0f) return j;
+    return slots;
 }
 
 /* Sixteen rows of values from slot `s` on, in float32: where they lie, if they can be read there, else in `block`. */
@@ -157,91 +197,77 @@ MX_INLINE TARGET const float *sixteen(const char *base, int64_t stride, int64_t 
     return block;
 }
 
-/* The queries first .. first + count - 1 of all heads that share the keys of `group`, in row b; query by query, then head by head. */
+/* The queries first .. first + count - 1 of all heads that share the keys of `group`, in row b of the batch. */
 MX_INLINE TARGET void tile(const mx_attention *a, int64_t b, int64_t group, int64_t first, int64_t count, float *scratch, const int dtype) {
-    const int64_t heads = a->heads / a->kv_heads, n = heads * count, room = (a->slots + 15) & ~15, bytes = dtype == MX_DT_F32 ? 4 : 2;
+    const int64_t heads = a->heads / a->kv_heads, n = heads * count, room = (a->slots + 31) & ~31, bytes = dtype == MX_DT_F32 ? 4 : 2;
     const int64_t dk = (a->dk + 15) & ~15, dv = (a->dv + 15) & ~15;
-    float *query = scratch, *scores = query + n * dk, *block = scores + n * room, *sum = block + 16 * (dk > dv ? dk : dv);
+    const int pairs = PAIRS && dtype == MX_DT_BF16, wide = pairs ? 32 : 16; /* slots whose keys lie across at once */
+    const int64_t numbers = pairs ? (a->dk + 1) / 2 : (a->dk + 1) & ~1;
+    work w = {.query = scratch, .rows = n, .room = room, .shared = a->mask && a->mask_stride[1] ? 1 : heads};
+    w.scores = w.query + n * dk, w.block = w.scores + n * room, w.sums = w.block + 32 * (dk > dv ? dk : dv), w.tops = w.sums + n * dv;
+    w.totals = (v8d *)(w.tops + 16 * n), w.end = (int32_t *)(w.totals + n), w.bias = a->mask ? (float *)(w.end + n) : 0;
     const char *keys = (const char *)a->k + (b * a->k_stride[0] + group * a->k_stride[1]) * bytes;
     const char *values = (const char *)a->v + (b * a->v_stride[0] + group * a->v_stride[1]) * bytes;
-    int64_t low = a->slots, high = 0, step;
+    int64_t low = a->mask ? a->slots : 0, high = 0, step;
     for (int64_t i = 0; i < n; i++) {
         const int64_t q = first + i / heads, h = group * heads + i % heads;
-        float *bias = scores + i * room;
-        widen((const char *)a->q, b * a->q_stride[0] + h * a->q_stride[1] + q * a->q_stride[2], a->dk, query + i * dk, dtype);
-        if (i % heads && !(a->mask && a->mask_stride[1])) {
-            __builtin_memcpy(bias, bias - room, (size_t)room * sizeof(float));
-            continue;
+        along((const char *)a->q, b * a->q_stride[0] + h * a->q_stride[1] + q * a->q_stride[2], a->dk, w.query + i * dk, dtype, pairs);
+        if (!w.bias) {
+            high = a->causal && q + 1 < a->slots ? q + 1 : a->slots;
+        } else if (i % w.shared == 0) {
+            float *bias = w.bias + i / w.shared * room;
+            biases(a, b, h, q, bias, room);
+            int64_t from = 0, to = a->slots;
+            while (from < to && bias[from] == -__builtin_inff()) from++;
+            while (from < to && bias[to - 1] == -__builtin_inff()) to--;
+            if (from < to) low = from < low ? from : low, high = to > high ? to : high;
         }
-        biases(a, b, h, q, bias, room);
-        int64_t from = 0, to = a->slots;
-        while (from < to && bias[from] == -__builtin_inff()) from++;
-        while (from < to && bias[to - 1] == -__builtin_inff()) to--;
-        if (from < to) low = from < low ? from : low, high = to > high ? to : high;
+        w.end[i] = (int32_t)high;
+        *(vw *)(w.tops + 16 * i) = (vw){0.0f} - __builtin_inff();
     }
-    for (int64_t s = low & ~15; s < high; s += 16) {
-        v8 found[8];
-        across(keys, a->k_stride[2], s, a->slots, a->dk, block, dtype);
-        for (int64_t i = 0; i < n; i += QUERIES) {
-            const int64_t count = n - i < QUERIES ? n - i : QUERIES;
-            switch (count) {
-                case 1: dots(query + i * dk, dk, block, a->dk, found, 1); break;
-                case 2: dots(query + i * dk, dk, block, a->dk, found, 2); break;
-                case 3: dots(query + i * dk, dk, block, a->dk, found, 3); break;
-                default: dots(query + i * dk, dk, block, a->dk, found, 4);
-            }
-            for (int64_t j = 0; j < 2 * count; j++) {
-                v8 score = found[j] * SPLAT(a->scale);
-                if (a->softcap > 0.0f) score = soft8(score, a->softcap);
-                v8 *at = (v8 *)(scores + (i + j / 2) * room + s + j % 2 * 8), bias = *at;
-                v8i shown = bias > SPLAT(-__builtin_inff());
-                *at = (v8)(((v8i)(score + bias) & shown) | ((v8i)bias & ~shown));
-            }
-        }
+    for (int64_t s = low & -wide; s < high; s += wide) {
+        across(keys, a->k_stride[2], s, a->slots, a->dk, w.block, dtype, pairs, wide);
+        int64_t i = 0;
+#define SCORE(many) \
+    for (; i + many <= n; i += many) \
+        if (s < w.end[i + many - 1]) dots(a, &w, i, s, dk, numbers, many, pairs)
+        if (QUERIES >= 12 && !pairs) SCORE(12);
+        if (QUERIES >= 6) SCORE(6);
+        SCORE(4);
+        SCORE(3);
+        SCORE(2);
+        SCORE(1);
+#undef SCORE
     }
     for (int64_t i = 0; i < n; i++) {
-        float top = -__builtin_inff(), *own = scores + i * room;
-        v8 tops = SPLAT(top);
-        v8d totals = {0.0};
-        for (int64_t s = low & ~15; s < high; s += 8) {
-            const v8 score = *(v8 *)(own + s);
-            const v8i more = score > tops;
-            tops = (v8)(((v8i)score & more) | ((v8i)tops & ~more));
-        }
-        for (int l = 0; l < 8; l++) top = tops[l] > top ? tops[l] : top;
+        float *top = w.tops + 16 * i;
+        for (int l = 1; l < LANES; l++) top[0] = top[l] > top[0] ? top[l] : top[0];
         const float *sink = a->sinks ? a->sinks + group * heads + i % heads : 0;
-        if (sink && *sink > top) top = *sink;
-        for (int64_t s = low & ~15; s < high; s += 8) {
-            v8 *at = (v8 *)(own + s);
-            *at = top > -__builtin_inff() ? exp8(*at - SPLAT(top)) : SPLAT(0.0f);
-            totals += __builtin_convertvector(*at, v8d);
-        }
-        double total = 0.0;
-        for (int l = 0; l < 8; l++) total += totals[l]; /* a slot's lane is its number modulo eight */
-        if (sink) total += exp8(SPLAT(*sink - top))[0];
-        query[i] = total > 0.0 ? (float)(1.0 / total) : 0.0f; /* the queries themselves are no longer needed */
-        __builtin_memset(sum + i * dv, 0, (size_t)dv * sizeof(float));
+        if (sink && *sink > top[0]) top[0] = *sink;
+        w.totals[i] = (v8d){0.0};
     }
-    for (int64_t s = low & ~15; s < high; s += 16) {
-        const float *value = sixteen(values, a->v_stride[2], s, a->slots, a->dv, block, &step, dtype);
-        const int64_t slots = s + 16 < high ? 16 : high - s;
-        for (int64_t i = 0; i < n; i++) {
-            const float *weights = scores + i * room + s;
-            int64_t d = 0;
-            if (LANES == 16 && slots == 16 && i + 1 < n && none_is_zero(weights, weights + room)) {
-                for (; d + 64 <= dv; d += 64) mix_two(value + d, step, weights, room, sum + i * dv + d, dv, 4);
-                for (; d < dv; d += 16) mix_two(value + d, step, weights, room, sum + i * dv + d, dv, 1);
-                i++;
-                continue;
-            }
-            for (; d + 64 <= dv; d += 64) mix(value + d, step, weights, slots, sum + i * dv + d, 64 / LANES);
-            for (; d < dv; d += 16) mix(value + d, step, weights, slots, sum + i * dv + d, 16 / LANES);
+    __builtin_memset(w.sums, 0, (size_t)(n * dv) * sizeof(float));
+    for (int64_t s = low & -16; s < high; s += 16) {
+        const float *value = sixteen(values, a->v_stride[2], s, a->slots, a->dv, w.block, &step, dtype);
+        weigh(&w, s);
+        for (int64_t i = 0; i < n;) {
+            const int64_t rows = n - i < WEIGHTS ? n - i : WEIGHTS, left = w.end[i + rows - 1] - s, slots = left < 16 ? left : 16;
+            const float *weights = w.scores + s * n + 16 * i;
+            const int64_t safe = rows > 1 && slots > 0 ? solid(weights, slots, rows) : 0;
+            if (safe && rows == 2) mix_all(value, step, weights, safe, w.sums + i * dv, dv, 2);
+            else if (safe) mix_all(value, step, weights, safe, w.sums + i * dv, dv, WEIGHTS);
+            for (const int64_t last = i + rows; i < last; i++, weights += 16)
+                if (safe < slots) mix_all(value + safe * step, step, weights + safe, slots - safe, w.sums + i * dv, dv, 1);
         }
     }
     for (int64_t i = 0; i < n; i++) {
-        const int64_t at = ((b * a->queries + first + i / heads) * a->heads + group * heads + i % heads) * a->dv;
+        const int64_t h = group * heads + i % heads, at = ((b * a->queries + first + i / heads) * a->heads + h) * a->dv;
+        double total = 0.0;
+        for (int l = 0; l < 8; l++) total += w.totals[i][l]; /* a slot's lane is its number modulo eight */
+        if (a->sinks) total += expw((vw){0.0f} + (a->sinks[h] - w.tops[16 * i]))[0];
+        const float share = total > 0.0 ? (float)(1.0 / total) : 0.0f;
         for (int64_t d = 0; d < a->dv; d++) {
-            float y = sum[i * dv + d] * query[i];
+            float y = w.sums[i * dv + d] * share;
             if (dtype == MX_DT_F32) ((float *)a->out)[at + d] = y;
             else ((uint16_t *)a->out)[at + d] = dtype == MX_DT_BF16 ? mx_to_bf16(y) : mx_to_f16(y);
         }

@@ -6,6 +6,9 @@
 #define RUN mx_attend_avx2
 #define LANES 8
 #define QUERIES 4
+#define WEIGHTS 2
+#define ANY(lanes) _mm256_movemask_ps((__m256)(lanes))
+#define DOUBLES(eight) __builtin_convertvector(eight, v8d)
 #define F16(words) ((v8)_mm256_cvtph_ps((__m128i)(words)))
 #include "attention.h"
 #endif

@@ -5,7 +5,11 @@
 #define TARGET __attribute__((target("avx512f,avx512vl,avx512dq,f16c")))
 #define RUN mx_attend_avx512
 #define LANES 16
-#define QUERIES 4
+#define QUERIES 12
+#define WEIGHTS 3
+#define ANY(lanes) _mm512_movepi32_mask((__m512i)(lanes))
+#define DOUBLES(eight) ((v8d)_mm512_cvtps_pd((__m256)(eight)))
+#define HELD(x) __asm__("" : "+v"(x))
 #define F16(words) ((v8)_mm256_cvtph_ps((__m128i)(words)))
 #include "attention.h"
 #endif
