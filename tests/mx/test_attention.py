@@ -224,6 +224,10 @@ def test_few_queries_go_to_the_kernel_and_many_to_torch(monkeypatch):
             torch.testing.assert_close(model(ids[:, :width]).logits, expected, rtol=1e-4, atol=1e-5)
     assert set(widths) == {1, FEW}
     widths.clear()
+    with torch.no_grad():
+        tiny(dtype=torch.bfloat16, attn=FEW_NAME)(ids)
+    assert set(widths) == ({20} if cpu.kernel_info()["path"] == "avx512_bf16" else set())  # there it is faster for any number
+    widths.clear()
     out = model(ids[:, :3], labels=ids[:, :3]).loss  # a gradient is wanted: torch
     out.backward()
     assert not widths and model.get_input_embeddings().weight.grad.isfinite().all()

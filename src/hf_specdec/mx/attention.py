@@ -10,7 +10,7 @@ from .kernels import attention as kernel
 from .kernels import cpu
 
 NAME, FEW_NAME = "hf_specdec_rows", "hf_specdec_few"
-FEW, FEW_COMPILED = 8, 64  # queries per row up to which the kernel is the faster one; compiled passes read many slots that are hidden
+FEW, FEW_COMPILED = 8, 64  # queries per row up to which the kernel is the faster one, but for products of pairs; compiled passes read many hidden slots
 
 
 def rows_attention(
@@ -128,9 +128,10 @@ def _with_bias(bias: torch.Tensor, mask: torch.Tensor | None, causal: bool) -> t
 
 
 def forward_few(module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None, **kwargs) -> tuple[torch.Tensor, None]:
-    """What "sdpa" computes: by the kernel for up to `FEW` queries a row on a CPU, by torch's `scaled_dot_product_attention` otherwise."""
-    compiling = torch.compiler.is_compiling()
-    few = query.shape[2] <= (FEW_COMPILED if compiling else FEW) and query.device.type == "cpu" and query.dtype in cpu.DTYPES
+    """What "sdpa" computes: by the kernel on a CPU, for as many queries a row as it is the faster one for, by torch's
+    `scaled_dot_product_attention` otherwise."""
+    most = FEW_COMPILED if torch.compiler.is_compiling() else query.shape[2] if kernel.by_pairs(query.dtype) else FEW
+    few = query.shape[2] <= most and query.device.type == "cpu" and query.dtype in cpu.DTYPES
     if few and not dropout and kwargs.get("position_bias") is None and kwargs.get("cache") is None and not torch.is_grad_enabled():
         return forward(module, query, key, value, attention_mask, scaling=scaling, is_causal=is_causal)
     return by_sdpa(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs)
