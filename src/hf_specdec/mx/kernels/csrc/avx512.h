@@ -94,6 +94,17 @@ MX_INLINE __attribute__((target("avx512f,avx512bw"))) __m512 mx_load_scales(cons
     return _mm512_castsi512_ps(_mm512_max_epu32(_mm512_slli_epi32(bytes, 23), _mm512_set1_epi32(1 << 22)));
 }
 
+/* A row of results: the outputs of one group, plus their biases. */
+MX_INLINE __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16"))) void store_row(const mx_job *job, int64_t m, int64_t group, __m512 total) {
+    const mx_layer *l = job->layer;
+    const int64_t first = group * MX_ROWS, left = l->n - first, at = m * l->n + first;
+    const __mmask16 mask = left >= MX_ROWS ? 0xffff : (__mmask16)((1 << left) - 1);
+    if (l->bias) total = _mm512_add_ps(total, _mm512_maskz_loadu_ps(mask, l->bias + first));
+    if (job->out_dtype == MX_DT_BF16) _mm256_mask_storeu_epi16((uint16_t *)job->out + at, mask, (__m256i)_mm512_cvtneps_pbh(total));
+    else if (job->out_dtype == MX_DT_F16) _mm256_mask_storeu_epi16((uint16_t *)job->out + at, mask, _mm512_cvtps_ph(total, _MM_FROUND_TO_NEAREST_INT));
+    else _mm512_mask_storeu_ps((float *)job->out + at, mask, total);
+}
+
 /* NAME, a function of its own for each width of code: `run` is inlined with that width as a constant. */
 #define FOR_WIDTH(NAME, TARGET, BITS, INTEGER)                                                                       \
     static __attribute__((target(TARGET), noinline)) void NAME(const mx_job *job, int64_t first, int64_t last) {     \

@@ -33,17 +33,6 @@ TARGET void mx_pack_pairs(const uint32_t *x, uint32_t *packed, int64_t chunk, in
 
 DECODE_HALF(decode_half, TARGET_BF16, SPLIT2_VBMI2, SPLIT7_VBMI2, BYTES_VBMI)
 
-MX_INLINE __attribute__((target(TARGET_BF16))) void store_row(const mx_job *job, int64_t m, int64_t group, __m512 total) {
-    const mx_layer *l = job->layer;
-    int64_t first = group * MX_ROWS, left = l->n - first;
-    __mmask16 mask = left >= MX_ROWS ? 0xffff : (__mmask16)((1 << left) - 1);
-    if (l->bias) total = _mm512_add_ps(total, _mm512_maskz_loadu_ps(mask, l->bias + first));
-    if (job->out_dtype == MX_DT_BF16)
-        _mm256_mask_storeu_epi16((uint16_t *)job->out + m * l->n + first, mask, (__m256i)_mm512_cvtneps_pbh(total));
-    else
-        _mm512_mask_storeu_ps((float *)job->out + m * l->n + first, mask, total);
-}
-
 /* Ask for codes [from, to), which will be read in the second-level cache's time: the next group's or panel's, spread over the work on
  * this one, so that memory is read all the time. */
 MX_INLINE void ask(const uint8_t *from, const uint8_t *to) {

@@ -99,17 +99,6 @@ MX_INLINE VNNI void decode_bytes(const uint8_t *p, const tables *t, __m512i w[4]
     }
 }
 
-MX_INLINE VNNI void store_integer_row(const mx_job *job, int64_t m, int64_t group, __m512 total) {
-    const mx_layer *l = job->layer;
-    const int64_t first = group * MX_ROWS, left = l->n - first;
-    const __mmask16 mask = left >= MX_ROWS ? 0xffff : (__mmask16)((1 << left) - 1);
-    if (l->bias) total = _mm512_add_ps(total, _mm512_maskz_loadu_ps(mask, l->bias + first));
-    const int64_t at = m * l->n + first;
-    if (job->out_dtype == MX_DT_BF16) _mm256_mask_storeu_epi16((uint16_t *)job->out + at, mask, (__m256i)_mm512_cvtneps_pbh(total));
-    else if (job->out_dtype == MX_DT_F16) _mm256_mask_storeu_epi16((uint16_t *)job->out + at, mask, _mm512_cvtps_ph(total, _MM_FROUND_TO_NEAREST_INT));
-    else _mm512_mask_storeu_ps((float *)job->out + at, mask, total);
-}
-
 /* total + sum * the weights' scale * the scale of x */
 #define ADD_BLOCK(total, sum, scale, of_x) \
     _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(sum), scale), _mm512_castsi512_ps(_mm512_set1_epi32(of_x)), total)
@@ -154,7 +143,7 @@ MX_INLINE VNNI void multiply(const mx_job *job, int64_t group, int64_t m0, const
         }
     }
     for (int g = 0; g < groups; g++)
-        for (int m = 0; m < rows; m++) store_integer_row(job, m0 + m, group + g, total[g][m]);
+        for (int m = 0; m < rows; m++) store_row(job, m0 + m, group + g, total[g][m]);
 }
 
 /* Many rows of x: stretches of PANEL blocks are decoded once, into the first-level cache, and multiplied by all of them. */
@@ -201,7 +190,7 @@ MX_INLINE VNNI void multiply_wide(const mx_job *job, int64_t group, float *total
             }
         }
     }
-    for (int64_t m = 0; m < job->m; m++) store_integer_row(job, m, group, _mm512_loadu_ps(totals + m * MX_ROWS));
+    for (int64_t m = 0; m < job->m; m++) store_row(job, m, group, _mm512_loadu_ps(totals + m * MX_ROWS));
 }
 
 #define SIDE_BY_SIDE(R) case R: multiply(job, group, 0, 2, R, bits); break;
