@@ -96,14 +96,14 @@ def test_the_report_measures_on_the_shipped_text_or_another(folder, tmp_path):
     assert str(text) in result.stdout
 
 
-@pytest.mark.parametrize("format, dtype", [("fp32", "float32"), ("bf16", "bfloat16")])
-def test_the_report_on_weights_that_stay_as_they_are_compares_with_the_original(format, dtype, folder, tmp_path):
-    """The original shares its weights with what is compressed."""
+@pytest.mark.parametrize("format, dtype, rounding", [("fp32", "float32", 1e-4), ("bf16", "bfloat16", 1e-3)])
+def test_the_report_on_weights_that_stay_as_they_are_compares_with_the_original(format, dtype, rounding, folder, tmp_path):
+    """The original shares its weights with what is compressed. In 16 bit, attention by the kernel rounds otherwise than torch's."""
     file = tmp_path / "report.json"
     result = run(folder, "--format", format, "--dtype", dtype, "--report", "--json", file)
     assert result.exit_code == 0, result.output
     quality = json.loads(file.read_text())["quality"]
-    assert quality["kl"] < 1e-4 and quality["overlap"] > 0.99
+    assert quality["kl"] < rounding and quality["overlap"] > 0.99
 
 
 def test_the_other_commands_read_the_folder(folder, tmp_path):
