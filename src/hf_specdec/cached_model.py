@@ -1,6 +1,6 @@
 """A model with its cache: scores candidate tokens of all rows in one forward, and rolls back. Target and draft are both this.
 
-The only file that knows masks, positions and cache slots. A pass feeds, per row, the committed tokens that are not cached yet
+The only file that knows positions and cache slots, and what is in sight of them. A pass feeds, per row, the committed tokens that are not cached yet
 (the whole prompt at first, later the root alone: the last committed token) and then the nodes 1..N of a tree. What is at place
 i of the block goes to slot `cached + i`; a node has the position of the root plus its depth.
 """
@@ -18,7 +18,9 @@ from .compiled import CompiledPasses, FixedBuffers
 from .distributions import Drawing
 from .head import head_at
 from .kv_cache import SlotCache
+from .layerwise import TRIAL
 from .lengths import check_counting, counts_itself
+from .masks import additive, who_sees_whom
 from .parts import read_at
 from .proposal import Proposal
 from .seq2seq import Decoder, Source
@@ -42,12 +44,12 @@ class CachedModel:
     READ = 2**26
 
     def __init__(self, model: PreTrainedModel, limit: int, role: str = "target", traits: compat.ModelTraits | None = None,
-                 source: Source | None = None, compile: bool = False):
+                 source: Source | None = None, compile: bool | str = False):
         self.model, self.role = model, role
         self.run = model if source is None else Decoder(model, source)
         self.traits = traits or compat.traits_of(compat.unwrap(model), role)
         self.cache = SlotCache(limit, FixedBuffers(model, role) if compile else None)
-        self.compiled = CompiledPasses(model, role) if compile else None
+        self.compiled = CompiledPasses(model, role, compile) if compile else None
         self.most, self.runner = passes.runner(model, compiled=False)
         if compile and (source is not None or self.traits.own_positions or counts_itself(compat.unwrap(model), limit)):
             self.compiled.give_up("it makes its masks or positions itself")
@@ -179,13 +181,25 @@ class CachedModel:
         inputs |= {"logits_to_keep": wanted} if keep else {}
         inputs |= {"past_key_values": self.cache, "use_cache": True, "return_dict": True}
         inputs |= {"input_ids": tokens} if embeds is None else {"inputs_embeds": embeds}
+        if self.compiled is not None and not any(starts):
+            logits, states = self.compiled.start(self.run, inputs, layers, self._trial) or (None, [])
+            if logits is not None and not self.compiled.untried:
+                show(self.taps, states, starts)
+                return logits if keep or wanted is None else logits[:, wanted.to(logits.device)]
         with watched(read_at(compat.unwrap(self.model), layers)) as states:
             reference = (self.runner(self.run, **inputs) if tokens.numel() <= self.most else self.run(**inputs)).logits
         show(self.taps, states, starts)
         reference = reference if keep or wanted is None else reference[:, wanted.to(reference.device)]
         if logits is not None:
-            self.compiled.judge(logits if wanted is None else logits[:, wanted.to(logits.device)], reference)
+            self.compiled.judge(logits if wanted is None or logits.shape == reference.shape else logits[:, wanted.to(logits.device)], reference)
         return reference
+
+    def _trial(self, ragged: bool) -> None:
+        """A pass over the first tokens of texts that nobody wants, with the compiled passes of this model."""
+        trial = CachedModel(self.model, 2 * TRIAL, self.role, self.traits, compile=self.compiled.way)
+        trial.compiled, trial.embed = self.compiled, self.embed
+        text = [(7 * i + 1) % self.traits.vocab_size for i in range(TRIAL)]
+        trial.score([text] + [text[: TRIAL - ragged]] * (len(self.lengths) - 1))
 
     def _wanted(self, columns: torch.Tensor, block: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:
         """The places of the block that logits are computed of, ascending, and where `columns` are among them."""
@@ -225,9 +239,9 @@ class CachedModel:
         if chain:
             slot_positions, seen = slots[None, None], slots <= positions[..., None]
         else:
-            slot_positions, seen = self._tree_mask(slots, torch.tensor(tree.depths, device=device), tree)
+            slot_positions, seen = who_sees_whom(self.lengths, slots, tree)
             seen = seen[:, first:]
-        masks = {key: self._mask(kind, size, seen, positions[..., None], slot_positions, len(sizes))
+        masks = {key: additive(kind, size, seen, positions[..., None], slot_positions, self.dtype).expand(len(sizes), -1, -1, -1)
                  for key, kind, size in self.traits.masks}
         return {"position_ids": positions.expand(len(sizes), -1), "attention_mask": masks.get(None, masks)}
 
@@ -242,23 +256,6 @@ class CachedModel:
         mask[..., plan.start : plan.visible] = torch.full((width, width), torch.finfo(self.dtype).min, dtype=self.dtype, device=self.device).triu(1)
         self._masks[width] = mask, plan.start
         return mask[..., : plan.visible]
-
-    def _tree_mask(self, slots: torch.Tensor, depths: torch.Tensor, tree: Tree) -> tuple[torch.Tensor, torch.Tensor]:
-        """Positions of the slots [B, 1, S] and who sees whom [B, N+1, S]: all of the past, and one's own ancestors."""
-        starts = torch.tensor(self.lengths, device=slots.device)[:, None]
-        node = slots - starts
-        inside = node.clamp(0, len(tree))
-        seen = tree.ancestors.to(slots.device)[:, inside].transpose(0, 1) & (node <= len(tree))[:, None] | (node < 0)[:, None]
-        return torch.where(node < 0, slots, starts + depths[inside])[:, None], seen
-
-    def _mask(self, kind: str, size: int, seen: torch.Tensor, query: torch.Tensor, slot: torch.Tensor, batch: int) -> torch.Tensor:
-        """Additive float mask [B, 1, Q, S]: right under eager and sdpa attention alike, which boolean masks are not."""
-        if kind == "sliding":
-            seen = seen & (slot > query - size)
-        elif kind == "chunked":
-            seen = seen & (slot // size == query // size)
-        mask = torch.zeros(seen.shape, dtype=self.dtype, device=seen.device).masked_fill_(~seen, torch.finfo(self.dtype).min)
-        return mask[:, None].expand(batch, -1, -1, -1)
 
     # --- rollback -----------------------------------------------------------------------------------------------------
 

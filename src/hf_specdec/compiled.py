@@ -1,16 +1,14 @@
-"""Compiled passes: a model's forward over fixed shapes, by `torch.compile`.
+"""Compiled passes: a model's forward over fixed shapes, by `torch.compile`, whole or layer by layer (`layerwise`).
 
 A block is filled up to one of WIDTHS places, and the cache has a power of two of slots, so that a few functions serve a whole text.
-What is at the places added is ignored, lies behind what is meant and is overwritten before any mask shows it. The prompt pass
-is not compiled: every prompt has a length of its own.
+What is at the places added is ignored, lies behind what is meant and is overwritten before any mask shows it. A prompt, which has a length of
+its own, is compiled layer by layer only.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable, Sequence
-from itertools import count
-from types import FunctionType
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -19,30 +17,36 @@ from torch.nn.functional import pad
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
-from . import compat, passes
+from . import compat, compiler, passes
 from .kv_cache import FixedCache, SlotCache
-from .parts import read_at
+from .layerwise import TRIAL, Layerwise, Made, NotCompiled
+from .parts import decoder_layers, read_at
 from .tap import SHOWN, note, watched
 
 if TYPE_CHECKING:
     from .distributions import Drawing
 
-FEW = 16
 WIDTHS = (1, 4, 8, 16, 32, 64)  # reading the weights is what a pass of few tokens costs: two tokens cost no less than four
 UNROLLED = (64, 256)  # layers in one function that makes several passes, on a CPU and on a GPU
 AGREES = {torch.float32: 0.01, torch.float64: 1e-6}  # relative error of the logits (root mean square) that is put up with
 KEPT = ("cuda",)  # kinds of devices on which buffers are kept from call to call
+WAYS = ("layers", "model")
+FLAT = 4  # layers up to which a model is compiled whole in any case
 _functions: WeakKeyDictionary = WeakKeyDictionary()
+_by_layers: WeakKeyDictionary = WeakKeyDictionary()  # model -> what `Layerwise` has made, and the passes that were tried
 _idle: WeakKeyDictionary = WeakKeyDictionary()  # model -> {what for: a buffer that no call uses}
 _refusals: WeakKeyDictionary = WeakKeyDictionary()  # model -> {why it runs without: whether for good}
-_numbers = count()
 
 
 def forward(model, tokens, embeds, positions, mask, slots, keys, values):
     """One pass: tokens int64 [B, W], or embeds [B, W, H] in their place, positions int64 [B, W], mask float [B, 1, W, S] or one per layer type, slots
     int64 [W] or [B, W], and per layer keys and values [B, H, S, D], which are written; logits [B, W, V], and what the layers that are
     watched put out. Compiled as a whole."""
-    cache = FixedCache(keys, values, slots)
+    return over(FixedCache(keys, values, slots), model, tokens, embeds, positions, mask)
+
+
+def over(cache: FixedCache, model, tokens, embeds, positions, mask):
+    """`forward` with its cache made."""
     given = {"input_ids": tokens} if embeds is None else {"inputs_embeds": embeds}
     SHOWN.clear()
     logits = model(**given, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True, return_dict=True).logits
@@ -72,40 +76,6 @@ def several(model, tokens, embeds, positions, mask, slots, keys, values, vocab, 
     return torch.cat(drawn, dim=1), None if law is None else torch.stack(laws, dim=1), states
 
 
-def options(device: torch.device, places: int) -> dict:
-    """What `torch.compile` is told for a pass over `places` tokens: CUDA graphs on a GPU; on a CPU one C++ function, whose own loops (not
-    the products) have no use for threads where the tokens are few, of the graph as the additions to passes leave it. It rounds where eager mode
-    does: otherwise what is rounded would depend on the shape, and so would the bits of a token's logits."""
-    if device.type == "cuda":
-        return {"mode": "reduce-overhead"}
-    from torch._inductor import compile as inductor
-    from torch._inductor import list_options
-
-    wanted = {"cpp_wrapper": True, "size_asserts": False, "alignment_asserts": False, "emulate_precision_casts": True}
-    wanted |= {"cpp.threads": 1} if places <= FEW else {}
-    for addition in passes.ADDITIONS:
-        wanted |= addition.options()
-    wanted = {name: value for name, value in wanted.items() if name in list_options()}
-
-    def backend(graph, inputs):
-        for addition in passes.ADDITIONS:
-            addition.rewrite(graph)
-        return inductor(graph, inputs, options=wanted)
-
-    return {"backend": backend}
-
-
-def unguarded(function: Callable) -> Callable:
-    """What a compiled `forward` or `several` comes to, without guards; the function itself where torch has more than one version of it or does not tell."""
-    try:
-        from torch._dynamo.eval_frame import _debug_get_cache_entry_list as versions
-
-        (only,) = versions(function.__wrapped__.__code__)
-        return FunctionType(only.code, forward.__globals__)
-    except (ImportError, AttributeError, TypeError, ValueError):
-        return function
-
-
 class CompiledPasses:
     """The compiled functions of one model in one call. They are kept with the model for the calls to come, as is the fact that it does not
     compile: it is then not tried again, and the reason is given once.
@@ -115,9 +85,12 @@ class CompiledPasses:
         nothing that they look at changes within one, and they take up to a tenth of a small model's pass.
     """
 
-    def __init__(self, model: PreTrainedModel, role: str):
+    def __init__(self, model: PreTrainedModel, role: str, way: bool | str = True):
         self.model, self.role = model, role
+        self.way = way if isinstance(way, str) else WAYS[compat.device_of(model).type != "cpu"]
         self.functions: dict[tuple, Callable] = _functions.setdefault(model, {})
+        self.layerwise = self._layerwise()
+        self.by_layers = self.way == "layers" and self.layerwise is not None
         self.checked: dict[tuple, Callable] = {}
         self.usable: bool | None = False if any(_refusals.get(model, {}).values()) else None
         self.untried = False
@@ -154,15 +127,41 @@ class CompiledPasses:
         embeds = None if embeds is None else _longer(embeds, 1, more)
         given = (pad(tokens, (0, more)), embeds, _longer(position_ids, 1, more), masks.get(None, masks), slots)
         key = (tokens.shape[0], plan.width, plan.capacity, tokens.device, keys[0].dtype, len(keys), type(self.model), embeds is None, reads)
-        done = self._run(key, forward, tokens.shape[0] * plan.width, reads, (self.model, *_dense(given), keys, values))
+        given = (self.model, *_dense(given), keys, values)
+        run = self._run_by_layers if self.by_layers else self._run
+        done = run(key, forward, tokens.shape[0] * plan.width, reads, given)
         if done is None:
             return None
         logits, states = done
         return logits[:, :width], [part[:, :width] for part in states]
 
+    def start(self, run: Callable, inputs: dict, reads: tuple[int, ...], trial: Callable[[bool], None]) -> tuple | None:
+        """Logits and states, as above, of a pass run(**inputs) over the first tokens of a text; None where there is no function for it. trial: called
+        as trial(whether a mask is given) to have it made: runs such a pass over texts of `TRIAL` tokens."""
+        tokens, mask = inputs.get("input_ids", inputs.get("inputs_embeds")), inputs["attention_mask"]
+        if self.layerwise is None or self.places(1) is None or tokens.shape[1] < 2:
+            return None
+        key = (tokens.shape[0], mask is None, tokens.device, self.model.dtype, type(self.model), "input_ids" in inputs)
+        if key not in self.layerwise.tried and tokens.shape[1] != TRIAL:
+            trial(mask is not None)
+            if not self.usable:
+                return None
+        self.untried = key not in self.layerwise.tried
+        self.layerwise.tried.add(key)
+        try:
+            with watched(read_at(compat.unwrap(self.model), reads)) as states, self.layerwise.running(key, inputs["past_key_values"], None):
+                return run(**inputs).logits, states
+        except NotCompiled:
+            return None
+        except Exception as error:
+            self._refuse(error)
+            return None
+
     def most_steps(self) -> int:
         """Passes that one function may make, a power of two: what the compiler takes grows with their layers."""
         layers = self.model.config.get_text_config().num_hidden_layers
+        if self.by_layers:
+            return 1
         return 1 << max(UNROLLED[self.model.device.type == "cuda"] // layers, 1).bit_length() - 1
 
     def several(self, tokens: torch.Tensor, embeds: tuple[Callable, torch.Tensor] | None, cache: SlotCache, reads: tuple[int, ...], vocab: int,
@@ -182,29 +181,50 @@ class CompiledPasses:
         device = given[1].device
         self.untried = key not in self.functions
         if self.untried:
-            self.functions[key] = self._made(function, device, places)
+            self.functions[key] = compiler.alone(function, device, places)
         if device.type == "cuda":
             torch.compiler.cudagraph_mark_step_begin()  # else every pass is a graph behind the graphs of all passes before it
         try:
             with watched(read_at(compat.unwrap(self.model), reads), note):
                 if key not in self.checked:
                     done = self.functions[key](*given)
-                    self.checked[key] = unguarded(self.functions[key])
+                    self.checked[key] = compiler.unguarded(self.functions[key])
                 else:
                     run = self.checked[key]
                     done = self.runner(run, *given) if places <= self.most else run(*given)
         except Exception as error:  # whatever tracing or the compiler says: the pass can be run without them
             self.functions.pop(key)
-            self.give_up(f"torch.compile says {type(error).__name__}: {str(error).strip().splitlines()[0]}")
+            self._refuse(error)
             return None
         return tree_map_only(torch.Tensor, torch.clone, done) if device.type == "cuda" else done  # the next graph writes where this one did
 
-    @staticmethod
-    def _made(function: Callable, device: torch.device, places: int) -> Callable:
-        """`function`, compiled, as one of its own: what torch keeps by its code is then one entry."""
-        code = function.__code__.replace(co_name=f"{function.__name__}_{next(_numbers)}")
-        function = FunctionType(code, function.__globals__, code.co_name)
-        return torch.compile(function, fullgraph=True, dynamic=False, **options(device, places))
+    def _run_by_layers(self, key: tuple, function: Callable, places: int, reads: tuple[int, ...], given: tuple):
+        """`_run` of `forward`, whose layers are compiled."""
+        model, tokens, embeds, positions, mask, slots, keys, values = given
+        cache = FixedCache(keys, values, slots)
+        self.untried = key not in self.layerwise.tried
+        self.layerwise.tried.add(key)
+        try:
+            with watched(read_at(compat.unwrap(model), reads), note), self.layerwise.running(key, cache, places):
+                team = places <= self.most and not self.untried
+                arguments = (cache, model, tokens, embeds, positions, mask)
+                return self.runner(over, *arguments) if team else over(*arguments)
+        except Exception as error:
+            self._refuse(error)
+            return None
+
+    def _refuse(self, error: Exception) -> None:
+        self.give_up(f"torch.compile says {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}")
+
+    def _layerwise(self) -> Layerwise | None:
+        """None for a model of few layers, of none that are known, or whose layers' forwards are somebody else's, and where torch shows no versions."""
+        try:
+            layers = list(decoder_layers(compat.unwrap(self.model))[1])
+        except ValueError:
+            return None
+        if len(layers) <= FLAT or not compiler.shows_versions() or any("forward" in vars(layer) for layer in layers):
+            return None
+        return Layerwise(layers, _by_layers.setdefault(self.model, Made()), compat.device_of(self.model))
 
     def judge(self, logits: torch.Tensor, reference: torch.Tensor) -> None:
         """Compare the first pass of a function with the same pass uncompiled; both [B, n, V]."""

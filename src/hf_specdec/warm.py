@@ -53,7 +53,7 @@ def warmup(model: PreTrainedModel, draft=None, config: SpeculativeConfig | dict 
     vocab = compat.traits_of(compat.unwrap(model), "target").vocab_size
     with progress("Compiling", passes) as items:
         for each in items:
-            _compile(*each, batch, vocab, sampler)
+            _compile(*each, batch, vocab, sampler, config.compile or True)
     return len(passes)
 
 
@@ -78,9 +78,9 @@ def _passes(run: Run, role: str, widest: int, max_length: int, k: int) -> list[t
     return [(run, role, width, capacity, steps) for capacity in slots for width, steps in made]
 
 
-def _compile(run: Run, role: str, width: int, capacity: int, steps: int, batch: int, vocab: int, sampler: Sampler) -> None:
-    """Run the pass once."""
-    cached = CachedModel(run.model, capacity, role, compile=True)
+def _compile(run: Run, role: str, width: int, capacity: int, steps: int, batch: int, vocab: int, sampler: Sampler, way: bool | str) -> None:
+    """Run the pass once, behind a prompt."""
+    cached = CachedModel(run.model, capacity, role, compile=way)
     if run.make is not None:
         cached.embed = lambda tokens: run.make(run.model, _blank(run, tokens.shape), tokens)
     cached.taps = [Tap(run.reads)] if run.reads else []
@@ -89,7 +89,9 @@ def _compile(run: Run, role: str, width: int, capacity: int, steps: int, batch: 
     rows = [text[: BEHIND + 1]] * batch
     cached.score([row[:-1] for row in rows])
     cached.commit([1] * batch)
-    if steps == 1:
+    if steps > cached.compiled.most_steps():
+        pass
+    elif steps == 1:
         cached.score(rows, Proposal.from_lists([text[BEHIND + 1 :]] * batch, cached.device))
     else:
         root = torch.tensor(text[BEHIND:], device=cached.device).expand(batch, 1)

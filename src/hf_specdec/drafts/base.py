@@ -100,9 +100,9 @@ class Context:
         return replace(self, noise=lambda stream, n: self.noise(f"draft:{part}/{stream}", n))
 
     @property
-    def compiles(self) -> bool:
-        """Whether the passes of models are compiled."""
-        return self.target is not None and self.target.compiled is not None
+    def compiles(self) -> bool | str:
+        """Whether the passes of models are compiled, and how (`SpeculativeConfig.compile`)."""
+        return self.target is not None and self.target.compiled is not None and self.target.compiled.way
 
     @property
     def texts(self) -> list[list[int]]:

@@ -144,8 +144,7 @@ class MXLinear(nn.Linear):
         if torch.compiler.is_compiling():
             if torch.compiler.is_exporting():  # what is exported has the weights in it, and no addresses of this process
                 return product(x, self)
-            few = x.numel() <= cpu.WIDE * self.in_features
-            if few and self._place is not None and not torch.is_grad_enabled():
+            if self._place is not None and not torch.is_grad_enabled() and not (cpu.by_panels() and x.numel() > cpu.WIDE * self.in_features):
                 return mx_tiles(x, *self._place, self.out_features)
             return product(x, self)
         if torch.is_grad_enabled() and (x.requires_grad or (self.bias is not None and self.bias.requires_grad)):

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
+from .. import compat
+from ..parts import decoder_layers
 from ..passes import ADDITIONS, PassAddition
 from .attention import FEW, FEW_COMPILED, FEW_NAME, NAME
 from .kernels import cpu
@@ -43,7 +45,16 @@ class KernelPasses(PassAddition):
         return (attention, cpu.together) if ours and not dense else None
 
     def prepare(self, model):
-        MXLinear.gather([layer for layer in model.modules() if isinstance(layer, MXLinear)])
+        """One table of products for every decoder layer, which may be compiled alone, and one for the rest."""
+        try:
+            blocks = decoder_layers(compat.unwrap(model))[1]
+        except ValueError:
+            blocks = []
+        seen: set[int] = set()
+        for part in (*blocks, model):
+            own = [layer for layer in part.modules() if isinstance(layer, MXLinear) and id(layer) not in seen]
+            seen.update(map(id, own))
+            MXLinear.gather(own)
 
     def rewrite(self, graph):
         merge_products(graph)
@@ -106,6 +117,7 @@ def _give_torch() -> bool:
     except (OSError, AttributeError, StopIteration):
         return False
     cpu.library().mx_torch((ctypes.c_void_p * 6)(*functions), (ctypes.c_int32 * 5)(*numbers))
+    cpu.kernel_path()  # tells the library
     return True
 
 

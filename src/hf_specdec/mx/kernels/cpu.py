@@ -129,6 +129,11 @@ def set_kernel_path(name: str | None) -> None:
         kernel_path()
 
 
+def by_panels() -> bool:
+    """Whether many rows are better multiplied by torch than by the kernel."""
+    return PATHS[kernel_path()] == "portable"
+
+
 def kernel_info() -> dict:
     """What runs here, for people: the code path in use and why, those available, the library, whether layers with activations="mxint8" have
     integer products (else x is rounded and multiplied as ever), and torch's threads."""
@@ -256,7 +261,7 @@ class Kernel:
         number of rows is multiplied as a few are."""
         if not x.is_contiguous():
             x = x.contiguous()
-        if x.numel() > WIDE * self.k and not alike and PATHS[kernel_path()] == "portable":
+        if x.numel() > WIDE * self.k and not alike and by_panels():
             return self._by_panels(x)
         return multiply(self.address, x, self.n)
 

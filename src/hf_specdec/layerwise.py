@@ -1,0 +1,193 @@
+"""Passes in which one compiled function runs every decoder layer of a kind: the compiler is given one layer instead of the whole model.
+
+The model's own forward runs as it is, and for the length of a pass its layers' forwards lead here. Layers of a kind consist of the same modules,
+shapes and settings; only their numbers differ. The functions take a layer's weights from the layer that they are called with, so that what
+was compiled for the first one runs all of them, and they know the cache of that layer alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from threading import get_ident
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten
+from transformers.cache_utils import Cache
+
+from .compiler import alone, unguarded
+from .kv_cache import FixedCache
+
+NUMBERS = ("layer_idx", "layer_id", "layer_index", "layer_number", "idx")  # what tells layers of a kind apart
+PLAIN = (bool, int, float, str, type(None), torch.dtype, tuple, list)
+TRIAL = 61  # tokens of the text that a function for prompts is compiled on: a number that no size in a model is likely to be
+
+
+class OneLayer(FixedCache):
+    """A cache of one layer, whatever number it is asked by."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
+        return self.layers[0].update(key_states, value_states)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self.layers[0].get_mask_sizes(query_length)
+
+
+class Kept(Cache):
+    """An empty cache that keeps what one layer gives it."""
+
+    def __init__(self):
+        super().__init__(layers=[])
+        self.states: tuple = ()
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
+        self.states = key_states, value_states
+        return self.states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return query_length, 0
+
+
+def _forward(layer: nn.Module, cache: Cache, at: int | str, args: tuple, kwargs: dict):
+    """The layer's own forward, with the cache at its place `at` among the arguments."""
+    if isinstance(at, str):
+        return type(layer).forward(layer, *args, **{**kwargs, at: cache})
+    return type(layer).forward(layer, *args[:at], cache, *args[at:], **kwargs)
+
+
+def at_slots(layer, at, args, kwargs, keys, values, slots):
+    """A layer over a block whose keys and values go to `slots` of the layer's buffers [B, H, S, D]. Compiled as a whole."""
+    return _forward(layer, OneLayer([keys], [values], slots), at, args, kwargs)
+
+
+def from_start(layer, at, args, kwargs):
+    """A layer over the first tokens of a text: what it puts out, and their keys and values [B, H, Q, D]. Compiled as a whole."""
+    cache = Kept()
+    return _forward(layer, cache, at, args, kwargs), cache.states
+
+
+def kinds(layers: list[nn.Module]) -> list[Hashable]:
+    """What layers have in common when one function can run them."""
+    return [tuple(_traits(name, part) for name, part in layer.named_modules()) for layer in layers]
+
+
+def _traits(name: str, part: nn.Module) -> tuple:
+    settings = sorted((key, repr(value)) for key, value in vars(part).items() if key[0] != "_" and key not in NUMBERS and isinstance(value, PLAIN))
+    tensors = [(key, tensor.shape, tensor.dtype) for key, tensor in [*part._parameters.items(), *part._buffers.items()] if tensor is not None]
+    return name, type(part), part.extra_repr(), tuple(settings), tuple(tensors)
+
+
+class NotCompiled(Exception):
+    """There is no function for these arguments, and it is not the time to make one."""
+
+
+@dataclass
+class Made:
+    """What was compiled for one model so far: it outlives the call."""
+
+    functions: dict[tuple, Callable] = field(default_factory=dict)
+    kinds: dict[Hashable, int] = field(default_factory=dict)
+    tried: set[Hashable] = field(default_factory=set)  # passes whose logits were compared
+
+
+class Layerwise:
+    """The decoder layers of one model in one call.
+
+    tried: passes whose logits have been compared with those of the same pass uncompiled.
+    """
+
+    def __init__(self, layers: list[nn.Module], made: Made, device: torch.device):
+        self.layers, self.made, self.tried, self.device = layers, made.functions, made.tried, device
+        self.kinds = [made.kinds.setdefault(kind, len(made.kinds)) for kind in kinds(layers)]
+        self.stand_ins = [self._stand_in(i, layer) for i, layer in enumerate(layers)]
+        self.checked: dict[tuple, Callable] = {}  # functions without guards
+        self.steps: dict[Hashable, list] = {}  # by key of a pass: function and place of the cache per layer
+        self.thread = self.key = self.cache = self.places = None
+
+    @contextmanager
+    def running(self, key: Hashable, cache: Cache, places: int | None) -> Iterator[None]:
+        """Inside, a forward in this thread that is given `cache` runs its layers by compiled functions: a `FixedCache` over `places` tokens,
+        or with None an empty cache of any kind over the first tokens of a text. key: what decides of shapes and arguments."""
+        self.thread, self.key, self.cache, self.places = get_ident(), key, cache, places
+        if places is None or key not in self.steps:
+            self.steps[key] = [None] * len(self.layers)
+        for layer, stand_in in zip(self.layers, self.stand_ins):
+            layer.__dict__["forward"] = stand_in
+        try:
+            yield
+        except BaseException:
+            del self.steps[key]
+            raise
+        finally:
+            for layer in self.layers:
+                layer.__dict__.pop("forward", None)
+            self.thread = self.cache = None
+
+    def _stand_in(self, i: int, layer: nn.Module) -> Callable:
+        def forward(*args, **kwargs):
+            if get_ident() != self.thread:  # the same model, in another thread
+                return type(layer).forward(layer, *args, **kwargs)
+            return self._run(i, layer, args, kwargs)
+
+        return forward
+
+    def _run(self, i: int, layer: nn.Module, args: tuple, kwargs: dict):
+        run, at = self.steps[self.key][i] or (None, self._place(args, kwargs))
+        if isinstance(at, str):
+            del kwargs[at]
+        else:
+            args = args[:at] + args[at + 1 :]
+        given = (layer, at, args, kwargs)
+        if self.places is not None:
+            own = self.cache.layers[i]
+            given += (own.keys, own.values, own.slots)
+        if run is None:
+            run = self._function(i, given)
+            self.steps[self.key][i] = run, at
+        if self.places is not None:
+            return run(*given)
+        out, (keys, values) = run(*given)
+        self.cache.update(keys, values, i)
+        return out
+
+    def _place(self, args: tuple, kwargs: dict) -> int | str:
+        """Where the cache is among the arguments of a layer."""
+        found = [at for at, part in [*enumerate(args), *kwargs.items()] if part is self.cache]
+        if len(found) != 1:
+            raise ValueError("its layers are not given the cache")
+        return found[0]
+
+    def _function(self, i: int, given: tuple) -> Callable:
+        """The function for these arguments of layer i. The first layer of its kind is asked for once a call with guards, as nothing they look at
+        changes within a call."""
+        leaves, structure = tree_flatten(given[1:4])
+        key = (self.key, self.kinds[i], str(structure), *(part if isinstance(part, PLAIN) else type(part) for part in leaves))
+        if key not in self.checked:
+            run = None
+            if key in self.made:
+                self.made[key](*given)
+                run = unguarded(self.made[key])
+            if run is None or run is self.made[key]:  # it is missing, or what guards look at has changed and torch has compiled it again
+                self.made[key] = self._compile(leaves)
+                self.made[key](*given)
+                run = unguarded(self.made[key])
+            self.checked[key] = run
+        return self.checked[key]
+
+    def _compile(self, leaves: list) -> Callable:
+        if self.places is not None:
+            return alone(at_slots, self.device, self.places, whole=False)
+        sizes = [(part, dim) for part in leaves if isinstance(part, torch.Tensor) for dim, size in enumerate(part.shape) if size == TRIAL]
+        if not sizes:
+            raise NotCompiled
+        for part, dim in sizes:
+            torch._dynamo.maybe_mark_dynamic(part, dim)
+        return alone(from_start, self.device, TRIAL, whole=False, dynamic=None)

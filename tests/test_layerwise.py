@@ -1,0 +1,212 @@
+"""Passes whose layers are run by one compiled function: the same texts, and the compiler sees a layer of each kind. torch traces, and the C++
+compiler is left out."""
+
+import threading
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+import hf_specdec
+from hf_specdec import compiled, compiler, layerwise
+from hf_specdec.cached_model import CachedModel
+from hf_specdec.drafts import EarlyExitDraft, ModelDraft, PromptLookupDraft
+from hf_specdec.drafts.feature import FeatureDraft
+from tests.architectures import FAMILIES
+from tests.conformance.builders import feature_drafter
+from tests.helpers import FULL, KnowingTreeDraft, enabled, generated, perturbed, plain, prompts, repetitive, speculate
+
+NAMES = [line.name for line in FAMILIES] if FULL else ["Llama", "GPT-2", "Gemma 3 (text)", "Mistral", "Llama 4 (text, chunked)", "OPT"]
+LAYERS = {"seed": 0, "compile": "layers"}
+
+
+def family(name: str):
+    return next(line for line in FAMILIES if line.name == name)
+
+
+def built(name: str, **settings):
+    return replace(family(name), settings={**family(name).settings, **settings}).model("sdpa")
+
+
+@pytest.fixture(autouse=True)
+def traced(monkeypatch):
+    """The models of these tests have few layers, and are not compiled to machine code."""
+    torch._dynamo.reset()
+    counters.clear()
+    monkeypatch.setattr(compiled, "FLAT", 0)
+    monkeypatch.setattr(compiler, "options", lambda device, places, whole=True: {"backend": "aot_eager"})
+
+
+@pytest.fixture
+def strict():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        yield
+
+
+def run(target, rows, draft, k=4, speculative=LAYERS, **options):
+    out = speculate(target, rows, draft, k, speculative=speculative, **options)
+    hf_specdec.disable(target)
+    return generated(out, rows)
+
+
+def functions(model) -> list[str]:
+    """What was compiled for the model's layers."""
+    return sorted(function.__wrapped__.__name__.rsplit("_", 1)[0] for function in compiled._by_layers[model].functions.values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_texts_are_those_of_plain_generate(name, strict):
+    target = built(name)
+    rows = repetitive(30, 17) if family(name).ragged else repetitive(30)
+    assert run(target, rows, PromptLookupDraft()) == plain(target, rows)
+    assert functions(target)
+
+
+def test_one_layer_of_a_kind_is_compiled(strict):
+    target = built("Llama", num_hidden_layers=6)
+    rows = repetitive(30)
+    assert run(target, rows, PromptLookupDraft(), max_new_tokens=24) == plain(target, rows, max_new_tokens=24)
+    assert set(functions(target)) == {"at_slots", "from_start"} and len(functions(target)) <= 1 + len(compiled.WIDTHS)
+    assert counters["stats"]["unique_graphs"] == len(functions(target))
+
+
+def test_layers_that_differ_have_functions_of_their_own(strict):
+    target = built("Gemma 3 (text)", num_hidden_layers=6, layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2)
+    kinds = layerwise.kinds(list(target.model.layers))
+    assert 1 < len(set(kinds)) < 6
+    rows = repetitive(12)
+    assert run(target, rows, PromptLookupDraft()) == plain(target, rows)
+
+
+def test_prompts_of_all_lengths_share_a_function(strict):
+    target = built("Llama", num_hidden_layers=5)
+    for length in (2, 5, 31, 61, 64, 100):
+        rows = prompts(length)
+        assert run(target, rows, PromptLookupDraft(), max_new_tokens=3) == plain(target, rows, max_new_tokens=3)
+    assert functions(target).count("from_start") == 1
+    starts = [f for f in compiled._by_layers[target].functions.values() if f.__wrapped__.__name__.startswith("from_start")]
+    assert all(compiler.unguarded(function) is not function for function in starts)  # never compiled for a second length
+
+
+def test_ragged_prompts_have_another_one(strict):
+    target = built("Llama", num_hidden_layers=5)
+    rows = prompts(30, 11)
+    assert run(target, rows, PromptLookupDraft()) == plain(target, rows)
+    assert functions(target).count("from_start") == 1
+    rows = prompts(23, 23)
+    assert run(target, rows, PromptLookupDraft()) == plain(target, rows)
+    assert functions(target).count("from_start") == 2
+
+
+@pytest.mark.parametrize("draft", ["model", "tree", "early_exit", "feature"])
+def test_drafts_with_models_and_trees(draft, strict):
+    target, rows = built("Llama", num_hidden_layers=5), prompts(20)
+    texts = plain(target, rows)
+    drafts = {"model": lambda: ModelDraft(perturbed(target)), "tree": lambda: KnowingTreeDraft([row + text for row, text in zip(rows, texts)]), "early_exit": lambda: EarlyExitDraft(target, 2),
+              "feature": lambda: FeatureDraft(feature_drafter(target), target)}
+    assert run(target, rows, drafts[draft]()) == texts
+    assert run(target, rows, PromptLookupDraft()) == texts  # and leaves the model as it was
+
+
+def test_sampled_texts_are_those_without_compiling(strict):
+    target, rows = built("Llama", num_hidden_layers=5), prompts(20, 20, 9)
+    options = {"do_sample": True, "temperature": 0.8, "top_k": 20}
+    assert run(target, rows, PromptLookupDraft(), **options) == run(target, rows, PromptLookupDraft(), speculative={"seed": 0}, **options)
+
+
+def test_the_layers_are_their_own_again_afterwards():
+    target, rows = built("Llama", num_hidden_layers=5), prompts(20)
+    run(target, rows, PromptLookupDraft())
+    assert not any("forward" in vars(layer) for layer in target.model.layers)
+
+
+def test_what_guards_look_at_is_looked_at_in_the_next_call(strict):
+    target, rows = built("Llama", num_hidden_layers=5), prompts(20)
+    assert run(target, rows, PromptLookupDraft()) == plain(target, rows)
+    target.set_attn_implementation("eager")
+    target.double()
+    assert run(target, rows, PromptLookupDraft()) == plain(target, rows)
+    for layer in target.model.layers:
+        layer.mlp.act_fn = torch.nn.Tanh()
+    assert run(target, rows, PromptLookupDraft()) == plain(target, rows)
+
+
+def test_another_thread_gets_the_models_own_layers():
+    target, rows = built("Llama", num_hidden_layers=5), prompts(20)
+    texts, seen = plain(target, rows), []
+
+    class Looking(PromptLookupDraft):
+        def propose(self, context, k):
+            lay = context.target.compiled.layerwise
+            with lay.running("test", object(), 1):
+                thread = threading.Thread(target=lambda: seen.append(plain(target, rows)))
+                thread.start()
+                thread.join()
+            return super().propose(context, k)
+
+    assert run(target, rows, Looking(), max_new_tokens=12) == [text[:12] for text in texts]
+    assert seen and all(each == texts for each in seen)
+
+
+def test_layers_that_compile_wrongly_are_not_used(monkeypatch):
+    target, rows = built("Llama", num_hidden_layers=5), prompts(20)
+    texts = plain(target, rows)
+    monkeypatch.setattr(layerwise.Kept, "update", lambda self, keys, values, *args, **kwargs: (setattr(self, "states", (keys, values)), (keys, keys))[1])
+    with pytest.warns(UserWarning, match="its logits are off"):
+        assert run(target, rows, PromptLookupDraft()) == texts
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert run(target, rows, PromptLookupDraft()) == texts
+
+
+def test_layers_that_depend_on_their_number_are_found_out():
+    """Nothing but the first comparison tells that a function made for one layer is wrong for the next."""
+    target, rows = built("GPT-2", scale_attn_by_inverse_layer_idx=True, n_layer=6), prompts(20)
+    texts = plain(target, rows)
+    assert run(target, rows, PromptLookupDraft()) == texts
+
+
+def test_a_model_whose_prompt_passes_are_windowed_only_when_long_is_right_either_way(strict):
+    target = built("Mistral", num_hidden_layers=5, sliding_window=16)
+    for length in (10, 40):
+        rows = prompts(length)
+        assert run(target, rows, PromptLookupDraft()) == plain(target, rows)
+
+
+def test_few_layers_are_compiled_whole(monkeypatch, strict):
+    monkeypatch.setattr(compiled, "FLAT", 4)
+    target, rows = built("Llama", num_hidden_layers=4), prompts(20)
+    assert run(target, rows, PromptLookupDraft()) == plain(target, rows)
+    assert target not in compiled._by_layers and compiled._functions[target]
+
+
+@pytest.mark.parametrize("compile", [1, "layer", None])
+def test_the_option_is_checked(compile):
+    with pytest.raises(ValueError, match="compile="):
+        hf_specdec.SpeculativeConfig(compile=compile)
+
+
+def test_warming_up_makes_all_that_a_call_needs(strict, monkeypatch):
+    target, rows = enabled(built("Llama", num_hidden_layers=5)), prompts(20)
+    hf_specdec.warmup(target, None, {"compile": "layers", "num_assistant_tokens": 4}, max_length=100)
+    before = functions(target)
+    monkeypatch.setattr(layerwise, "alone", lambda *args, **kwargs: pytest.fail("compiled after the warm-up"))
+    out = target.generate(torch.tensor(rows), assistant_model=PromptLookupDraft(), speculative=LAYERS, num_assistant_tokens=4, max_new_tokens=20)
+    assert len(out[0]) == 40 and functions(target) == before
+
+
+def test_rows_of_one_model_at_two_places_at_a_time():
+    """Two calls on one model: each pass finds its own cache, or the model's own layers."""
+    target, rows = built("Llama", num_hidden_layers=5), prompts(20)
+    first, second = (CachedModel(target, 100, compile="layers") for _ in range(2))
+    plainly = CachedModel(target, 100)
+    for cached in (first, second, plainly):
+        cached.score(rows)
+        cached.commit([1])
+    row = [rows[0] + [5]]
+    a, b, c = first.score(row), second.score(row), plainly.score(row)
+    torch.testing.assert_close(a, c)
+    torch.testing.assert_close(b, c)
