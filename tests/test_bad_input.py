@@ -142,6 +142,12 @@ def test_a_wrong_option_is_refused_beside_speculative_true(name, value, words):
         call(model, **{name: value})
 
 
+def test_a_streamer_that_nobody_can_call_is_named():
+    model = enabled(tiny_llama())
+    with refused(model, words=("streamer", "int", "streamer(row, tokens, drafted)"), error=TypeError):
+        call(model, streamer=3)
+
+
 def test_an_unknown_argument_of_generate_is_named():
     model = enabled(tiny_llama())
     with refused(model, words=("lenient", "typos")):
@@ -332,6 +338,7 @@ CALLS = {
                         ("custom_generate", "speculative=", "pass custom_generate=SpeculativeDecoder(...) alone")),
     "text streamer for two rows": (lambda m: dict(inputs=padded(prompts(5, 4)), streamer=TextStreamer(LETTERS)),
                                    ("streamer", "2", "streamer(row, tokens, drafted)")),
+    "devices in step": (lambda m: dict(synced_gpus=True), ("synced_gpus=True", "whole model", "speculative=False")),
     "stop strings": (lambda m: dict(stop_strings=["a"]), ("stop_strings", "needs tokenizer=")),
     "stop strings in a config": (lambda m: dict(generation_config=GenerationConfig(stop_strings=["a"], max_new_tokens=5)),
                                  ("stop_strings", "needs tokenizer=")),

@@ -343,6 +343,15 @@ def test_a_json_file_that_is_a_folder_is_refused_before_anything_is_loaded(tmp_p
     assert result.exit_code == 2 and "is a folder; name a file" in " ".join(result.output.split())
 
 
+@pytest.mark.parametrize("arguments, words", [
+    (("generate", "--prompt", "a", "--mx", "mxfp5"), "format='mxfp5' is not an MX format"),
+    *[((command, "--k", "99"), "num_assistant_tokens=99 must be an int in 1..64") for command in ("verify", "bench", "demo")],
+], ids=lambda value: value[0] if isinstance(value, tuple) else "")
+def test_a_wrong_value_is_refused_before_anything_is_loaded(arguments, words, tmp_path):
+    result = run(arguments[0], tmp_path / "no model", *arguments[1:])
+    assert result.exit_code == 2 and words in " ".join(result.output.split()) and "Loading" not in result.output
+
+
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "notebooks").glob("*.ipynb"))]
 
 

@@ -44,5 +44,5 @@ def test_an_override_of_none_changes_nothing():
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(OSError, match="speculative_config.json"):
+    with pytest.raises(FileNotFoundError, match="speculative_config.json: .*save_pretrained.*tune"):
         SpeculativeConfig.from_pretrained(tmp_path)

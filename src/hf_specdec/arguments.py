@@ -40,6 +40,9 @@ def check_arguments(kwargs: dict[str, Any], own) -> None:
     if len(kwargs.get("adapter_names") or ()) > 1:
         raise ValueError("adapter_names: rows leave a batch as they end, which an adapter per row does not survive. Generate the rows of one adapter at a "
                          "time, with set_adapter, or use speculative=False.")
+    if kwargs.get("synced_gpus"):
+        raise ValueError("synced_gpus=True: devices that share every pass would need the same number of them, and how many a text takes depends on what is "
+                         "accepted. Give every device a whole model and drop it, or use speculative=False.")
     for name in _OTHER_TUNING:
         value = kwargs.get(name, given_in_config(kwargs, own, name))
         if value is not None:

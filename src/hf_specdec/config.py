@@ -136,6 +136,8 @@ class SpeculativeConfig:
         path = path / CONFIG_NAME if path.is_dir() else path
         try:
             values = json.loads(path.read_text())
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{path}: there is no such file. Name a folder that SpeculativeConfig.save_pretrained or `hf-specdec tune` has written.") from error
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}: not a JSON file ({error}). Write it with SpeculativeConfig.save_pretrained.") from error
         if not isinstance(values, dict):

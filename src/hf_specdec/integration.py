@@ -151,6 +151,8 @@ class SpeculativeDecoder:
         self.put_prompt = self.cache_is_given = False
         self.trace: SpeculationTrace | None = None
         self._give_back = _nothing  # to the model, when transformers has prepared the call
+        if streamer is not None and not hasattr(streamer, "put") and not callable(streamer):
+            raise TypeError(f"streamer: expected a transformers streamer or a callable streamer(row, tokens, drafted), got {type(streamer).__name__}.")
         if stop_strings is not None and tokenizer is None:
             raise ValueError("stop_strings needs tokenizer=, the target's tokenizer, beside it.")
 

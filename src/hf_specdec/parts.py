@@ -34,6 +34,9 @@ def decoder_layers(model: PreTrainedModel) -> tuple[str, torch.nn.ModuleList]:
 
 
 def read_at(model: PreTrainedModel, layers: tuple[int, ...]) -> list[torch.nn.Module]:
-    """The modules whose outputs are the hidden states after these layers; the model's own count stands for what comes after the final norm."""
-    blocks = decoder_layers(model)[1] if layers else ()
-    return [model.base_model if layer == len(blocks) else blocks[layer] for layer in layers]
+    """The modules whose outputs are the hidden states after these layers; the model's own count stands for what comes after the final norm, which
+    is what the module puts out that has the layers (`base_model` need not run: OPT's head asks the decoder inside it)."""
+    if not layers:
+        return []
+    name, blocks = decoder_layers(model)
+    return [model.get_submodule(name.rpartition(".")[0]) if layer == len(blocks) else blocks[layer] for layer in layers]

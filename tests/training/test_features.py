@@ -9,13 +9,17 @@ from safetensors.torch import save_file
 import hf_specdec
 from hf_specdec.drafts.feature import FeatureDraft
 from hf_specdec.drafts.features import hidden_states
+from hf_specdec.drafts.medusa import MedusaDraft
+from hf_specdec.drafts.parallel import ParallelDraft
 from hf_specdec.training import FeatureRunConfig, FeatureTrainer, build_drafter, load_drafter
 from hf_specdec.training.drafter import begin, save
 from hf_specdec.training.feature_trainer import FeatureStudent
 from hf_specdec.training.features import make_features, read_features
 from hf_specdec.training.shards import Shard, shard_files
 
-from ..helpers import tiny_llama
+from ..architectures import FAMILIES
+from ..conformance.builders import block_drafter, medusa_heads
+from ..helpers import generated, plain, prompts, speculate, tiny_llama
 from .watched import Watched
 
 READS = (0, 1, 2)
@@ -38,6 +42,27 @@ def test_the_states_are_those_of_the_named_layers():
     states = seen()
     torch.testing.assert_close(states[..., 64:], target.base_model(input_ids=ids).last_hidden_state)
     torch.testing.assert_close(states[..., :32], expected[1])
+
+
+@pytest.mark.parametrize("name", ["OPT", "Llama 4 (text, chunked)"])
+def test_states_are_read_where_base_model_does_not_run_or_is_the_model_itself(name):
+    target = next(family for family in FAMILIES if family.name == name).model()
+    ids, count = torch.tensor([[5, 6, 7, 8]]), target.config.num_hidden_layers
+    with hidden_states(target, (0, count)) as seen:
+        logits = target(input_ids=ids).logits
+    torch.testing.assert_close(target.get_output_embeddings()(seen()[..., 32:]), logits)
+    rows = prompts(9, 4)
+    text = generated(speculate(target, rows, MedusaDraft(medusa_heads(target), target), 4, max_new_tokens=12), rows)
+    assert text == plain(target, rows, max_new_tokens=12)
+
+
+def test_layers_with_several_states_per_token_are_refused_before_any_pass():
+    target = next(family for family in FAMILIES if family.name == "Gemma 3n (text)").model()
+    calls = []
+    target.register_forward_pre_hook(lambda *_: calls.append(1))
+    with pytest.raises(ValueError, match="Gemma3nForCausalLM put out several states per token"):
+        speculate(target, prompts(9), ParallelDraft(block_drafter(target), target), 4, max_new_tokens=6)
+    assert not calls
 
 
 def test_states_of_shards_are_kept_and_made_once(target, data, tmp_path):

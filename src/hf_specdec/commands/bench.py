@@ -50,20 +50,20 @@ def bench(
         raise ValueError(f"--clock {clock}: choose one of {sorted(CLOCKS)}.")
     if min(max_new_tokens, repetitions, batch) < 1:
         raise ValueError("--max-new-tokens, --repetitions and --batch must be at least 1.")
+    tokens = SpeculativeConfig(num_assistant_tokens=parse_k(k)).num_assistant_tokens
     tuned = None if config is None else SpeculativeConfig.from_pretrained(config)
     chosen = load_prompts(prompts, limit)
     if threads is not None:
         torch.set_num_threads(threads)
     model, tokenizer = load_target(target, dtype)
     assistant = load_draft(draft, dtype, model, tokenizer)
-    arms = standard_arms(enable(model), assistant, parse_k(k), compile=compile)
-    pairs = [(model, assistant)]
+    arms = standard_arms(enable(model), assistant, tokens, compile=compile)
+    pairs = [(model, assistant), *([in_tiles(target, draft, dtype)] if kernels else [])]
     if kernels:
-        pairs.append(in_tiles(target, draft, dtype))
-        arms += kernel_arms(*pairs[1], parse_k(k), compile)
+        arms += kernel_arms(*pairs[1], tokens, compile)
     if compile:
         longest = max((prompt.ids(tokenizer) for prompt in chosen), key=len)
-        warm(pairs, parse_k(k), batch, len(longest) + max_new_tokens)
+        warm(pairs, tokens, batch, len(longest) + max_new_tokens)
         arms = that_compile(arms, [longest] * batch, max_new_tokens)
     if tuned is not None:
         arms.append(_tuned_arm(model, tuned))

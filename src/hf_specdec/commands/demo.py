@@ -28,7 +28,7 @@ def demo(
     save_race: Path | None = None,
 ) -> None:
     """race: show a race in the place of the streamed answer and the timing; save_race: and write it as a GIF."""
-    from .. import enable
+    from .. import SpeculativeConfig, enable
     from ..bench.arms import PLAIN, generate_arm, padded
     from ..bench.embedded import EMBEDDED, load_target
     from ..bench.prompts import Prompt, load_prompts
@@ -40,7 +40,7 @@ def demo(
     if save_race is not None:
         check_path(save_race)
     console = Console(highlight=False)
-    speculation = {"speculative": {"num_assistant_tokens": parse_k(k)}}
+    speculation = {"speculative": SpeculativeConfig(num_assistant_tokens=parse_k(k))}
     model, tokenizer = load_target(target, dtype)
     enable(model)
     assistant = load_draft(draft, dtype, model, tokenizer)

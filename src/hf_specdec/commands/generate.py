@@ -35,8 +35,11 @@ def generate(
     from ..bench.arms import padded
     from ..bench.embedded import load_target
     from ..bench.prompts import Prompt
+    from ..mx.formats import get_format
 
     config = SpeculativeConfig(num_assistant_tokens=parse_k(k), lenience=lenience, seed=seed)
+    if mx is not None:
+        get_format(mx)
     text = read_prompt(prompt, file)
     model, tokenizer = load_target(target, dtype)
     apply_mx(model, mx)

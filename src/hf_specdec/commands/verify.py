@@ -46,7 +46,7 @@ def verify(
     """Print every check and a verdict; whether all passed."""
     import torch
 
-    from .. import enable
+    from .. import SpeculativeConfig, enable
     from ..bench.embedded import load_target
     from ..bench.forks import Judge
     from ..bench.prompts import load_prompts
@@ -54,7 +54,7 @@ def verify(
     if samples < 200:
         raise ValueError(f"--samples {samples}: the chi-square test needs at least 200.")
     chosen = load_prompts(prompts, limit)
-    speculation = {"speculative": {"num_assistant_tokens": parse_k(k)}}
+    speculation = {"speculative": SpeculativeConfig(num_assistant_tokens=parse_k(k))}
     model, tokenizer = load_target(target, dtype)
     enable(model)
     assistant = load_draft(draft, dtype, model, tokenizer)

@@ -35,6 +35,10 @@ def tapped(target: PreTrainedModel, layers: tuple[int, ...], context: Context) -
     if compat.unwrap(context.target.model).base_model is not target.base_model:
         raise ValueError("target: the draft was made to read the states of another model than the one that it drafts for now. Make it for that one, with "
                          "training.load_drafter(folder, model) for instance.")
+    config = target.config.get_text_config()
+    if getattr(config, "altup_num_inputs", 1) > 1 and min(layers) < config.num_hidden_layers:
+        raise ValueError(f"target: the layers of {type(target).__name__} put out several states per token (altup_num_inputs), which no draft reads yet. Use a draft "
+                         f"that reads the last state alone, or none.")
     return context.target.watch(layers)
 
 
