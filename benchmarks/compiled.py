@@ -2,7 +2,7 @@
 prompt lookup, with the shipped drafter, and with these two by turns.
 
     python benchmarks/compiled.py --threads 2 --clock wall
-    python benchmarks/compiled.py --threads 2 --clock wall --prompts spec_bench.jsonl --limit 2 --longest 900 --ways compiled --repetitions 1
+    python benchmarks/compiled.py --threads 2 --clock wall --prompts spec_bench.jsonl --limit 2 --longest 900 --way layers --way model --repetitions 1
 
 SmolLM2-135M-Instruct in bfloat16 on a CPU; `format` is that of our Linear layers and head ("bf16": the same weights, in tiles), and our
 attention is `hf_specdec_rows`. The contestants take turns. "per token" leaves out the prompt pass, which is not compiled. The last table
@@ -45,7 +45,7 @@ def main(
     prompts: Annotated[str | None, typer.Option(help="Instead of these: a file of prompts.")] = None,
     limit: Annotated[int, typer.Option(help="Of each category of that file.")] = 2,
     longest: Annotated[int, typer.Option(help="Leave out prompts of more tokens.")] = 900,
-    ways: Annotated[str, typer.Option(help="eager, compiled, or both.")] = "both",
+    way: Annotated[list[str], typer.Option(help="eager, layers or model; may be given several times.")] = ["eager", "layers", "model"],
     max_new_tokens: int = 64,
     repetitions: int = 3,
     threads: int | None = None,
@@ -62,25 +62,28 @@ def main(
     prompts = {title: ids for title, ids in prompts.items() if len(ids) <= longest}
     arms = {"plain generate, dense": generate_arm("", dense),
             f"stock lookup, K={k}, dense": generate_arm("", dense, prompt_lookup_num_tokens=k)}
-    hows = {"eager": (False,), "compiled": (True,), "both": (False, True)}[ways]
+    if not way or not set(way) <= {"eager", "layers", "model"}:
+        raise typer.BadParameter("choose eager, layers or model.", param_hint="--way")
     for name in format:
         model = mx.compress(copy.deepcopy(dense), name, measure=False, lm_head=name)
         model.set_attn_implementation("hf_specdec_rows")
         most = max(map(len, prompts.values())) + max_new_tokens
-        begin = time.process_time()
         drafts = {"K=0": (Nothing(), k), f"lookup, K={k}": (PromptLookupDraft(), k)}
         with suppress(ValueError):  # the shipped drafters are for SmolLM2 alone
             independent, feature = ModelDraft(load_drafter("smollm2_drafter", model)), load_drafter("smollm2_feature_drafter", model)
             drafts |= {"drafter, K=2": (independent, 2), "feature drafter, K=2": (feature, 2)}
             drafts["lookup or feature drafter, K=3"] = (MixtureDraft([PromptLookupDraft(), feature], mode="choose"), 3)
-        made = sum(warmup(enable(model), draft, {"num_assistant_tokens": drafted}, max_length=most) for draft, drafted in drafts.values())
-        console.print(f"{name}: {made} passes compiled in {time.process_time() - begin:.0f} s of processor time")
-        if False in hows:
+        for how in way:
+            if how != "eager":
+                begin = time.process_time()
+                made = sum(warmup(enable(model), draft, {"num_assistant_tokens": drafted, "compile": how}, most) for draft, drafted in drafts.values())
+                console.print(f"{name}, {how}: {made} passes compiled in {time.process_time() - begin:.0f} s of processor time")
+        if "eager" in way:
             arms[f"plain generate, {name}"] = generate_arm("", model)
         for title, (draft, drafted) in drafts.items():
-            for compiled in hows:
-                options = {"speculative": {"seed": 0, "compile": compiled}, "num_assistant_tokens": drafted, "assistant_model": draft}
-                arms[f"{title}, {name}, {'compiled' if compiled else 'eager'}"] = generate_arm("", model, **options)
+            for how in way:
+                options = {"speculative": {"seed": 0, "compile": how != "eager" and how}, "num_assistant_tokens": drafted, "assistant_model": draft}
+                arms[f"{title}, {name}, {how}"] = generate_arm("", model, **options)
     results = {}
     with counting("Measuring", len(prompts) * (repetitions + 1) * len(arms)) as step:
         for title, ids in prompts.items():
@@ -119,7 +122,7 @@ def report(title: str, length: int, spent: dict, first: dict, texts: dict) -> di
     base, differ = "plain generate, dense", {}
     for name in spent:
         parts = name.split(", ")
-        weights = parts[-2] if parts[-1] in ("eager", "compiled") else parts[-1]
+        weights = parts[-2] if parts[-1] in ("eager", "layers", "model") else parts[-1]
         own = next(other for other in spent if weights in other.split(", ") and other.startswith(("plain", "K=0")))
         differ[name] = first_difference(texts[own], texts[name])
         table.add_row(name, f"{whole[name]:.2f}", f"{whole[base] / whole[name]:.2f}x", f"{1000 * steps[name]:.1f}",

@@ -176,10 +176,10 @@ def own_arms(dense, bits: list[int], k: int, longest: int, compiled: bool, activ
             drafts["drafter"] = (ModelDraft(load_drafter("smollm2_drafter", model)), DRAFTED)
             drafts["feature drafter"] = (load_drafter("smollm2_feature_drafter", model), DRAFTED)
         for draft, most in drafts.values() if compiled else ():
-            warmup(model, draft, config={"num_assistant_tokens": most}, max_length=longest)
+            warmup(model, draft, config={"num_assistant_tokens": most, "compile": "model"}, max_length=longest)
         for mode, (draft, most) in drafts.items():
             for how in (False, True) if compiled else (False,):
-                options = {"speculative": {"seed": 0, "compile": how}, "num_assistant_tokens": most, "assistant_model": draft}
+                options = {"speculative": {"seed": 0, "compile": how and "model"}, "num_assistant_tokens": most, "assistant_model": draft}
                 arms[f"{width} bit: ours {name}, {mode}{'' if how else ', eager'}"] = generate_arm("", model, **options)
     return {name: timed(arm) for name, arm in arms.items()}
 

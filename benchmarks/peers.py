@@ -111,7 +111,7 @@ def fixed_arms(model, draft, k: int | str, compile: bool) -> list[Arm]:
     """Ours at the peers' own fixed K beside K "auto"."""
     arms = standard_arms(model, draft, k, stock_k=DRAFT_K, lookup_k=LOOKUP_K, compile=compile)
     if k == "auto":
-        what, ours = (", compiled" if compile else ""), {"speculative": {"compile": compile}, "compiled": compile}
+        what, ours = (", compiled" if compile else ""), {"speculative": {"compile": compile and "model"}, "compiled": compile}
         arms.append(generate_arm(f"ours lookup, K {LOOKUP_K}{what}", model, k=LOOKUP_K, num_assistant_tokens=LOOKUP_K, **ours))
         if draft is not None:
             drafts = {"assistant_model": draft, "num_assistant_tokens": DRAFT_K}

@@ -10,7 +10,7 @@ import torch
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from hf_specdec import SpeculativeConfig, __version__, compiler
+from hf_specdec import SpeculativeConfig, __version__, compiled, passes
 from hf_specdec.bench import arms
 from hf_specdec.bench.embedded import load_target
 from hf_specdec.cli import app
@@ -266,12 +266,12 @@ def test_bench_takes_drafts_that_stock_generation_does_not_know(target_folder):
 @pytest.mark.parametrize("clock", ["wall", "cpu"] if FULL else ["wall"])
 def test_bench_measures_compiled_passes_without_hooks(target_folder, draft_folder, tmp_path, monkeypatch, clock):
     torch._dynamo.reset()
-    monkeypatch.setattr(compiler, "options", lambda device, places, whole=True: {"backend": "aot_eager"})
+    monkeypatch.setattr(passes, "options", lambda device, places, whole=True: {"backend": "aot_eager"})
     models, made = [], compiled.CompiledPasses.__init__
 
-    def watched(self, model, role):
+    def watched(self, model, role, *way):
         models.append(model)
-        made(self, model, role)
+        made(self, model, role, *way)
 
     monkeypatch.setattr(compiled.CompiledPasses, "__init__", watched)
     result = run("bench", target_folder, "--draft", draft_folder, "--k", 3, "--compile", "--prompts", "chat", "--limit", 1, "--repetitions", 1, "--clock", clock,
@@ -290,7 +290,7 @@ def test_bench_measures_compiled_passes_without_hooks(target_folder, draft_folde
 @pytest.mark.filterwarnings("error:.*runs without compile")
 def test_bench_compiles_a_target_whose_states_are_read(target_folder, tmp_path, monkeypatch):
     torch._dynamo.reset()
-    monkeypatch.setattr(compiler, "options", lambda device, places, whole=True: {"backend": "aot_eager"})
+    monkeypatch.setattr(passes, "options", lambda device, places, whole=True: {"backend": "aot_eager"})
     model, _ = load_target(target_folder)
     folder = save(build_drafter(model, [1], None, (0, 2)), tmp_path / "drafter", "the test's target")
     result = run("bench", target_folder, "--draft", folder, "--k", 3, "--compile", "--prompts", "chat", "--limit", 1, "--repetitions", 1, "--max-new-tokens", 8,

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import EpsilonLogitsWarper, MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, TypicalLogitsWarper
 
 import hf_specdec
-from hf_specdec import compiled, compiler
+from hf_specdec import compiled, passes
 from hf_specdec.cached_model import CachedModel
 from hf_specdec.distributions import Sampler, draw
 from hf_specdec.drafts import EarlyExitDraft, MixtureDraft, ModelDraft, PromptLookupDraft
@@ -38,7 +38,7 @@ def family(name: str):
 def traced(monkeypatch):
     """torch.compile without its code generator: seconds instead of minutes."""
     torch._dynamo.reset()
-    monkeypatch.setattr(compiler, "options", lambda device, places, whole=True: {"backend": "aot_eager"})
+    monkeypatch.setattr(passes, "options", lambda device, places, whole=True: {"backend": "aot_eager"})
 
 
 @pytest.fixture
@@ -198,7 +198,7 @@ def test_what_does_not_compile_runs_without_and_says_so(why, traced, monkeypatch
     with pytest.warns(UserWarning, match="runs without compile=True"):
         assert run(target, rows, draft) == texts
     made = []
-    monkeypatch.setattr(compiler, "alone", lambda *args: made.append(1))
+    monkeypatch.setattr(passes, "alone", lambda *args: made.append(1))
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         assert run(target, rows, draft) == texts

@@ -10,7 +10,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import hf_specdec
-from hf_specdec import compiled, compiler, layerwise
+from hf_specdec import compiled, kv_cache, layerwise, passes
 from hf_specdec.cached_model import CachedModel
 from hf_specdec.drafts import EarlyExitDraft, ModelDraft, PromptLookupDraft
 from hf_specdec.drafts.feature import FeatureDraft
@@ -36,7 +36,7 @@ def traced(monkeypatch):
     torch._dynamo.reset()
     counters.clear()
     monkeypatch.setattr(compiled, "FLAT", 0)
-    monkeypatch.setattr(compiler, "options", lambda device, places, whole=True: {"backend": "aot_eager"})
+    monkeypatch.setattr(passes, "options", lambda device, places, whole=True: {"backend": "aot_eager"})
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_prompts_of_all_lengths_share_a_function(strict):
         assert run(target, rows, PromptLookupDraft(), max_new_tokens=3) == plain(target, rows, max_new_tokens=3)
     assert functions(target).count("from_start") == 1
     starts = [f for f in compiled._by_layers[target].functions.values() if f.__wrapped__.__name__.startswith("from_start")]
-    assert all(compiler.unguarded(function) is not function for function in starts)  # never compiled for a second length
+    assert all(passes.unguarded(function) is not function for function in starts)  # never compiled for a second length
 
 
 def test_ragged_prompts_have_another_one(strict):
@@ -154,7 +154,7 @@ def test_another_thread_gets_the_models_own_layers():
 def test_layers_that_compile_wrongly_are_not_used(monkeypatch):
     target, rows = built("Llama", num_hidden_layers=5), prompts(20)
     texts = plain(target, rows)
-    monkeypatch.setattr(layerwise.Kept, "update", lambda self, keys, values, *args, **kwargs: (setattr(self, "states", (keys, values)), (keys, keys))[1])
+    monkeypatch.setattr(kv_cache.Kept, "update", lambda self, keys, values, *args, **kwargs: (setattr(self, "states", (keys, values)), (keys, keys))[1])
     with pytest.warns(UserWarning, match="its logits are off"):
         assert run(target, rows, PromptLookupDraft()) == texts
     with warnings.catch_warnings():

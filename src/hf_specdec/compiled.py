@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
-from . import compat, compiler, passes
+from . import compat, passes
 from .kv_cache import FixedCache, SlotCache
 from .layerwise import TRIAL, Layerwise, Made, NotCompiled
 from .parts import decoder_layers, read_at
@@ -181,14 +181,14 @@ class CompiledPasses:
         device = given[1].device
         self.untried = key not in self.functions
         if self.untried:
-            self.functions[key] = compiler.alone(function, device, places)
+            self.functions[key] = passes.alone(function, device, places)
         if device.type == "cuda":
             torch.compiler.cudagraph_mark_step_begin()  # else every pass is a graph behind the graphs of all passes before it
         try:
             with watched(read_at(compat.unwrap(self.model), reads), note):
                 if key not in self.checked:
                     done = self.functions[key](*given)
-                    self.checked[key] = compiler.unguarded(self.functions[key])
+                    self.checked[key] = passes.unguarded(self.functions[key])
                 else:
                     run = self.checked[key]
                     done = self.runner(run, *given) if places <= self.most else run(*given)
@@ -222,7 +222,7 @@ class CompiledPasses:
             layers = list(decoder_layers(compat.unwrap(self.model))[1])
         except ValueError:
             return None
-        if len(layers) <= FLAT or not compiler.shows_versions() or any("forward" in vars(layer) for layer in layers):
+        if len(layers) <= FLAT or not passes.shows_versions() or any("forward" in vars(layer) for layer in layers):
             return None
         return Layerwise(layers, _by_layers.setdefault(self.model, Made()), compat.device_of(self.model))
 

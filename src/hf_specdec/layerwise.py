@@ -15,45 +15,14 @@ from threading import get_ident
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
-from transformers.cache_utils import Cache
+from transformers import Cache
 
-from .compiler import alone, unguarded
-from .kv_cache import FixedCache
+from .kv_cache import Kept, OneLayer
+from .passes import alone, unguarded
 
 NUMBERS = ("layer_idx", "layer_id", "layer_index", "layer_number", "idx")  # what tells layers of a kind apart
 PLAIN = (bool, int, float, str, type(None), torch.dtype, tuple, list)
 TRIAL = 61  # tokens of the text that a function for prompts is compiled on: a number that no size in a model is likely to be
-
-
-class OneLayer(FixedCache):
-    """A cache of one layer, whatever number it is asked by."""
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
-        return self.layers[0].update(key_states, value_states)
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        return self.layers[0].get_mask_sizes(query_length)
-
-
-class Kept(Cache):
-    """An empty cache that keeps what one layer gives it."""
-
-    def __init__(self):
-        super().__init__(layers=[])
-        self.states: tuple = ()
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
-        self.states = key_states, value_states
-        return self.states
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        return query_length, 0
 
 
 def _forward(layer: nn.Module, cache: Cache, at: int | str, args: tuple, kwargs: dict):
@@ -81,7 +50,7 @@ def kinds(layers: list[nn.Module]) -> list[Hashable]:
 
 def _traits(name: str, part: nn.Module) -> tuple:
     settings = sorted((key, repr(value)) for key, value in vars(part).items() if key[0] != "_" and key not in NUMBERS and isinstance(value, PLAIN))
-    tensors = [(key, tensor.shape, tensor.dtype) for key, tensor in [*part._parameters.items(), *part._buffers.items()] if tensor is not None]
+    tensors = [(key, tensor.shape, tensor.dtype) for key, tensor in [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]]
     return name, type(part), part.extra_repr(), tuple(settings), tuple(tensors)
 
 
@@ -188,6 +157,8 @@ class Layerwise:
         sizes = [(part, dim) for part in leaves if isinstance(part, torch.Tensor) for dim, size in enumerate(part.shape) if size == TRIAL]
         if not sizes:
             raise NotCompiled
+        from torch._dynamo import maybe_mark_dynamic  # a second to import
+
         for part, dim in sizes:
-            torch._dynamo.maybe_mark_dynamic(part, dim)
+            maybe_mark_dynamic(part, dim)
         return alone(from_start, self.device, TRIAL, whole=False, dynamic=None)

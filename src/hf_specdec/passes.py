@@ -1,11 +1,18 @@
-"""What another part of the package adds to the forward passes of models it knows: the kernels on a CPU do (`mx.passes`)."""
+"""How functions of passes are compiled by `torch.compile`, and what another part of the package adds to the passes of models it knows: the
+kernels on a CPU do (`mx.passes`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
+from types import FunctionType
 
+import torch
 from torch.fx import GraphModule
 from transformers import PreTrainedModel
+
+FEW = 16  # tokens of a pass whose own loops have no use for threads
+_numbers = count()
 
 
 class PassAddition:
@@ -32,3 +39,53 @@ ADDITIONS: list[PassAddition] = []
 def runner(model: PreTrainedModel, compiled: bool) -> tuple[int, Callable | None]:
     """The first addition's runner; (0, None) where no addition has one."""
     return next(filter(None, (addition.runner(model, compiled) for addition in ADDITIONS)), (0, None))
+
+
+def options(device: torch.device, places: int, whole: bool = True) -> dict:
+    """What `torch.compile` is told for a pass over `places` tokens: CUDA graphs on a GPU, if it is the whole pass; on a CPU one C++ function, whose own loops (not
+    the products) have no use for threads where the tokens are few, of the graph as the additions to passes leave it. It rounds where eager mode
+    does: otherwise what is rounded would depend on the shape, and so would the bits of a token's logits."""
+    if device.type == "cuda":
+        return {"mode": "reduce-overhead"} if whole else {}
+    from torch._inductor import compile as inductor
+    from torch._inductor import list_options
+
+    wanted = {"cpp_wrapper": True, "size_asserts": False, "alignment_asserts": False, "emulate_precision_casts": True}
+    wanted |= {"cpp.threads": 1} if places <= FEW else {}
+    for addition in ADDITIONS:
+        wanted |= addition.options()
+    wanted = {name: value for name, value in wanted.items() if name in list_options()}
+
+    def backend(graph, inputs):
+        for addition in ADDITIONS:
+            addition.rewrite(graph)
+        return inductor(graph, inputs, options=wanted)
+
+    return {"backend": backend}
+
+
+def unguarded(function: Callable) -> Callable:
+    """What a compiled `forward` or `several` comes to, without guards; the function itself where torch has more than one version of it or does not tell."""
+    try:
+        from torch._dynamo.eval_frame import _debug_get_cache_entry_list as versions
+
+        (only,) = versions(function.__wrapped__.__code__)
+        return FunctionType(only.code, function.__wrapped__.__globals__)
+    except (ImportError, AttributeError, TypeError, ValueError):
+        return function
+
+
+def shows_versions() -> bool:
+    """Whether torch tells the versions of a compiled function."""
+    try:
+        from torch._dynamo.eval_frame import _debug_get_cache_entry_list  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def alone(function: Callable, device: torch.device, places: int, whole: bool = True, dynamic: bool | None = False) -> Callable:
+    """`function` of a whole pass, or of a part of one, over `places` tokens, compiled, as one of its own: what torch keeps by its code is then one entry."""
+    code = function.__code__.replace(co_name=f"{function.__name__}_{next(_numbers)}")
+    function = FunctionType(code, function.__globals__, code.co_name)
+    return torch.compile(function, fullgraph=True, dynamic=dynamic, **options(device, places, whole))

@@ -62,8 +62,7 @@ class Proposal:
         """Every row without what comes after its first node deeper than depths[b], which there is no room to commit."""
         if max(self.tree.depths) <= min(depths):
             return self
-        sizes = [next((i for i, depth in enumerate(self.tree.depths[1 : size + 1]) if depth > most), size)
-                 for size, most in zip(self.sizes, depths)]
+        sizes = [next((i for i, depth in enumerate(self.tree.depths[1 : size + 1]) if depth > most), size) for size, most in zip(self.sizes, depths)]
         n = max(sizes)
         probs = None if self.probs is None else self.probs[:, :n]
         fillers = None if self.fillers is None else self.fillers[:, :n]

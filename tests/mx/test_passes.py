@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.fx import symbolic_trace
 
-from hf_specdec import compiled, compiler, enable, mx, passes
+from hf_specdec import enable, mx, passes
 from hf_specdec.cached_model import CachedModel
 from hf_specdec.drafts import PromptLookupDraft
 from hf_specdec.mx import MXLinear
@@ -288,7 +288,7 @@ def test_the_compiler_is_told_to_round_where_eager_mode_does(monkeypatch):
 
     told = []
     monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs, options: told.append(options))
-    compiler.options(torch.device("cpu"), 4)["backend"](symbolic_trace(lambda x: x + x), [])
+    passes.options(torch.device("cpu"), 4)["backend"](symbolic_trace(lambda x: x + x), [])
     assert told[0]["emulate_precision_casts"] is True
 
 

@@ -82,12 +82,12 @@ def standard_arms(model, draft=None, k: int | str = "auto", stock_k: int = 5, lo
     """Plain generate; stock assisted generation by lookup and by draft model; ours by lookup and by draft model. A `Draft`, which stock
     generation does not know, is ours alone.
 
-    compile: whether ours run compiled passes, and plain generate stands there once more, compiled over a static cache (what gpt-fast
+    compile: whether ours run passes compiled as a whole, and plain generate stands there once more, compiled over a static cache (what gpt-fast
         does); its first call compiles, and one with a longer text does again.
     k: ours. With a number, the stock arm with a draft model drafts the same number; with "auto" it drafts `stock_k`.
     """
     fixed = None if k == "auto" else k
-    ours = {"speculative": {"compile": compile}, "num_assistant_tokens": k, "compiled": compile}
+    ours = {"speculative": {"compile": compile and "model"}, "num_assistant_tokens": k, "compiled": compile}
     what = ", compiled" if compile else ""
     arms = [
         generate_arm(PLAIN, model),

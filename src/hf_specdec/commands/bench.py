@@ -109,7 +109,8 @@ def warm(pairs: list, k: int | str, batch: int, longest: int) -> None:
 
     for model, draft in pairs:
         for rows in range(1, batch + 1):
-            warmup(model, draft if isinstance(draft, Draft) else model_of(draft), {"num_assistant_tokens": k}, longest, rows, sampling={"do_sample": False})
+            warmup(model, draft if isinstance(draft, Draft) else model_of(draft), {"num_assistant_tokens": k, "compile": "model"}, longest, rows,
+                   sampling={"do_sample": False})
 
 
 def that_compile(arms: list, rows: list[list[int]], max_new_tokens: int) -> list:
