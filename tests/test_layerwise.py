@@ -91,6 +91,14 @@ def test_prompts_of_all_lengths_share_a_function(strict):
     assert all(passes.unguarded(function) is not function for function in starts)  # never compiled for a second length
 
 
+def test_whole_passes_begin_with_prompts_by_layers(strict):
+    target = built("Llama", num_hidden_layers=5)
+    for length in (20, 33):
+        rows = prompts(length)
+        assert run(target, rows, PromptLookupDraft(), speculative={"seed": 0, "compile": "model"}) == plain(target, rows)
+    assert functions(target) == ["from_start"] and compiled._functions[target]
+
+
 def test_ragged_prompts_have_another_one(strict):
     target = built("Llama", num_hidden_layers=5)
     rows = prompts(30, 11)
@@ -131,7 +139,9 @@ def test_what_guards_look_at_is_looked_at_in_the_next_call(strict):
     assert run(target, rows, PromptLookupDraft()) == plain(target, rows)
     for layer in target.model.layers:
         layer.mlp.act_fn = torch.nn.Tanh()
-    assert run(target, rows, PromptLookupDraft()) == plain(target, rows)
+    for length in (20, 33):
+        assert run(target, prompts(length), PromptLookupDraft()) == plain(target, prompts(length))
+    assert set(functions(target)) == {"at_slots", "from_start"}
 
 
 def test_another_thread_gets_the_models_own_layers():

@@ -151,7 +151,8 @@ class CompiledPasses:
         try:
             with watched(read_at(compat.unwrap(self.model), reads)) as states, self.layerwise.running(key, inputs["past_key_values"], None):
                 return run(**inputs).logits, states
-        except NotCompiled:
+        except NotCompiled as error:
+            self.layerwise.tried -= {key} if error.changed else set()
             return None
         except Exception as error:
             self._refuse(error)
@@ -187,7 +188,7 @@ class CompiledPasses:
         try:
             with watched(read_at(compat.unwrap(self.model), reads), note):
                 if key not in self.checked:
-                    done = self.functions[key](*given)
+                    done = passes.compiling(self.functions[key], *given)
                     self.checked[key] = passes.unguarded(self.functions[key])
                 else:
                     run = self.checked[key]

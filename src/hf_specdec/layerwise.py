@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import get_ident
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ from torch.utils._pytree import tree_flatten
 from transformers import Cache
 
 from .kv_cache import Kept, OneLayer
-from .passes import alone, unguarded
+from .passes import alone, compiling, unguarded
 
 NUMBERS = ("layer_idx", "layer_id", "layer_index", "layer_number", "idx")  # what tells layers of a kind apart
 PLAIN = (bool, int, float, str, type(None), torch.dtype, tuple, list)
@@ -55,7 +56,11 @@ def _traits(name: str, part: nn.Module) -> tuple:
 
 
 class NotCompiled(Exception):
-    """There is no function for these arguments, and it is not the time to make one."""
+    """There is no function for these arguments, and it is not the time to make one. changed: but there was one."""
+
+    def __init__(self, changed: bool):
+        super().__init__("not compiled")
+        self.changed = changed
 
 
 @dataclass
@@ -119,11 +124,13 @@ class Layerwise:
             own = self.cache.layers[i]
             given += (own.keys, own.values, own.slots)
         if run is None:
-            run = self._function(i, given)
+            run, done = self._function(i, given)
             self.steps[self.key][i] = run, at
+        else:
+            done = run(*given)
         if self.places is not None:
-            return run(*given)
-        out, (keys, values) = run(*given)
+            return done
+        out, (keys, values) = done
         self.cache.update(keys, values, i)
         return out
 
@@ -134,29 +141,27 @@ class Layerwise:
             raise ValueError("its layers are not given the cache")
         return found[0]
 
-    def _function(self, i: int, given: tuple) -> Callable:
-        """The function for these arguments of layer i. The first layer of its kind is asked for once a call with guards, as nothing they look at
-        changes within a call."""
+    def _function(self, i: int, given: tuple) -> tuple[Callable, Any]:
+        """The function for these arguments of layer i, and what it gives. The first layer of its kind is asked for once a call with guards, as nothing
+        they look at changes within a call."""
         leaves, structure = tree_flatten(given[1:4])
         key = (self.key, self.kinds[i], str(structure), *(part if isinstance(part, PLAIN) else type(part) for part in leaves))
-        if key not in self.checked:
-            run = None
-            if key in self.made:
-                self.made[key](*given)
-                run = unguarded(self.made[key])
-            if run is None or run is self.made[key]:  # it is missing, or what guards look at has changed and torch has compiled it again
-                self.made[key] = self._compile(leaves)
-                self.made[key](*given)
-                run = unguarded(self.made[key])
-            self.checked[key] = run
-        return self.checked[key]
+        if key in self.checked:
+            return self.checked[key], self.checked[key](*given)
+        done = compiling(self.made[key], *given) if key in self.made else None
+        if done is None or unguarded(self.made[key]) is self.made[key]:  # what guards look at has changed, and torch has compiled it again
+            changed = self.made.pop(key, None) is not None
+            self.made[key] = self._compile(leaves, changed)
+            done = compiling(self.made[key], *given)
+        self.checked[key] = unguarded(self.made[key])
+        return self.checked[key], done
 
-    def _compile(self, leaves: list) -> Callable:
+    def _compile(self, leaves: list, changed: bool) -> Callable:
         if self.places is not None:
             return alone(at_slots, self.device, self.places, whole=False)
         sizes = [(part, dim) for part in leaves if isinstance(part, torch.Tensor) for dim, size in enumerate(part.shape) if size == TRIAL]
         if not sizes:
-            raise NotCompiled
+            raise NotCompiled(changed)
         from torch._dynamo import maybe_mark_dynamic  # a second to import
 
         for part, dim in sizes:
