@@ -136,10 +136,10 @@ class CompiledPasses:
         return logits[:, :width], [part[:, :width] for part in states]
 
     def start(self, run: Callable, inputs: dict, reads: tuple[int, ...], trial: Callable[[bool], None]) -> tuple | None:
-        """Logits and states, as above, of a pass run(**inputs) over the first tokens of a text; None where there is no function for it. trial: called
+        """Logits and states, as above, of a pass run(**inputs) over the first tokens of a text; None where there is no function for it, and on a GPU. trial: called
         as trial(whether a mask is given) to have it made: runs such a pass over texts of `TRIAL` tokens."""
         tokens, mask = inputs.get("input_ids", inputs.get("inputs_embeds")), inputs["attention_mask"]
-        if self.layerwise is None or self.places(1) is None or tokens.shape[1] < 2:
+        if self.layerwise is None or self.places(1) is None or tokens.shape[1] < 2 or tokens.device.type != "cpu":
             return None
         key = (tokens.shape[0], mask is None, tokens.device, self.model.dtype, type(self.model), "input_ids" in inputs)
         if key not in self.layerwise.tried and tokens.shape[1] != TRIAL:
@@ -147,10 +147,11 @@ class CompiledPasses:
             if not self.usable:
                 return None
         self.untried = key not in self.layerwise.tried
-        self.layerwise.tried.add(key)
         try:
             with watched(read_at(compat.unwrap(self.model), reads)) as states, self.layerwise.running(key, inputs["past_key_values"], None):
-                return run(**inputs).logits, states
+                logits = run(**inputs).logits
+            self.layerwise.tried.add(key)
+            return logits, states
         except NotCompiled as error:
             self.layerwise.tried -= {key} if error.changed else set()
             return None
@@ -204,12 +205,13 @@ class CompiledPasses:
         model, tokens, embeds, positions, mask, slots, keys, values = given
         cache = FixedCache(keys, values, slots)
         self.untried = key not in self.layerwise.tried
-        self.layerwise.tried.add(key)
         try:
             with watched(read_at(compat.unwrap(model), reads), note), self.layerwise.running(key, cache, places):
                 team = places <= self.most and not self.untried
                 arguments = (cache, model, tokens, embeds, positions, mask)
-                return self.runner(over, *arguments) if team else over(*arguments)
+                done = self.runner(over, *arguments) if team else over(*arguments)
+            self.layerwise.tried.add(key)
+            return done
         except Exception as error:
             self._refuse(error)
             return None
