@@ -168,6 +168,8 @@ def test_verify_passes_on_a_sound_pair_and_says_what_it_checked(target_folder, d
     assert result.exit_code == 0, result.stdout
     assert "2 of 2 outputs equal" in result.stdout and "negative control" in result.stdout
     assert "4 of 4 checks passed" in result.stdout
+    for check in ("Greedy equality 2 of 2", *(f"Sampling with {name} 1,000 of 1,000" for name in ("the draft under test", "a draft drawn from the support"))):
+        assert re.search(f"^{check}, took [0-9]+ s$", result.stderr, re.M), result.stderr
 
 
 def test_verify_fails_when_the_rule_is_wrong(target_folder, monkeypatch):

@@ -138,7 +138,7 @@ def test_the_weights_are_compressed_before_with_mx(target_folder, data, tmp_path
 
 def test_progress_with_rate_and_eta_and_the_summary_go_to_standard_error(target_folder, data, tmp_path):
     result = run(target_folder, "--dataset", data, "--output", tmp_path / "out", "--max-new-tokens", 4, "--batch", 2)
-    assert result.stdout == "" and "Rows 8/10" in result.stderr and "rows/s" in result.stderr and "left)" in result.stderr
+    assert result.stdout == "" and "Rows 8 of 10, about" in result.stderr and " left (" in result.stderr and "rows/s" in result.stderr
     assert "10 rows" in result.stderr and "block efficiency" in result.stderr and "10 of 10 rows are done, complete." in result.stderr
 
 

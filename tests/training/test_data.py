@@ -68,6 +68,15 @@ def test_a_run_that_was_stopped_goes_on_and_makes_the_same_shards(target, tokeni
         assert torch.equal(Shard.load(one).tokens, Shard.load(other).tokens)
 
 
+def test_progress_is_told_inside_of_a_shard_and_ends_with_what_there_is(target, tokenizer, tmp_path):
+    told = []
+    make_data(tmp_path, target, tokenizer, tokens=200, rows=8, new_tokens=24, seed=5, progress=lambda done, tokens: told.append(done))
+    total = sum(len(Shard.load(path).tokens) for path in shard_files(tmp_path))
+    assert told[0] == 0 and told == sorted(told) and told[-1] == total and len(told) > 10 and max(told[:-1]) < 200
+    make_data(tmp_path, target, tokenizer, tokens=200, rows=8, new_tokens=24, seed=5, progress=lambda done, tokens: told.append(done))
+    assert told[-1] == told[-2] == total  # nothing was left to do
+
+
 def test_given_prompts_are_answered_in_order(target, tokenizer, tmp_path):
     before, after = chat_parts(tokenizer)
     prompts = ["ABC", "HELLO", "XYZ"]

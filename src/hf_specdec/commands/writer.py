@@ -117,14 +117,11 @@ class Writer:
                 shards.append(lines)
                 self.totals["rows"] += len(lines)
                 self.seconds = time.perf_counter() - begin
-                step(self._pace(total), len(lines))
+                step(self._pace(), len(lines))
 
-    def _pace(self, total: int) -> str:
-        rate = self.totals["rows"] / self.seconds
-        left = round((total - self.totals["rows"]) / rate)
+    def _pace(self) -> str:
         process = f"process {self.place.rank}, " if self.place.world > 1 else ""
-        eta = f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02}"
-        return f"({process}{rate:.2f} rows/s, {self.totals['committed'] / self.seconds:.1f} tokens/s, {eta} left)"
+        return f"{process}{self.totals['rows'] / self.seconds:.2f} rows/s, {self.totals['committed'] / self.seconds:.1f} tokens/s"
 
     def answer(self, part: list[Row]) -> list[dict[str, Any]]:
         """The lines of one batch, in its order."""
