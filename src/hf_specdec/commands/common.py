@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -60,13 +61,22 @@ def parse_k(value: str) -> int | str:
         raise ValueError(f"--k {value}: must be an int in 1..64 or auto.") from None
 
 
-def apply_mx(model, format: str | None):
-    """`--mx`: the loaded model's weights in that MX format, in place; nothing to do for None."""
+def apply_mx(model, format: str | None, target: str):
+    """`--mx`: the weights of the model loaded from `target` in that MX format, in place; nothing to do for None."""
     if format is None:
         return
     from ..mx import compress
 
+    refuse_compressed(target, model.config, "leave --mx out, or name the original checkpoint")
     compress(model, format)
+
+
+def refuse_compressed(target: str, config: Any, remedy: str) -> None:
+    """ValueError where a model's config, or what its config.json says, has the weights of `target` in an MX format already."""
+    method = config.get("quantization_config") if isinstance(config, dict) else getattr(config, "quantization_config", None)
+    method = method if isinstance(method, dict) or method is None else method.to_dict()
+    if method and method.get("quant_method") == "mx":
+        raise ValueError(f"{target} is compressed already ({method.get('format')}): {remedy}.")
 
 
 def drafts_by_name() -> dict[str, type]:

@@ -42,7 +42,7 @@ def generate(
         get_format(mx)
     text = read_prompt(prompt, file)
     model, tokenizer = load_target(target, dtype)
-    apply_mx(model, mx)
+    apply_mx(model, mx, target)
     enable(model)
     assistant = load_draft(draft, dtype, model, tokenizer)
     ids = Prompt("prompt", "prompt", text, chat=not raw).ids(tokenizer)

@@ -69,7 +69,7 @@ class Writer:
         self.work, self.place = work, place
         self.model, self.tokenizer = load_target(work.target, work.dtype, _device(place))
         self.weights = {"target_weights": weights_of(self.model)}
-        apply_mx(self.model, work.mx)
+        apply_mx(self.model, work.mx, work.target)
         enable(self.model)
         self.draft = load_draft(work.draft, work.dtype, self.model, self.tokenizer)
         self.weights["draft_weights"] = draft_weights(work.draft, self.draft)
