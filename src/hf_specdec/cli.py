@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from . import __version__
-from .commands.common import PROGRAM, dtype_name, guarded
+from .commands.common import PROGRAM, draft_name, dtype_name, guarded
 
 app = typer.Typer(
     help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
@@ -17,7 +17,7 @@ app = typer.Typer(
 Target = Annotated[str, typer.Argument(help="smollm2 (the embedded target), a folder, or a hub id.")]
 Draft = Annotated[
     str | None,
-    typer.Option("--draft", help="prompt_lookup (default), mixture, ngram_recycling, recycling, suffix_automaton, lookahead, uniform, a shipped "
+    typer.Option("--draft", callback=draft_name, help="prompt_lookup (default), mixture, ngram_recycling, recycling, suffix_automaton, lookahead, uniform, a shipped "
                  "drafter's name, a saved n-gram table or datastore, a folder or a hub id."),
 ]
 K = Annotated[str, typer.Option("--k", help="Tokens drafted per round: 1..64, or auto.")]
@@ -66,7 +66,9 @@ def demo(
 def generate(
     target: Target,
     draft: Draft = None,
-    k: K = "auto",
+    k: Annotated[str | None, typer.Option("--k", help="Tokens drafted per round: 1..64, or auto; without it what --config says, else auto.")] = None,
+    config: Annotated[Path | None, typer.Option("--config", help="Folder with a speculative_config.json, which tune or save_pretrained has written: "
+                                                "its draft, K and all else, where no option says otherwise.")] = None,
     max_new_tokens: MaxNewTokens = 256,
     dtype: DType = "float32",
     prompt: Annotated[str | None, typer.Option(help="The prompt; standard input is read without it.")] = None,
@@ -79,8 +81,8 @@ def generate(
     min_p: Annotated[float | None, typer.Option(help="With --sample.")] = None,
     repetition_penalty: Annotated[float | None, typer.Option()] = None,
     lenience: Annotated[
-        float, typer.Option(help="Below 1 the output is no longer exact (Leviathan et al. 2023, A.5).")
-    ] = 1.0,
+        float | None, typer.Option(help="In (0, 1], 1 without it: below 1 the output is no longer exact (Leviathan et al. 2023, A.5).")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Makes a sampled run repeatable.")] = None,
     mx: Annotated[str | None, typer.Option("--mx", help="Compress the target's weights to this MX format first.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print text, tokens and trace as JSON.")] = False,
@@ -114,10 +116,10 @@ def generate(
     penalty = {} if repetition_penalty is None else {"repetition_penalty": repetition_penalty}
     sampling = {"do_sample": sample, **given, **penalty}
     if dataset is not None:
-        work = Work(target, draft, k, max_new_tokens, dtype, mx, raw, sampling, lenience, seed or 0, tokens)
+        work = Work(target, draft, k, max_new_tokens, dtype, mx, raw, sampling, lenience, seed, tokens, config)
         generate_dataset(work, dataset, output, column, limit, batch or 8, skip_invalid)
         return
-    run(target, draft, prompt, file, k, max_new_tokens, raw, sampling, lenience, seed, dtype, as_json, mx)
+    run(target, draft, prompt, file, k, max_new_tokens, raw, sampling, lenience, seed, dtype, as_json, mx, config)
 
 
 @app.command()
@@ -174,7 +176,7 @@ def bench(
 @guarded
 def tune(
     target: Target = "smollm2",
-    draft: Annotated[list[str] | None, typer.Option("--draft", help="What --draft of bench takes, to be tried, too. Repeatable.")] = None,
+    draft: Annotated[list[str] | None, typer.Option("--draft", callback=draft_name, help="What --draft of bench takes, to be tried, too. Repeatable.")] = None,
     prompts: Prompts = "shipped",
     limit: Annotated[int | None, typer.Option(min=1, help="Prompts of each category.")] = 2,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=2)] = 96,

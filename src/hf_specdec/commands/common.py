@@ -51,6 +51,17 @@ def dtype_name(value: str) -> str:
     return value
 
 
+def draft_name(value: str | list[str] | None) -> str | list[str] | None:
+    """`--draft` as the parser takes it: no folder of a speculative_config.json alone, which is no draft."""
+    from ..config import CONFIG_NAME
+
+    for name in [value] if isinstance(value, str) else value or []:
+        path = Path(name)
+        if path.name == CONFIG_NAME and path.is_file() or (path / CONFIG_NAME).is_file() and not any((path / own).is_file() for own in ("config.json", "drafter.json")):
+            raise typer.BadParameter(f"{name} holds a {CONFIG_NAME}, not a model: pass it as --config (generate and bench take it).")
+    return value
+
+
 def parse_k(value: str) -> int | str:
     """K as it goes into `num_assistant_tokens`: a whole number or "auto"; the range is the config's to check."""
     if value == "auto":
