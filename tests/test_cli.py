@@ -354,6 +354,27 @@ def test_a_wrong_value_is_refused_before_anything_is_loaded(arguments, words, tm
     assert result.exit_code == 2 and words in " ".join(result.output.split()) and "Loading" not in result.output
 
 
+@pytest.mark.parametrize(("option", "value", "words"), [
+    ("--temperature", "-1", "--temperature -1.0: must be a finite number above 0."),
+    ("--temperature", "0", "--temperature 0.0: must be a finite number above 0."),
+    ("--temperature", "nan", "--temperature nan: must be a finite number above 0."),
+    ("--temperature", "inf", "--temperature inf: must be a finite number above 0."),
+    ("--top-p", "2", "--top-p 2.0: must be in 0..1."),
+    ("--min-p", "-0.1", "--min-p -0.1: must be in 0..1."),
+    ("--top-k", "-1", "--top-k -1: must be at least 0."),
+    ("--repetition-penalty", "0", "--repetition-penalty 0.0: must be a finite number above 0."),
+])
+def test_numbers_that_mean_nothing_are_refused_before_anything_is_loaded(option, value, words, tmp_path):
+    for more in (("--prompt", "a"), ("--dataset", tmp_path / "none.jsonl", "--output", tmp_path / "out")):
+        result = run("generate", tmp_path / "no model", *more, "--sample", option, value)
+        assert result.exit_code == 2 and words in result.stderr and "Loading" not in result.stderr
+
+
+def test_the_ends_of_the_ranges_are_taken(target_folder):
+    result = run("generate", target_folder, "--prompt", "abc", "--max-new-tokens", 2, "--sample", "--top-k", 0, "--top-p", 1, "--min-p", 0)
+    assert result.exit_code == 0, result.stderr
+
+
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "notebooks").glob("*.ipynb"))]
 
 

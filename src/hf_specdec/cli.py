@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from . import __version__
-from .commands.common import PROGRAM, draft_name, dtype_name, guarded
+from .commands.common import PROGRAM, check_sampling, draft_name, dtype_name, guarded
 
 app = typer.Typer(
     help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
@@ -114,6 +114,7 @@ def generate(
     if given and not sample:
         raise ValueError(f"--{next(iter(given)).replace('_', '-')} has no meaning without --sample.")
     penalty = {} if repetition_penalty is None else {"repetition_penalty": repetition_penalty}
+    check_sampling(given | penalty)
     sampling = {"do_sample": sample, **given, **penalty}
     if dataset is not None:
         work = Work(target, draft, k, max_new_tokens, dtype, mx, raw, sampling, lenience, seed, tokens, config)

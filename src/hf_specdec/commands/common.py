@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import sys
 import tempfile
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from typing import Any
 import typer
 
 PROGRAM = "hf-specdec"
+# --option: the range that it has to be in, and whether the lower end belongs to it
+RANGES = {"temperature": (0, math.inf, False), "top_k": (0, math.inf, True), "top_p": (0, 1, True), "min_p": (0, 1, True), "repetition_penalty": (0, math.inf, False)}
 
 
 def guarded(command: Callable) -> Callable:
@@ -70,6 +73,15 @@ def parse_k(value: str) -> int | str:
         return int(value)
     except ValueError:
         raise ValueError(f"--k {value}: must be an int in 1..64 or auto.") from None
+
+
+def check_sampling(values: dict[str, Any]) -> None:
+    """ValueError for a number with which sampling means nothing, or which transformers would silently leave aside."""
+    for name, value in values.items():
+        low, high, closed = RANGES[name]
+        if not (low < value or closed and value == low) or not value <= high or value == math.inf:
+            wanted = f"in {low}..{high}" if high < math.inf else f"at least {low}" if closed else f"a finite number above {low}"
+            raise ValueError(f"--{name.replace('_', '-')} {value}: must be {wanted}.")
 
 
 def apply_mx(model, format: str | None, target: str):
