@@ -15,7 +15,7 @@ from hf_specdec.bench import arms
 from hf_specdec.bench.embedded import load_target
 from hf_specdec.cli import app
 from hf_specdec.commands import bench, demo
-from hf_specdec.commands.common import drafts_by_name, load_draft
+from hf_specdec.commands.common import check_overwrite, drafts_by_name, load_draft
 from hf_specdec.drafts import NGramDraft, RetrievalDraft
 from hf_specdec.loading import loaded
 from hf_specdec.training import build_drafter
@@ -169,6 +169,7 @@ def test_bench_writes_table_json_and_plot(target_folder, tmp_path):
     rows = json.loads((tmp_path / "out" / "bench.json").read_text())["results"]
     assert {row["category"] for row in rows} == {"code_edit", "summary", "chat"} and all(row["equal"] == 1 for row in rows)
     assert (tmp_path / "out" / "bench.png").stat().st_size > 1000
+    check_overwrite(tmp_path / "out", "bench.json", ("bench.png",), {"environment", "settings", "results"})  # a second run may
 
 
 def test_verify_passes_on_a_sound_pair_and_says_what_it_checked(target_folder, draft_folder):
@@ -359,6 +360,18 @@ def test_an_output_folder_that_is_a_file_is_refused_before_anything_is_loaded(ar
 def test_an_output_folder_that_cannot_be_made_is_refused_before_anything_is_loaded(arguments):
     result = run(*arguments, "--output" if "generate" in arguments else "--out", "/proc/new")
     assert result.exit_code == 2 and "/proc/new: nothing can be written in /proc" in result.output and "Loading" not in result.output
+
+
+@pytest.mark.parametrize(("command", "report", "other"), [("bench", "bench.json", "bench.png"), ("tune", "tune.json", "speculative_config.json")])
+def test_bench_and_tune_overwrite_nothing_but_their_own_former_output(command, report, other, tmp_path):
+    for name, text in ((other, "mine"), (report, "mine"), (report, '{"results": []}'), (report, "[]")):
+        (tmp_path / name).write_text(text)
+        result = run(command, tmp_path / "no model", "--out", tmp_path)
+        assert result.exit_code == 2 and f"--out {tmp_path} holds {name}, which would be overwritten, and no {report} of this command" in result.stderr
+        assert (tmp_path / name).read_text() == text and "Loading" not in result.stderr
+        (tmp_path / name).unlink()
+    (tmp_path / "others.txt").write_text("mine")  # which is not touched
+    assert "would be overwritten" not in run(command, tmp_path / "no model", "--out", tmp_path).stderr
 
 
 def test_a_json_file_that_is_a_folder_is_refused_before_anything_is_loaded(tmp_path):

@@ -13,6 +13,7 @@ from hf_specdec.bench.embedded import load_target
 from hf_specdec.bench import measuring, terminal
 from hf_specdec.bench.tuning import Choice, Costs, Measured, Recorded, Replayed, choices
 from hf_specdec.cli import app
+from hf_specdec.commands.common import check_overwrite
 from hf_specdec.commands.tune import _confirmed, config_of
 from hf_specdec.tree import Tree
 
@@ -60,6 +61,7 @@ def test_tune_prints_every_draft_and_writes_the_best(tuned, draft_folder):
         assert config.predicted_speedup == pytest.approx(best["speedup"], abs=1e-3)
     assert {choice["k"] for choice in report["choices"] if choice["label"] == "prompt_lookup"} == set(range(1, 65))
     assert any(choice["draft"] == "model_tree" for choice in report["choices"])
+    check_overwrite(out, "tune.json", ("speculative_config.json",), {"environment", "costs", "choices"})  # a second run may
     assert len(report["costs"]["passes"]) == len(report["costs"]["widths"]) and report["measured_speedup"] > 0
 
 

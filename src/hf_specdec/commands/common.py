@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import math
 import sys
 import tempfile
@@ -181,6 +182,21 @@ def check_folder(path: Path | None, option: str) -> None:
         tempfile.TemporaryFile(dir=there).close()
     except OSError as error:
         raise ValueError(f"{option} {path}: nothing can be written in {there} ({error.strerror}); name another folder.") from None
+
+
+def check_overwrite(folder: Path | None, report: str, others: tuple[str, ...], parts: set[str]) -> None:
+    """`check_folder` of `--out`, and that it holds no file that the command would overwrite and did not write. It knows its own former output by
+    `report`, a JSON file with `parts` in it; `others` lie beside that one."""
+    check_folder(folder, "--out")
+    if folder is None:
+        return
+    try:
+        found = json.loads((folder / report).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        found = None
+    there = next((name for name in (report, *others) if (folder / name).exists()), None)
+    if there is not None and not (isinstance(found, dict) and parts <= found.keys()):
+        raise ValueError(f"--out {folder} holds {there}, which would be overwritten, and no {report} of this command: name another folder, or move it away.")
 
 
 def check_length(model, ids: list[int], max_new_tokens: int) -> None:

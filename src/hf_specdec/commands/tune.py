@@ -10,7 +10,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from .common import check_folder, load_draft
+from ..config import CONFIG_NAME
+from .common import check_overwrite, load_draft
 
 WIDTH = 150
 NEED_TOKENIZERS = ("translated",)
@@ -34,7 +35,7 @@ def tune(target: str, drafts: list[str], prompts: str, limit: int | None, max_ne
     from ..bench.terminal import working
     from ..bench.tuning import by_position, choices
 
-    check_folder(out, "--out")
+    check_overwrite(out, "tune.json", (CONFIG_NAME,), {"environment", "costs", "choices"})
     if max_new_tokens < 2:
         raise ValueError(f"--max-new-tokens {max_new_tokens}: must be at least 2, the first token comes with the prompt pass.")
     chosen = load_prompts(prompts, limit)
