@@ -11,7 +11,7 @@ import torch
 
 from .answers import continue_texts, judge_texts, room, stops
 from .prompts import TURNS, chat_parts, openings, prompt_ids
-from .shards import Part, Sample, Shard, check_target, notes_of, probe, shard_files
+from .shards import Part, Sample, Shard, check_target, notes_of, probe, refuse_foreign, shard_files
 
 
 def make_shard(model, tokenizer, number: int, rows: int, seed: int, new_tokens: int, prompts: list[str] | None = None,
@@ -101,11 +101,13 @@ def make_data(folder: str | Path, model, tokenizer, tokens: int, rows: int = 48,
     """Shards of at least `tokens` tokens in `folder`; what is there already counts, so a run that was stopped goes on.
 
     prompts: answered in order, as far as they reach; a dict has them by their places, such as "asked.txt, line 3". progress: called
-    with (tokens so far, tokens), first with what was there. ValueError for shards of another model or made of something else, and for a prompt that is too long.
+    with (tokens so far, tokens), first with what was there. ValueError for a folder of something else, for shards of another model
+    or job, and for a prompt that is too long.
     """
     folder, done, made = Path(folder), 0, set()
     places = prompts if prompts is None or isinstance(prompts, Mapping) else {f"prompt {i}": prompt for i, prompt in enumerate(prompts, 1)}
     prompts = None if places is None else list(places.values())
+    refuse_foreign(folder)
     check_target(folder, model)
     for path in shard_files(folder):
         done += len(Shard.load(path, model.config.vocab_size).tokens)
