@@ -409,6 +409,23 @@ def test_the_ends_of_the_ranges_are_taken(target_folder):
     assert result.exit_code == 0, result.stderr
 
 
+def test_the_list_of_commands_has_whole_sentences():
+    shown = run("--help").stdout
+    for name, command in get_command(app).commands.items():
+        assert re.search(rf"^  {name} +[A-Z][^\n]*[^.]\.$", shown, re.M), shown
+
+
+OPTIONS = [(name, parameter) for name, command in get_command(app).commands.items() for parameter in command.params if parameter.name != "help"]
+
+
+@pytest.mark.parametrize(("command", "parameter"), OPTIONS, ids=lambda value: getattr(value, "name", value))
+def test_every_option_says_in_short_what_it_is_and_what_is_without_it(command, parameter):
+    told = parameter.help
+    assert told and told.endswith(".") and told[0].isalnum() and len(told) <= 220, (command, parameter.name)
+    shown = parameter.default is not None or parameter.required or parameter.multiple or getattr(parameter, "is_flag", False)
+    assert shown or re.search(r"without it|default|With --|As --|needed", told) or command == "train" or parameter.name in ("file", "dataset", "json_file", "save_race", "config")
+
+
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "notebooks").glob("*.ipynb"))]
 
 
