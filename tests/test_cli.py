@@ -14,8 +14,8 @@ from hf_specdec import SpeculativeConfig, __version__, compiled, passes
 from hf_specdec.bench import arms
 from hf_specdec.bench.embedded import load_target
 from hf_specdec.cli import app
-from hf_specdec.commands import bench
-from hf_specdec.commands.common import drafts_by_name, load_draft
+from hf_specdec.commands import bench, demo
+from hf_specdec.commands.common import check_overwrite, drafts_by_name, load_draft
 from hf_specdec.drafts import NGramDraft, RetrievalDraft
 from hf_specdec.loading import loaded
 from hf_specdec.training import build_drafter
@@ -132,8 +132,29 @@ def test_demo_streams_times_and_compares(target_folder):
         "block efficiency",
         "acceptance rate",
         "identical",
+        "speed-up: median",
+        "over the turns",
     ):
         assert words in result.stdout
+    assert "copying much of it" not in result.stdout  # which is said of the shipped prompt alone
+
+
+MEASURED = {"acceptance_rate": 0.9, "block_efficiency": 2.5, "speed_up": 1.8, "mean_k": 4.0}
+
+
+@pytest.mark.parametrize(("measured", "lookup", "shipped", "words"), [
+    ({}, True, True, "answered by copying much of it, which is where prompt lookup pays"),
+    ({}, True, False, ""),
+    ({}, False, True, ""),
+    ({"block_efficiency": 1.2, "acceptance_rate": 0.1, "speed_up": 0.9}, True, True, "did not pay here: 10% of the drafted tokens were accepted; the answer copies little"),
+    ({"block_efficiency": 1.2, "acceptance_rate": 0.1, "speed_up": 1.1}, False, False, "brought little here: 10% of the drafted tokens were accepted; the draft is seldom right"),
+    ({"block_efficiency": 1.1, "mean_k": 0.1, "speed_up": 1.0}, True, True, "did not pay here: what was drafted was mostly right, but it was little, 0.1 tokens a round"),
+    ({"block_efficiency": 1.0, "acceptance_rate": None, "speed_up": 0.9}, True, False, "did not pay here: nothing was drafted, because the answer repeats nothing"),
+    ({"speed_up": 0.8}, True, True, "did not pay here, although a target forward brought 2.5 tokens"),
+])
+def test_the_demo_says_only_what_it_has_measured(measured, lookup, shipped, words):
+    said = demo.verdict(MEASURED | measured, lookup, shipped)
+    assert words in said and bool(said) is bool(words) and ("copying much" in said) is ("copying much" in words)
 
 
 def test_bench_with_the_kernels(target_folder):
@@ -148,6 +169,7 @@ def test_bench_writes_table_json_and_plot(target_folder, tmp_path):
     rows = json.loads((tmp_path / "out" / "bench.json").read_text())["results"]
     assert {row["category"] for row in rows} == {"code_edit", "summary", "chat"} and all(row["equal"] == 1 for row in rows)
     assert (tmp_path / "out" / "bench.png").stat().st_size > 1000
+    check_overwrite(tmp_path / "out", "bench.json", ("bench.png",), {"environment", "settings", "results"})  # a second run may
 
 
 def test_verify_passes_on_a_sound_pair_and_says_what_it_checked(target_folder, draft_folder):
@@ -168,6 +190,8 @@ def test_verify_passes_on_a_sound_pair_and_says_what_it_checked(target_folder, d
     assert result.exit_code == 0, result.stdout
     assert "2 of 2 outputs equal" in result.stdout and "negative control" in result.stdout
     assert "4 of 4 checks passed" in result.stdout
+    for check in ("Greedy equality 2 of 2", *(f"Sampling with {name} 1,000 of 1,000" for name in ("the draft under test", "a draft drawn from the support"))):
+        assert re.search(f"^{check}, took [0-9]+ s$", result.stderr, re.M), result.stderr
 
 
 def test_verify_fails_when_the_rule_is_wrong(target_folder, monkeypatch):
@@ -338,6 +362,18 @@ def test_an_output_folder_that_cannot_be_made_is_refused_before_anything_is_load
     assert result.exit_code == 2 and "/proc/new: nothing can be written in /proc" in result.output and "Loading" not in result.output
 
 
+@pytest.mark.parametrize(("command", "report", "other"), [("bench", "bench.json", "bench.png"), ("tune", "tune.json", "speculative_config.json")])
+def test_bench_and_tune_overwrite_nothing_but_their_own_former_output(command, report, other, tmp_path):
+    for name, text in ((other, "mine"), (report, "mine"), (report, '{"results": []}'), (report, "[]")):
+        (tmp_path / name).write_text(text)
+        result = run(command, tmp_path / "no model", "--out", tmp_path)
+        assert result.exit_code == 2 and f"--out {tmp_path} holds {name}, which would be overwritten, and no {report} of this command" in result.stderr
+        assert (tmp_path / name).read_text() == text and "Loading" not in result.stderr
+        (tmp_path / name).unlink()
+    (tmp_path / "others.txt").write_text("mine")  # which is not touched
+    assert "would be overwritten" not in run(command, tmp_path / "no model", "--out", tmp_path).stderr
+
+
 def test_a_json_file_that_is_a_folder_is_refused_before_anything_is_loaded(tmp_path):
     result = run("compress", tmp_path / "no model", "--report", "--json", tmp_path)
     assert result.exit_code == 2 and "is a folder; name a file" in " ".join(result.output.split())
@@ -350,6 +386,44 @@ def test_a_json_file_that_is_a_folder_is_refused_before_anything_is_loaded(tmp_p
 def test_a_wrong_value_is_refused_before_anything_is_loaded(arguments, words, tmp_path):
     result = run(arguments[0], tmp_path / "no model", *arguments[1:])
     assert result.exit_code == 2 and words in " ".join(result.output.split()) and "Loading" not in result.output
+
+
+@pytest.mark.parametrize(("option", "value", "words"), [
+    ("--temperature", "-1", "--temperature -1.0: must be a finite number above 0."),
+    ("--temperature", "0", "--temperature 0.0: must be a finite number above 0."),
+    ("--temperature", "nan", "--temperature nan: must be a finite number above 0."),
+    ("--temperature", "inf", "--temperature inf: must be a finite number above 0."),
+    ("--top-p", "2", "--top-p 2.0: must be in 0..1."),
+    ("--min-p", "-0.1", "--min-p -0.1: must be in 0..1."),
+    ("--top-k", "-1", "--top-k -1: must be at least 0."),
+    ("--repetition-penalty", "0", "--repetition-penalty 0.0: must be a finite number above 0."),
+])
+def test_numbers_that_mean_nothing_are_refused_before_anything_is_loaded(option, value, words, tmp_path):
+    for more in (("--prompt", "a"), ("--dataset", tmp_path / "none.jsonl", "--output", tmp_path / "out")):
+        result = run("generate", tmp_path / "no model", *more, "--sample", option, value)
+        assert result.exit_code == 2 and words in result.stderr and "Loading" not in result.stderr
+
+
+def test_the_ends_of_the_ranges_are_taken(target_folder):
+    result = run("generate", target_folder, "--prompt", "abc", "--max-new-tokens", 2, "--sample", "--top-k", 0, "--top-p", 1, "--min-p", 0)
+    assert result.exit_code == 0, result.stderr
+
+
+def test_the_list_of_commands_has_whole_sentences():
+    shown = run("--help").stdout
+    for name, command in get_command(app).commands.items():
+        assert re.search(rf"^  {name} +[A-Z][^\n]*[^.]\.$", shown, re.M), shown
+
+
+OPTIONS = [(name, parameter) for name, command in get_command(app).commands.items() for parameter in command.params if parameter.name != "help"]
+
+
+@pytest.mark.parametrize(("command", "parameter"), OPTIONS, ids=lambda value: getattr(value, "name", value))
+def test_every_option_says_in_short_what_it_is_and_what_is_without_it(command, parameter):
+    told = parameter.help
+    assert told and told.endswith(".") and told[0].isalnum() and len(told) <= 220, (command, parameter.name)
+    shown = parameter.default is not None or parameter.required or parameter.multiple or getattr(parameter, "is_flag", False)
+    assert shown or re.search(r"without it|default|With --|As --|needed", told) or command == "train" or parameter.name in ("file", "dataset", "json_file", "save_race", "config")
 
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "notebooks").glob("*.ipynb"))]

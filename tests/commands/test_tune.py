@@ -1,6 +1,7 @@
 """`hf-specdec tune`, `bench --config`, and generate() with the config that was written."""
 
 import json
+import shlex
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hf_specdec.bench.embedded import load_target
 from hf_specdec.bench import measuring, terminal
 from hf_specdec.bench.tuning import Choice, Costs, Measured, Recorded, Replayed, choices
 from hf_specdec.cli import app
+from hf_specdec.commands.common import check_overwrite
 from hf_specdec.commands.tune import _confirmed, config_of
 from hf_specdec.tree import Tree
 
@@ -59,7 +61,18 @@ def test_tune_prints_every_draft_and_writes_the_best(tuned, draft_folder):
         assert config.predicted_speedup == pytest.approx(best["speedup"], abs=1e-3)
     assert {choice["k"] for choice in report["choices"] if choice["label"] == "prompt_lookup"} == set(range(1, 65))
     assert any(choice["draft"] == "model_tree" for choice in report["choices"])
+    check_overwrite(out, "tune.json", ("speculative_config.json",), {"environment", "costs", "choices"})  # a second run may
     assert len(report["costs"]["passes"]) == len(report["costs"]["widths"]) and report["measured_speedup"] > 0
+
+
+def test_tune_says_how_to_use_what_it_has_written(tuned, target_folder):
+    out, result, _ = tuned
+    assert f'model.generate(**inputs, speculative=hf_specdec.SpeculativeConfig.from_pretrained("{out}"))' in result.stdout
+    (line,) = [line for line in result.stdout.splitlines() if line.startswith("command: hf-specdec ")]
+    asked = shlex.split(line.removeprefix("command: hf-specdec "))
+    assert asked == ["generate", target_folder, "--config", str(out), "--prompt", "..."]
+    used = run(*asked, "--max-new-tokens", 4, "--json")
+    assert used.exit_code == 0 and json.loads(used.stdout)["speculation"]["config"]["predicted_speedup"] == SpeculativeConfig.from_pretrained(out).predicted_speedup
 
 
 def test_bench_shows_the_prediction_beside_what_it_measures(tuned, target_folder):

@@ -272,7 +272,7 @@ def test_models_that_are_quantised_already():
 def test_models_without_a_layer_to_compress_or_without_weights():
     model = tiny("gpt2")
     before = snapshot(model)
-    with pytest.raises(ValueError, match="no layer that can be compressed: Conv1D is no nn.Linear"):
+    with pytest.raises(ValueError, match="no layer that can be compressed: its layers are Conv1D, which is not supported [^,]*$"):
         mx.compress(model)
     assert_unchanged(model, before)
     with pytest.raises(ValueError, match="no nn.Linear layers"):

@@ -171,7 +171,7 @@ def test_full_trains_both_models_on_the_users_text_and_takes_up_its_work_again(r
                  "--prompts", "1", "--new-tokens", "5", "--no-plot")  # fmt: skip
     status, out, error = run(*arguments)
     assert status == 0, error
-    assert "training target 3/3" in error and "training draft 3/3" in error
+    assert "training target 3 of 3, took" in error and "training draft 3 of 3, took" in error
     work = tmp_path / "work"
     assert {path.name for path in work.iterdir()} == {"tokenizer", "tokens.npz", "target", "draft"}
     status, _, error = run(*arguments, "--restart")

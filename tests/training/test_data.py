@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import copy
 import json
+import re
+import shutil
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from typer.testing import CliRunner
 
+from hf_specdec.cli import app
 from hf_specdec.training import RunConfig, Trainer
 from hf_specdec.training.answers import continue_texts, judge_texts, stops
 from hf_specdec.training.batches import split
 from hf_specdec.training.data import make_data, make_on_policy
 from hf_specdec.training.prompts import OPENINGS, TURNS, chat_parts, dataset_prompts, find_prompts, openings, prompt_ids, read_prompts
-from hf_specdec.training.shards import TOP, Shard, shard_files
+from hf_specdec.training.shards import TOP, Shard, refuse_foreign, shard_files
 
 from ..helpers import build, tiny_llama
 
@@ -66,6 +70,42 @@ def test_a_run_that_was_stopped_goes_on_and_makes_the_same_shards(target, tokeni
     assert [path.name for path in shard_files(tmp_path)] == [path.name for path in files]
     for one, other in zip(shard_files(tmp_path), files):
         assert torch.equal(Shard.load(one).tokens, Shard.load(other).tokens)
+
+
+def test_progress_is_told_inside_of_a_shard_and_ends_with_what_there_is(target, tokenizer, tmp_path):
+    told = []
+    make_data(tmp_path, target, tokenizer, tokens=200, rows=8, new_tokens=24, seed=5, progress=lambda done, tokens: told.append(done))
+    total = sum(len(Shard.load(path).tokens) for path in shard_files(tmp_path))
+    assert told[0] == 0 and told == sorted(told) and told[-1] == total and len(told) > 10 and max(told[:-1]) < 200
+    make_data(tmp_path, target, tokenizer, tokens=200, rows=8, new_tokens=24, seed=5, progress=lambda done, tokens: told.append(done))
+    assert told[-1] == told[-2] == total  # nothing was left to do
+
+
+@pytest.mark.parametrize("name", ["job.json", "notes.txt", "model.safetensors", "sub"])
+def test_a_folder_of_something_else_is_refused_by_name_before_anything_is_loaded(name, target, tokenizer, tmp_path):
+    (tmp_path / ".hidden").touch()
+    if name == "sub":
+        (tmp_path / name).mkdir()
+    elif name == "model.safetensors":
+        target.save_pretrained(tmp_path)
+        (tmp_path / "config.json").unlink()
+    else:
+        (tmp_path / name).write_text("{}")
+    before, words = sorted(tmp_path.iterdir()), f"data: {tmp_path} holds {name}, which is no training shard"
+    with pytest.raises(ValueError, match=re.escape(words)):
+        make_data(tmp_path, target, tokenizer, tokens=10, rows=2, new_tokens=4)
+    bad = CliRunner().invoke(app, ["train", "no/such/target", "--data", str(tmp_path), "--out", str(tmp_path / "out")])
+    assert bad.exit_code == 2 and words in bad.output and "Loading" not in bad.output and sorted(tmp_path.iterdir()) == before
+
+
+def test_a_folder_of_shards_is_known_by_them_and_by_half_a_shard(target, tokenizer, data, tmp_path):
+    (tmp_path / "000000.partial").write_bytes(b"half of a shard")
+    (tmp_path / "states").mkdir()
+    refuse_foreign(tmp_path)
+    shutil.copy(shard_files(data)[0], tmp_path)
+    (tmp_path / "README.md").write_text("what this is")
+    refuse_foreign(tmp_path)
+    refuse_foreign(tmp_path / "new")
 
 
 def test_given_prompts_are_answered_in_order(target, tokenizer, tmp_path):

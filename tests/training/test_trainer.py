@@ -184,9 +184,10 @@ def test_the_command_trains_goes_on_and_refuses(target, tokenizer, tmp_path):
     assert run.exit_code == 0, run.output
     assert load_drafter(tmp_path / "out", target) is not None
     lines = run.stderr.splitlines()  # no terminal: lines in the place of bars
-    assert "Tokens written by the target 400/400" in lines
-    (last,) = [line for line in lines if line.startswith("Training, tvd 4/4 loss ")]
-    assert re.search(r"loss \d+\.\d{3}, held out \d\.\d{3}$", last)
+    assert [line for line in lines if re.fullmatch(r"Tokens written by the target 400 of 400, took \d+ s", line)]
+    assert [line for line in lines if re.fullmatch(r"Tokens written by the target \d+ of 400, about \d+ s left", line)]  # inside of a shard
+    (last,) = [line for line in lines if line.startswith("Training, tvd 4 of 4, took ")]
+    assert re.search(r"\(loss \d+\.\d{3}, held out \d\.\d{3}\)$", last)
     bad = CliRunner().invoke(app, [*arguments, "guess"])
     assert bad.exit_code == 2 and "guess" in bad.output and all(name in bad.output for name in LOSSES)
     other = CliRunner().invoke(app, [*arguments, "tvd", "--lr", "0.5"])
@@ -199,7 +200,7 @@ def test_the_command_trains_a_feature_drafter_that_the_other_commands_take(targe
     asked = ["--features", "--tokens", "400", "--steps", "4", "--head", "40", "--batch-tokens", "128", "--new-tokens", "12", "--format", "bf16"]
     run = CliRunner().invoke(app, ["train", str(tmp_path / "target"), "--out", str(tmp_path / "out"), *asked])
     assert run.exit_code == 0, run.output
-    assert re.search(r"The target's hidden states, by shard (\d+)/\1\n", run.stderr)
+    assert re.search(r"The target's hidden states, by shard (\d+) of \1, took \d+ s\n", run.stderr)
     assert load_drafter(tmp_path / "out", target).name == "feature" and "hidden states after layers" in (tmp_path / "out" / "README.md").read_text()
     used = CliRunner().invoke(app, ["generate", str(tmp_path / "target"), "--draft", str(tmp_path / "out"), "--prompt", "HELLO", "--max-new-tokens", "8"])
     assert used.exit_code == 0, used.output

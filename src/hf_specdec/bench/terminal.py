@@ -5,9 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from time import monotonic as now
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+EVERY = 30.0  # seconds without a line, where no terminal shows a bar
 
 
 def stderr_console() -> Console:
@@ -45,7 +48,8 @@ def _library_bars_off() -> Iterator[None]:
 
 @contextmanager
 def counting(text: str, total: int, done: int = 0, console: Console | None = None) -> Iterator["Counter"]:
-    """A bar over `total` steps: call `step("what comes next")` after each. Without a terminal, ten lines at most."""
+    """A bar over `total` steps: call `step("what comes next")` after each. Without a terminal, a line for every tenth and whenever the last one is
+    `EVERY` seconds old, with the time that is left."""
     console = console or stderr_console()
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not _live(console)) as progress:
@@ -56,12 +60,24 @@ def _live(console: Console) -> bool:
     return console.is_terminal or console.is_jupyter
 
 
+def duration(seconds: float) -> str:
+    """Rounded for people: 45 s, 65 min, 2.5 h."""
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
 class Counter:
     """The handle that `counting` gives out."""
 
     def __init__(self, console: Console, progress: Progress, text: str, total: int, done: int = 0):
-        self.console, self.progress, self.text, self.total, self.done = console, progress, text, total, done
+        self.console, self.progress, self.text, self.total = console, progress, text, total
         self.task = progress.add_task(text, total=total, completed=done)
+        self.start(done)
+
+    def start(self, done: int) -> None:
+        """As many steps were done before, and took no time of this run."""
+        self.first = self.done = done
+        self.begin = self.told = now()
+        self.progress.update(self.task, completed=done)
 
     def __call__(self, note: str = "", steps: int = 1) -> None:
         self.reach(self.done + steps, note)
@@ -69,9 +85,9 @@ class Counter:
     def reach(self, done: int, note: str = "") -> None:
         """As many steps are done."""
         tenth, self.done = self.done * 10 // self.total, done
-        self.progress.update(self.task, completed=done, total=self.total, description=f"{self.text} {note}".rstrip())
-        if done * 10 // self.total > tenth:
-            self._print(f"{done}/{self.total} {note}")
+        self.progress.update(self.task, completed=done, total=self.total, description=self._with(note))
+        if done * 10 // self.total > tenth or now() - self.told >= EVERY:
+            self._print(f"{self.text} {done:,} of {self.total:,}, {self._time()}" + (f" ({note})" if note else ""))
 
     def reach_of(self, done: int, total: int) -> None:
         """`reach`, where the total is known only now."""
@@ -80,9 +96,20 @@ class Counter:
 
     def say(self, note: str) -> None:
         """What is done now, between two steps."""
-        self.progress.update(self.task, description=f"{self.text} {note}")
-        self._print(note)
+        self.progress.update(self.task, description=self._with(note))
+        self._print(self._with(note))
 
-    def _print(self, note: str) -> None:
+    def _with(self, note: str) -> str:
+        return f"{self.text} ({note})" if note else self.text
+
+    def _time(self) -> str:
+        """What it took, or at this pace will take."""
+        spent, made = now() - self.begin, self.done - self.first
+        if self.done >= self.total:
+            return f"took {duration(spent)}"
+        return f"about {duration(spent * (self.total - self.done) / made)} left" if made > 0 else f"{duration(spent)} so far"
+
+    def _print(self, line: str) -> None:
+        self.told = now()
         if not _live(self.console):
-            self.console.print(f"{self.text} {note}".rstrip(), markup=False, highlight=False, soft_wrap=True)
+            self.console.print(line, markup=False, highlight=False, soft_wrap=True)

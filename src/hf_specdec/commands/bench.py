@@ -7,7 +7,7 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from .common import PROGRAM, check_folder, load_draft, parse_k
+from .common import PROGRAM, check_overwrite, load_draft, parse_k
 
 WIDTH = 150
 TUNED = "ours tuned"
@@ -45,7 +45,7 @@ def bench(
     from ..bench.runner import plan, run_benchmark
     from ..bench.terminal import counting
 
-    check_folder(out, "--out")
+    check_overwrite(out, "bench.json", ("bench.png",), {"environment", "settings", "results"})
     if clock not in CLOCKS:
         raise ValueError(f"--clock {clock}: choose one of {sorted(CLOCKS)}.")
     if min(max_new_tokens, repetitions, batch) < 1:

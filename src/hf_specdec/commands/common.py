@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
+import math
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import typer
 
 PROGRAM = "hf-specdec"
+# --option: the range that it has to be in, and whether the lower end belongs to it
+RANGES = {"temperature": (0, math.inf, False), "top_k": (0, math.inf, True), "top_p": (0, 1, True), "min_p": (0, 1, True), "repetition_penalty": (0, math.inf, False)}
 
 
 def guarded(command: Callable) -> Callable:
@@ -50,6 +55,17 @@ def dtype_name(value: str) -> str:
     return value
 
 
+def draft_name(value: str | list[str] | None) -> str | list[str] | None:
+    """`--draft` as the parser takes it: no folder of a speculative_config.json alone, which is no draft."""
+    from ..config import CONFIG_NAME
+
+    for name in [value] if isinstance(value, str) else value or []:
+        path = Path(name)
+        if path.name == CONFIG_NAME and path.is_file() or (path / CONFIG_NAME).is_file() and not any((path / own).is_file() for own in ("config.json", "drafter.json")):
+            raise typer.BadParameter(f"{name} holds a {CONFIG_NAME}, not a model: pass it as --config (generate and bench take it).")
+    return value
+
+
 def parse_k(value: str) -> int | str:
     """K as it goes into `num_assistant_tokens`: a whole number or "auto"; the range is the config's to check."""
     if value == "auto":
@@ -60,13 +76,31 @@ def parse_k(value: str) -> int | str:
         raise ValueError(f"--k {value}: must be an int in 1..64 or auto.") from None
 
 
-def apply_mx(model, format: str | None):
-    """`--mx`: the loaded model's weights in that MX format, in place; nothing to do for None."""
+def check_sampling(values: dict[str, Any]) -> None:
+    """ValueError for a number with which sampling means nothing, or which transformers would silently leave aside."""
+    for name, value in values.items():
+        low, high, closed = RANGES[name]
+        if not (low < value or closed and value == low) or not value <= high or value == math.inf:
+            wanted = f"in {low}..{high}" if high < math.inf else f"at least {low}" if closed else f"a finite number above {low}"
+            raise ValueError(f"--{name.replace('_', '-')} {value}: must be {wanted}.")
+
+
+def apply_mx(model, format: str | None, target: str):
+    """`--mx`: the weights of the model loaded from `target` in that MX format, in place; nothing to do for None."""
     if format is None:
         return
     from ..mx import compress
 
+    refuse_compressed(target, model.config, "leave --mx out, or name the original checkpoint")
     compress(model, format)
+
+
+def refuse_compressed(target: str, config: Any, remedy: str) -> None:
+    """ValueError where a model's config, or what its config.json says, has the weights of `target` in an MX format already."""
+    method = config.get("quantization_config") if isinstance(config, dict) else getattr(config, "quantization_config", None)
+    method = method if isinstance(method, dict) or method is None else method.to_dict()
+    if method and method.get("quant_method") == "mx":
+        raise ValueError(f"{target} is compressed already ({method.get('format')}): {remedy}.")
 
 
 def drafts_by_name() -> dict[str, type]:
@@ -148,6 +182,21 @@ def check_folder(path: Path | None, option: str) -> None:
         tempfile.TemporaryFile(dir=there).close()
     except OSError as error:
         raise ValueError(f"{option} {path}: nothing can be written in {there} ({error.strerror}); name another folder.") from None
+
+
+def check_overwrite(folder: Path | None, report: str, others: tuple[str, ...], parts: set[str]) -> None:
+    """`check_folder` of `--out`, and that it holds no file that the command would overwrite and did not write. It knows its own former output by
+    `report`, a JSON file with `parts` in it; `others` lie beside that one."""
+    check_folder(folder, "--out")
+    if folder is None:
+        return
+    try:
+        found = json.loads((folder / report).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        found = None
+    there = next((name for name in (report, *others) if (folder / name).exists()), None)
+    if there is not None and not (isinstance(found, dict) and parts <= found.keys()):
+        raise ValueError(f"--out {folder} holds {there}, which would be overwritten, and no {report} of this command: name another folder, or move it away.")
 
 
 def check_length(model, ids: list[int], max_new_tokens: int) -> None:

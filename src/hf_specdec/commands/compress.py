@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import shutil
 import tempfile
@@ -12,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from .common import check_folder
+from .common import check_folder, refuse_compressed
 
 
 def compress(
@@ -40,7 +41,9 @@ def compress(
     words = None if text is None else read_text(text, "--text")
     if words is not None and not words.strip():
         raise ValueError(f"--text {text}: there is no text in it; name another file.")
+    refuse_compressed(target, _stored_config(target), "name the original checkpoint")
     model, tokenizer = load_model(target, dtype), _tokenizer(target, needed=report)
+    refuse_compressed(target, model.config, "name the original checkpoint")
     if words is not None and len(tokenizer(words, verbose=False)["input_ids"]) < 2:
         raise ValueError(f"--text {text}: at least 2 tokens are needed, so that one can be predicted; name another file.")
     before = _bytes(model)
@@ -78,6 +81,14 @@ def _check(out: Path | None, report: bool, text: Path | None, json_file: Path | 
     if out is not None and out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(f"--out {out} exists and is not an empty folder: name another one, or remove it first.")
     check_folder(out, "--out")
+
+
+def _stored_config(target: str) -> dict | None:
+    """The config.json of a folder; of what is none, or a broken one, loading has to speak."""
+    try:
+        return json.loads((Path(target) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
 
 
 def _tokenizer(target: str, needed: bool):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import typer
 
-from .common import check_folder, parse_k
+from .common import check_folder
 from .rows import fingerprint, read_rows
 from .shards import Place, Shards
 from .writer import Work, Writer, say
@@ -20,10 +20,9 @@ def generate_dataset(
     work: Work, source: str, output: Path, column: str | None, limit: int | None, batch: int, skip_invalid: bool
 ) -> None:
     """Write a line for every row that has none yet. What can be wrong is looked for before any work is done."""
-    from .. import SpeculativeConfig
     from ..mx.formats import get_format
 
-    SpeculativeConfig(num_assistant_tokens=parse_k(work.k), lenience=work.lenience, seed=work.seed)
+    work.speculation  # says what is wrong with it
     if work.mx is not None:
         get_format(work.mx)
     place = Place.from_environment()

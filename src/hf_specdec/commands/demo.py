@@ -15,6 +15,7 @@ from ..viz.text import visible
 from .common import check_length, load_draft, parse_k
 from .race import race as run_race
 
+EFFICIENT = 1.5  # tokens per target forward from which on what was copied or drafted is worth speaking of
 
 def demo(
     target: str,
@@ -66,14 +67,32 @@ def demo(
             model, tokenizer, [question], arms, max_new_tokens=max_new_tokens, repetitions=repetitions, step=step
         )
     _print_result(console, report, tokenizer)
-    if prompt is None and assistant is None:
-        console.print(
-            "This prompt is answered by copying much of it, which is where prompt lookup pays. Try --prompt with a question "
-            "of your own: with nothing to copy, expect the speed of plain generate.",
-            style="dim",
-        )
-    elif assistant is None and target == EMBEDDED:
-        console.print("With little to copy, --draft smollm2_feature_drafter or smollm2_drafter proposes more; whether that pays is the machine's to say.", style="dim")
+    said = verdict(report["results"][1], lookup=assistant is None, shipped=prompt is None)
+    if assistant is None and target == EMBEDDED and report["results"][1]["block_efficiency"] < EFFICIENT:
+        said = f"{said} --draft smollm2_feature_drafter or smollm2_drafter proposes more; whether that pays is the machine's to say."
+    if said:
+        console.print(said, style="dim", soft_wrap=True)
+
+
+def verdict(ours: dict, lookup: bool, shipped: bool) -> str:
+    """What the measurement says of speculation on this prompt, "" where it speaks for itself. lookup: the draft is prompt lookup; shipped: so is the prompt."""
+    rate, efficiency, gain = ours.get("acceptance_rate"), ours["block_efficiency"], ours["speed_up"]
+    pays = "Speculation did not pay here" if gain <= 1 else "Speculation brought little here"
+    if rate is None:
+        return f"{pays}: nothing was drafted" + (", because the answer repeats nothing that came before it." if lookup else ".")
+    if efficiency < EFFICIENT and rate < 0.5:
+        why = "the answer copies little, and prompt lookup proposes copies alone" if lookup else "the draft is seldom right on this prompt"
+        return f"{pays}: {rate:.0%} of the drafted tokens were accepted; {why}."
+    if efficiency < EFFICIENT:
+        return (f"{pays}: what was drafted was mostly right, but it was little, {ours['mean_k']:.1f} tokens a round: there was nothing to propose, or a pass "
+                f"over several tokens costs too much on this machine.")
+    if gain <= 1:
+        return (f"Speculation did not pay here, although a target forward brought {efficiency:.1f} tokens: a pass over several tokens, and drafting them, took "
+                f"as much time as they save.")
+    if lookup and shipped:
+        return ("This prompt is answered by copying much of it, which is where prompt lookup pays. Try --prompt with a question of your own: with nothing to "
+                "copy, expect the speed of plain generate.")
+    return ""
 
 
 def _in_tiles(draft: str | None, dtype: str, speculation: dict) -> list:
@@ -95,12 +114,14 @@ def _print_result(console: Console, report: dict, tokenizer) -> None:
 
     plain, *all_ours = report["results"]
     ours = all_ours[0]
-    table = Table("", "tokens/s", "speed-up", "output", header_style="bold")
+    table = Table("", "tokens/s:\nmedian", "speed-up: median\nover the turns", "output", header_style="bold")
     for row in (plain, *all_ours):
         output = "" if row is plain else "identical" if row["equal"] == row["outputs"] else "differs"
         table.add_row(row["arm"], f"{row['tokens_per_second']:.1f}", f"{row['speed_up']:.2f}x", output)
     console.print(headline(report), style="dim", soft_wrap=True)
     console.print(table)
+    if report["settings"]["repetitions"] > 1:
+        console.print("speed-up: over plain generate in the same turn; where other work disturbs the turns, it is not the ratio of the medians.", style="dim", soft_wrap=True)
     rate, outside = ours.get("acceptance_rate"), ours["outside_forwards"]
     console.print(f"block efficiency  {ours['block_efficiency']:.2f} tokens per target forward")
     console.print(f"acceptance rate   {'nothing was drafted' if rate is None else format(rate, '.0%')}")

@@ -12,7 +12,8 @@ from rich.console import Console
 
 from ..viz.highlights import Highlighter
 from ..viz.text import visible
-from .common import apply_mx, check_length, load_draft, parse_k, read_prompt
+from .common import apply_mx, check_length, read_prompt
+from .speculation import draft_of, speculation_of
 
 
 def generate(
@@ -20,31 +21,32 @@ def generate(
     draft: str | None,
     prompt: str | None,
     file: Path | None,
-    k: str,
+    k: str | None,
     max_new_tokens: int,
     raw: bool,
     sampling: dict[str, Any],
-    lenience: float,
+    lenience: float | None,
     seed: int | None,
     dtype: str,
     as_json: bool,
     mx: str | None = None,
+    config: Path | None = None,
 ) -> None:
-    """sampling: `do_sample` and what goes with it, handed to `generate` as it is."""
-    from .. import SpeculativeConfig, enable
+    """sampling: `do_sample` and what goes with it, handed to `generate` as it is. config: of a speculative_config.json."""
+    from .. import enable
     from ..bench.arms import padded
     from ..bench.embedded import load_target
     from ..bench.prompts import Prompt
     from ..mx.formats import get_format
 
-    config = SpeculativeConfig(num_assistant_tokens=parse_k(k), lenience=lenience, seed=seed)
+    speculation = speculation_of(config, draft, k, lenience, seed)
     if mx is not None:
         get_format(mx)
     text = read_prompt(prompt, file)
     model, tokenizer = load_target(target, dtype)
-    apply_mx(model, mx)
+    apply_mx(model, mx, target)
     enable(model)
-    assistant = load_draft(draft, dtype, model, tokenizer)
+    assistant, _ = draft_of(draft, speculation, dtype, model, tokenizer)
     ids = Prompt("prompt", "prompt", text, chat=not raw).ids(tokenizer)
     check_length(model, ids, max_new_tokens)
     streamer = None if as_json or not sys.stdout.isatty() else Highlighter(tokenizer, Console(highlight=False))
@@ -54,7 +56,7 @@ def generate(
         **padded(model, [ids]),
         max_new_tokens=max_new_tokens,
         assistant_model=assistant,
-        speculative=config,
+        speculative=speculation,
         streamer=streamer,
         return_dict_in_generate=True,
         **sampling,

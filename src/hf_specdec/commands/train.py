@@ -24,11 +24,13 @@ def train(target: str, out: Path, data: Path | None, tokens: int, prompts: str |
     from ..training.pipeline import check_out
     from ..training.processes import need_accelerate
     from ..training.prompts import find_prompts
+    from ..training.shards import refuse_foreign
     from ..training.trainer import RunConfig
 
     need_accelerate()
     check_folder(out, "--out")
     check_folder(data, "--data")
+    refuse_foreign(data or out / "data")
     features, format = features or eagle3, "bf16" if eagle3 or own else format
     names = [name.strip() for name in losses.split(",")]
     for name in names:

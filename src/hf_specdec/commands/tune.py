@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from .common import check_folder, load_draft
+from ..config import CONFIG_NAME
+from .common import check_overwrite, load_draft
 
 WIDTH = 150
 NEED_TOKENIZERS = ("translated",)
@@ -33,7 +35,7 @@ def tune(target: str, drafts: list[str], prompts: str, limit: int | None, max_ne
     from ..bench.terminal import working
     from ..bench.tuning import by_position, choices
 
-    check_folder(out, "--out")
+    check_overwrite(out, "tune.json", (CONFIG_NAME,), {"environment", "costs", "choices"})
     if max_new_tokens < 2:
         raise ValueError(f"--max-new-tokens {max_new_tokens}: must be at least 2, the first token comes with the prompt pass.")
     chosen = load_prompts(prompts, limit)
@@ -65,7 +67,8 @@ def tune(target: str, drafts: list[str], prompts: str, limit: int | None, max_ne
                                                           "seconds_per_token": one.per_token, "seconds_per_round": one.per_round} for one in measured},
             "choices": [_plain(choice) for choice in found]}
         (out / "tune.json").write_text(json.dumps(finite(report), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        console.print(f"Written: {path}, {out / 'tune.json'}", markup=False)
+        console.print(f"Written: {path}, {out / 'tune.json'}", markup=False, soft_wrap=True)
+        _print_use(target, dtype, out, console)
 
 
 def _measure(model, prompts: list[list[int]], drafts: dict, max_new_tokens: int):
@@ -177,6 +180,12 @@ def _print_choice(best, console: Console) -> None:
         console.print("No draft is predicted to be faster than plain generate here; the config leaves K to \"auto\", which drafts nothing where it does not pay.")
     else:
         console.print(f"Best: {best.label}, {_name(best)}, predicted {best.speedup:.2f}x, {best.tokens_per_second:.1f} tokens/s", markup=False)
+
+
+def _print_use(target: str, dtype: str, out: Path, console: Console) -> None:
+    console.print(f"Python:  model.generate(**inputs, speculative=hf_specdec.SpeculativeConfig.from_pretrained({json.dumps(str(out))}))", markup=False, soft_wrap=True)
+    more = "" if dtype == "float32" else f" --dtype {dtype}"
+    console.print(f"command: hf-specdec generate {shlex.quote(target)} --config {shlex.quote(str(out))}{more} --prompt \"...\"", markup=False, soft_wrap=True)
 
 
 def _plain(choice) -> dict:

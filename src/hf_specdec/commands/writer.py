@@ -8,49 +8,63 @@ import sys
 import time
 from collections import Counter
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from .common import apply_mx, check_length, load_draft, parse_k
+from .common import apply_mx, check_length
 from .rows import Row
 from .shards import Place, Shards
+from .speculation import beyond, draft_of, speculation_of
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is done to every prompt. sampling: `do_sample` and what goes with it, handed to `generate` as it is."""
+    """What is done to every prompt. sampling: `do_sample` and what goes with it, handed to `generate` as it is. config: of a
+    speculative_config.json, whose options k, lenience, seed and draft replace where they are given."""
 
     target: str
     draft: str | None
-    k: str
+    k: str | None
     max_new_tokens: int
     dtype: str
     mx: str | None
     raw: bool
     sampling: dict[str, Any]
-    lenience: float
-    seed: int
+    lenience: float | None
+    seed: int | None
     tokens: bool
+    config: Path | None = None
+
+    @cached_property
+    def speculation(self):
+        """The `SpeculativeConfig`, with a seed that is one number."""
+        found = speculation_of(self.config, self.draft, self.k, self.lenience, self.seed)
+        if isinstance(found.seed, tuple):
+            raise ValueError(f"--config {self.config}: its seeds are of rows that were decoded together; give --seed.")
+        return replace(found, seed=found.seed or 0)
 
     def settings(self, batch: int) -> dict[str, Any]:
         """What a run that goes on with a folder has to have in common with those before. The batch size is part of it only where
         rows that are decoded together share a K that follows from what was accepted, and are sampled."""
+        chosen = self.speculation
         sampling = {"sample" if name == "do_sample" else name: value for name, value in self.sampling.items()}
         return {
             "target": _place(self.target),
-            "draft": _place(self.draft or "prompt_lookup"),
+            "draft": _place(self.draft or chosen.draft),
+            "config": beyond(chosen),
             "mx": self.mx,
             "dtype": self.dtype,
-            "k": self.k,
+            "k": str(chosen.num_assistant_tokens),
             "max_new_tokens": self.max_new_tokens,
             "raw": self.raw,
-            "lenience": self.lenience,
-            "seed": self.seed,
+            "lenience": chosen.lenience,
+            "seed": chosen.seed,
             "tokens": self.tokens,
             **dict.fromkeys(("temperature", "top_k", "top_p", "min_p", "repetition_penalty")),
             **sampling,
-            "batch": batch if self.k == "auto" and self.sampling["do_sample"] else None,
+            "batch": batch if chosen.num_assistant_tokens == "auto" and self.sampling["do_sample"] else None,
         }
 
 
@@ -65,14 +79,15 @@ class Writer:
     def __init__(self, work: Work, place: Place):
         from .. import enable
         from ..bench.embedded import load_target
+        from ..loading import source_of
 
         self.work, self.place = work, place
         self.model, self.tokenizer = load_target(work.target, work.dtype, _device(place))
         self.weights = {"target_weights": weights_of(self.model)}
-        apply_mx(self.model, work.mx)
+        apply_mx(self.model, work.mx, work.target)
         enable(self.model)
-        self.draft = load_draft(work.draft, work.dtype, self.model, self.tokenizer)
-        self.weights["draft_weights"] = draft_weights(work.draft, self.draft)
+        self.draft, made = draft_of(work.draft, work.speculation, work.dtype, self.model, self.tokenizer)
+        self.weights["draft_weights"] = draft_weights(work.draft or source_of(work.speculation), made)
         self.totals, self.seconds = Counter(), 0.0
 
     def check(self, rows: list[Row], source: str, skip_invalid: bool) -> None:
@@ -117,14 +132,11 @@ class Writer:
                 shards.append(lines)
                 self.totals["rows"] += len(lines)
                 self.seconds = time.perf_counter() - begin
-                step(self._pace(total), len(lines))
+                step(self._pace(), len(lines))
 
-    def _pace(self, total: int) -> str:
-        rate = self.totals["rows"] / self.seconds
-        left = round((total - self.totals["rows"]) / rate)
+    def _pace(self) -> str:
         process = f"process {self.place.rank}, " if self.place.world > 1 else ""
-        eta = f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02}"
-        return f"({process}{rate:.2f} rows/s, {self.totals['committed'] / self.seconds:.1f} tokens/s, {eta} left)"
+        return f"{process}{self.totals['rows'] / self.seconds:.2f} rows/s, {self.totals['committed'] / self.seconds:.1f} tokens/s"
 
     def answer(self, part: list[Row]) -> list[dict[str, Any]]:
         """The lines of one batch, in its order."""
@@ -140,7 +152,6 @@ class Writer:
     def _decode(self, rows: list[Row]) -> list[dict[str, Any]]:
         import torch
 
-        from .. import SpeculativeConfig
         from ..bench.arms import pad_token, padded
 
         work, seeds = self.work, [row_seed(self.work.seed, row.index) for row in rows]
@@ -151,7 +162,7 @@ class Writer:
                 max_new_tokens=work.max_new_tokens,
                 pad_token_id=pad_token(self.model),
                 assistant_model=self.draft,
-                speculative=SpeculativeConfig(num_assistant_tokens=parse_k(work.k), lenience=work.lenience, seed=seeds),
+                speculative=replace(work.speculation, seed=tuple(seeds)),
                 return_dict_in_generate=True,
                 **work.sampling,
             )

@@ -15,6 +15,7 @@ from .readers import looks_at_ties, weights_read_by
 
 READ = "the model reads its weight itself"
 SHARED = "its weight is another layer's, too"
+HEAD = "the output head: pass lm_head=FORMAT to compress it"
 TIED = "the model computes something else where its head is not the embedding"
 
 
@@ -91,7 +92,7 @@ def _choose(name, module, fmt, patterns, heads, head_format, bound) -> Choice:
         return Choice(name, module, None, "skipped on request")
     if id(module) in heads:
         if head_format is None:
-            return Choice(name, module, None, "the output head: pass lm_head=FORMAT to compress it")
+            return Choice(name, module, None, HEAD)
         fmt = head_format
     elif _matches(name, patterns):
         return Choice(name, module, None, "skipped on request")
@@ -137,10 +138,14 @@ def check_skip(skip: Iterable[str]) -> tuple[str, ...]:
 
 
 def check_some(choices: list[Choice]) -> None:
-    """ValueError with the reasons, if nothing would be compressed."""
-    if not any(choice.format for choice in choices):
-        reasons = ", ".join(sorted({choice.reason for choice in choices})) or "it has no nn.Linear layers"
-        raise ValueError(f"model has no layer that can be compressed: {reasons}.")
+    """ValueError with the reasons, if nothing would be compressed; that of the head alone is said where there is no other."""
+    if any(choice.format for choice in choices):
+        return
+    others = sorted({type(choice.module).__name__ for choice in choices if not isinstance(choice.module, (nn.Linear, MXLinear))})
+    reasons = {choice.reason for choice in choices if isinstance(choice.module, (nn.Linear, MXLinear))}
+    parts = [f"its layers are {' and '.join(others)}, which is not supported (nn.Linear is)"] if others else []
+    parts += sorted(reasons - {HEAD} if others or len(reasons) > 1 else reasons)
+    raise ValueError(f"model has no layer that can be compressed: {', '.join(parts) or 'it has no nn.Linear layers'}.")
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from .. import compat, integration
@@ -11,10 +13,13 @@ from .shards import TOP, Sample
 
 
 class Recorder(Draft):
-    """Proposes nothing and keeps the target's `TOP` likeliest next tokens after every token of every row."""
+    """Proposes nothing and keeps the target's `TOP` likeliest next tokens after every token of every row. wrote: told of every pass's new tokens."""
 
     name = "recorder"
     trusted = True
+
+    def __init__(self, wrote: Callable[[int], None] | None = None):
+        self.wrote = wrote
 
     def start(self, context: Context) -> None:
         self.rows = list(range(len(context.rows)))
@@ -32,6 +37,8 @@ class Recorder(Draft):
         logprobs = (best.values - last.logsumexp(-1, keepdim=True)).half().cpu()
         for row, ids, law in zip(self.rows, best.indices.int().cpu(), logprobs):
             self.seen[row].append((ids, law))
+        if self.wrote:
+            self.wrote(len(self.rows))
 
     def keep(self, rows: list[int]) -> None:
         self.rows = [self.rows[row] for row in rows]
@@ -51,14 +58,15 @@ def room(*models) -> int | None:
 
 
 @torch.no_grad()
-def continue_texts(model, rows: list[list[int]], max_new: int, seed: int, eos: list[int], **sampling) -> list[Sample]:
+def continue_texts(model, rows: list[list[int]], max_new: int, seed: int, eos: list[int], wrote: Callable[[int], None] | None = None,
+                   **sampling) -> list[Sample]:
     """What `model` (enabled or not) writes after each of the token lists `rows`, until `eos`, `max_new` tokens, or the longest text fills the context;
-    rows that end leave the batch. `sampling` goes to generate(): do_sample, temperature, top_p, ..."""
+    rows that end leave the batch. wrote: called with the number of new tokens after every pass. `sampling` goes to generate(): do_sample, top_p, ..."""
     width, pad, most = max(map(len, rows)), eos[0] if eos else 0, room(model)
     max_new = max_new if most is None else min(max_new, most - width)
     ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows], device=model.device)
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device)
-    recorder = Recorder()
+    recorder = Recorder(wrote)
     decoder = integration.SpeculativeDecoder(recorder, {"seed": seed})
     out = model.generate(input_ids=ids, attention_mask=mask, custom_generate=decoder, max_new_tokens=max_new, eos_token_id=eos or None,
                          pad_token_id=pad, **sampling)

@@ -11,12 +11,13 @@ import torch
 
 from .answers import continue_texts, judge_texts, room, stops
 from .prompts import TURNS, chat_parts, openings, prompt_ids
-from .shards import Part, Sample, Shard, check_target, notes_of, probe, shard_files
+from .shards import Part, Sample, Shard, check_target, notes_of, probe, refuse_foreign, shard_files
 
 
-def make_shard(model, tokenizer, number: int, rows: int, seed: int, new_tokens: int, prompts: list[str] | None = None) -> Shard:
+def make_shard(model, tokenizer, number: int, rows: int, seed: int, new_tokens: int, prompts: list[str] | None = None,
+               wrote: Callable[[int], None] | None = None) -> Shard:
     """Answers of `model` to `rows` prompts: the given ones, or user turns that it makes up itself from its chat template.
-    Every other shard is answered greedily, the rest at temperature 0.7."""
+    Every other shard is answered greedily, the rest at temperature 0.7. wrote: called with the number of new tokens, time and again."""
     about = job(number, rows, seed, new_tokens, prompts)
     seed = 1_000_003 * seed + 2 * number
     eos = stops(model, tokenizer)
@@ -25,13 +26,13 @@ def make_shard(model, tokenizer, number: int, rows: int, seed: int, new_tokens: 
         before, after = chat_parts(tokenizer)
         kind, limit, starts = openings(number, rows, seed)
         heads = [before + tokenizer(start, add_special_tokens=False).input_ids for start in starts]
-        turns = continue_texts(model, heads, _turn(model, heads, after, limit, new_tokens), seed, eos, do_sample=True, temperature=1.0, top_p=0.95)
+        turns = continue_texts(model, heads, _turn(model, heads, after, limit, new_tokens), seed, eos, wrote, do_sample=True, temperature=1.0, top_p=0.95)
         asked = [[*sample.tokens[: -1 if sample.tokens[-1] in eos else None], *after] for sample in turns]
     else:
         asked = prompt_ids(tokenizer, prompts)
     greedy = (number + number // len(TURNS)) % 2 == 0
     sampling = {"do_sample": False} if greedy else {"do_sample": True, "temperature": 0.7, "top_p": 1.0}
-    answers = continue_texts(model, asked, new_tokens, seed + 1, eos, **sampling)
+    answers = continue_texts(model, asked, new_tokens, seed + 1, eos, wrote, **sampling)
     notes = {"kind": kind, "seed": seed, "greedy": greedy, "new_tokens": new_tokens, "job": about,
              "target": probe(model.get_input_embeddings().weight)}
     return Shard.of([_joined(turn, answer) for turn, answer in zip(turns or answers, answers)], notes)
@@ -100,11 +101,13 @@ def make_data(folder: str | Path, model, tokenizer, tokens: int, rows: int = 48,
     """Shards of at least `tokens` tokens in `folder`; what is there already counts, so a run that was stopped goes on.
 
     prompts: answered in order, as far as they reach; a dict has them by their places, such as "asked.txt, line 3". progress: called
-    with (tokens so far, tokens). ValueError for shards of another model or made of something else, and for a prompt that is too long.
+    with (tokens so far, tokens), first with what was there. ValueError for a folder of something else, for shards of another model
+    or job, and for a prompt that is too long.
     """
     folder, done, made = Path(folder), 0, set()
     places = prompts if prompts is None or isinstance(prompts, Mapping) else {f"prompt {i}": prompt for i, prompt in enumerate(prompts, 1)}
     prompts = None if places is None else list(places.values())
+    refuse_foreign(folder)
     check_target(folder, model)
     for path in shard_files(folder):
         done += len(Shard.load(path, model.config.vocab_size).tokens)
@@ -112,18 +115,30 @@ def make_data(folder: str | Path, model, tokenizer, tokens: int, rows: int = 48,
     check_job(folder, seed, new_tokens, prompts, rows if done < tokens else None)
     if places and done < tokens:
         check_lengths(places, model, tokenizer, tokens, rows)
+    progress = progress or (lambda done, tokens: None)
+    progress(done, tokens)
     number = 0
     while done < tokens and (prompts is None or number * rows < len(prompts)):
         path = folder / f"{number:06d}.safetensors"
         if path.name not in made:
             part = None if prompts is None else prompts[number * rows : (number + 1) * rows]
-            shard = make_shard(model, tokenizer, number, rows, seed, new_tokens, part)
+            shard = make_shard(model, tokenizer, number, rows, seed, new_tokens, part, _within(progress, done, tokens))
             shard.save(path)
             done += len(shard.tokens)
-            if progress:
-                progress(done, tokens)
+            progress(done, tokens)
         number += 1
     return shard_files(folder)
+
+
+def _within(progress: Callable[[int, int], None], done: int, tokens: int) -> Callable[[int], None]:
+    """The progress inside a shard, which is not done before it is saved."""
+
+    def wrote(new: int) -> None:
+        nonlocal done
+        done += new
+        progress(min(done, tokens - 1), tokens)
+
+    return wrote
 
 
 def make_on_policy(folder: str | Path, draft, target, parts: list[Part], tokens: int, eos: list[int], rows: int = 16,

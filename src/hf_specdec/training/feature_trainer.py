@@ -15,6 +15,7 @@ from .batches import Batch, split
 from .features import make_features
 from .losses import LOSSES
 from .processes import main_first, need_accelerate
+from .shards import STATES
 from .trainer import RunConfig, Trainer, layer_numbers
 
 
@@ -79,7 +80,7 @@ class FeatureTrainer(Trainer):
         count = target.config.get_text_config().num_hidden_layers
         self.reads = self._reads(config, count)
         files = sorted({part.path for parts in split(Path(data)) for part in parts})
-        self.states = Path(data) / "states"
+        self.states = Path(data) / STATES
         with main_first(target.device):
             make_features(files, target, self.reads, self.states, progress, config.precision == "bf16")
         super().__init__(target, data, out, config, target_name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain, repeat
 from pathlib import Path
 
 from rich.console import Console
@@ -36,7 +37,8 @@ def prepare(folder: str | Path, model, tokenizer, tokens: int, prompts: Sequence
             new_tokens: int = 160, rows: int = 48, seed: int = 0, console: Console | None = None) -> list[Path]:
     """`make_data` with its progress on `console`, standard error without it."""
     with main_first(model.device), counting("Tokens written by the target", tokens, console=console) as count:
-        return make_data(folder, model, tokenizer, tokens, rows, new_tokens, seed, prompts, lambda done, _: count.reach(min(done, tokens)))
+        tell = chain([count.start], repeat(count.reach))
+        return make_data(folder, model, tokenizer, tokens, rows, new_tokens, seed, prompts, lambda done, _: next(tell)(min(done, tokens)))
 
 
 def train(target, tokenizer, data: str | Path, out: str | Path, config: RunConfig, losses: Sequence[str] = (), target_name: str = "",

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 FORMAT = "hf_specdec training shard 1"
 TOP = 16  # successors of every position that a shard keeps
+STATES = "states"  # the folder beside the shards for the target's hidden states
 PROBES = 8  # embedding entries by which a target is known again
 
 
@@ -124,6 +125,24 @@ def notes_of(path: Path) -> dict:
             return json.loads((file.metadata() or {}).get("notes", "{}"))
     except SafetensorError:
         return {}
+
+
+def refuse_foreign(folder: Path) -> None:
+    """ValueError for a folder of something else: with a tensor file that is no training shard, or with files, and no shard among them."""
+    there = sorted(path for path in folder.iterdir() if not path.name.startswith(".")) if folder.is_dir() else []
+    others = [path for path in there if path.suffix not in (".safetensors", ".partial") and path.name != STATES]
+    wrong = next((path for path in shard_files(folder) if not _may_be_one(path)), None) or (others[0] if others and not shard_files(folder) else None)
+    if wrong is not None:
+        raise ValueError(f"data: {folder} holds {wrong.name}, which is no training shard: it is a folder of something else; name an empty or a new one.")
+
+
+def _may_be_one(path: Path) -> bool:
+    """Whether the file says that it is a shard, of whatever version; a damaged one may be: `Shard.load` says what is wrong."""
+    try:
+        with safe_open(path, "pt") as file:
+            return (file.metadata() or {}).get("format", "").startswith(FORMAT.rstrip("0123456789"))
+    except SafetensorError:
+        return True
 
 
 def check_target(folder: Path, target) -> None:
