@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from . import method
+
 if TYPE_CHECKING:
     from .call import SpeculativeOutput
     from .config import SpeculativeConfig
@@ -23,6 +25,9 @@ _HOMES = {
     "enable": ".integration",
     "warmup": ".warm",
 }
+
+
+method.announce()  # folders of MX weights are read as such from here on
 
 
 def __getattr__(name: str):

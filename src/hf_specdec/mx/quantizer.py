@@ -11,6 +11,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from ..method import METHOD, make_way
 from .attention import use_for_few
 from .formats import DEFAULT_FORMAT, DEFAULT_RULE, check_activations, check_rule, get_format
 from .interface import take_loading_options
@@ -21,8 +22,9 @@ from .report import CompressionReport, LayerReport, weight_error
 from .stored import check_files
 from .swap import FLOAT64, NOT_FINITE, compress_layer, dense_report, dequantize, replace, untie
 
-METHOD = "mx"
 VERSION = 1  # of what is saved: the packing and the names of the tensors
+
+make_way()
 
 
 @take_loading_options
