@@ -241,6 +241,12 @@ def test_the_public_names_are_listed_before_they_are_loaded():
     assert after("import hf_specdec\nprint(hf_specdec.SpeculativeConfig(), hf_specdec.__version__)")[-1] == hf_specdec.__version__
 
 
+@pytest.mark.parametrize("part", ["drafts", "mx", "theory", "training", "viz"])
+def test_a_part_with_public_names_is_an_attribute_and_loaded_when_first_asked_for(part):
+    program = f"import sys, hf_specdec\nassert '{part}' in dir(hf_specdec) and 'hf_specdec.{part}' not in sys.modules\nprint(hf_specdec.{part}.__name__)"
+    assert after(program) == [f"hf_specdec.{part}"]
+
+
 def test_importing_loads_no_draft_before_it_is_asked_for():
     assert not set(loaded()) & {"hf_specdec." + entry.partition(":")[0] for entry in registry.DRAFTS.values()}
 
