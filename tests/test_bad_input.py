@@ -3,6 +3,7 @@ Ctrl-C and exceptions in the middle of a call change nothing either."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from contextlib import contextmanager
@@ -152,6 +153,30 @@ def test_an_unknown_argument_of_generate_is_named():
     model = enabled(tiny_llama())
     with refused(model, words=("lenient", "typos")):
         call(model, lenient=0.5)
+
+
+@pytest.mark.parametrize(("name", "value"), [("seed", 1), ("seed", [1, 2]), ("draft", "mixture"), ("draft_stop", "heuristic"), ("max_auto_tokens", 8), ("compile", True),
+                                             ("record_probs", True), ("threshold", 0.3), ("draft_options", {"branches": 2}), ("draft_source", "folder")])
+@pytest.mark.parametrize("speculative", [True, {"lenience": 1.0}, SpeculativeConfig()], ids=["True", "dict", "config"])
+def test_an_option_of_the_config_beside_it_is_refused_with_where_it_goes(name, value, speculative):
+    model = enabled(tiny_llama())
+    with refused(model, words=(f'{name} is an option of the config: pass speculative={{"{name}": {value!r}}}',)):
+        call(model, speculative=speculative, **{name: value})
+
+
+def test_every_option_is_taken_beside_speculative_or_named_there():
+    model, taken = enabled(tiny_llama()), {"num_assistant_tokens": 3, "acceptance": "greedy", "lenience": 1.0}
+    assert call(model, **taken)[0, 12:].tolist() == plain(model, ROWS, max_new_tokens=5)[0]
+    for name in {field.name for field in dataclasses.fields(SpeculativeConfig)} - set(taken):
+        with refused(model, words=(f"{name} is an option of the config",)):
+            call(model, **{name: "x"})
+    assert call(model, seed=None)[0, 12:].tolist() == plain(model, ROWS, max_new_tokens=5)[0]
+
+
+def test_a_draft_passed_as_draft_is_told_its_argument():
+    model = enabled(tiny_llama())
+    with refused(model, words=("draft=UniformDraft", "passed as assistant_model")):
+        call(model, draft=UniformDraft())
 
 
 @pytest.mark.parametrize("text", ['{"lenience": NaN}', '{"lenience": Infinity}', '{"lenience": -Infinity}', '{"lenience": 1e999}',
