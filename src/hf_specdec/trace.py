@@ -79,6 +79,13 @@ class SpeculationTrace:
     round_seconds: list[list[float]] = field(default_factory=list)
     prompt_forward = 0.0  # inside the two models in the first round
 
+    def __repr__(self) -> str:
+        rows = f" of {len(self.drafted)} rows" if len(self.drafted) > 1 else ""
+        said = [f"{self._total('committed')} tokens{rows} in {self.target_calls} passes"]
+        said += [f"{self.block_efficiency:.2f} tokens per forward"] if self.rounds else []
+        said += [f"{self.acceptance_rate:.0%} accepted" if self.proposed else "nothing drafted", "lossless" if self.lossless else "not lossless"]
+        return f"SpeculationTrace({', '.join(said)})"
+
     def clock(self, draft: float, verify: float, rest: float, forward: float) -> None:
         """A round has taken so long; the models have so far taken `forward`."""
         self.round_seconds.append([draft, verify, rest])

@@ -1,5 +1,7 @@
 """What comes back: sequences, scores, logits and the trace."""
 
+import copy
+import dataclasses
 import json
 import math
 
@@ -147,6 +149,23 @@ def test_a_call_without_a_single_proposal_has_no_acceptance_rate_and_is_json_all
     trace = speculate(tiny_llama(1), prompts(1), PromptLookupDraft(min_match=8), 4, max_new_tokens=2).speculation
     assert trace.proposed == 0 and math.isnan(trace.acceptance_rate)
     json.loads(trace.to_json(), parse_constant=lambda constant: pytest.fail(f"{constant} is not JSON"))
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_the_trace_prints_as_one_line_of_what_it_counts(call):
+    target = tiny_llama(1)
+    draft, options = CALLS[call](target)
+    trace = speculate(target, ROWS, draft, 4, seed=3, **options).speculation
+    text = repr(trace)
+    assert text == str(trace) and text.startswith(f"SpeculationTrace({sum(trace.new_tokens)} tokens of 3 rows in {trace.target_calls} passes, ")
+    assert f", {trace.block_efficiency:.2f} tokens per forward, {trace.acceptance_rate:.0%} accepted, lossless)" in text
+    assert trace == copy.deepcopy(trace) != dataclasses.replace(trace, target_calls=0)
+
+
+def test_a_trace_of_one_row_of_a_lossy_call_and_of_nothing_prints_too():
+    trace = speculate(tiny_llama(1), ROWS[:1], ModelDraft(tiny_llama(1)), 4, max_new_tokens=10, lenience=0.5).speculation
+    assert repr(trace) == "SpeculationTrace(10 tokens in 2 passes, 5.00 tokens per forward, 100% accepted, not lossless)"
+    assert repr(SpeculationTrace({})) == "SpeculationTrace(0 tokens in 0 passes, nothing drafted, lossless)"
 
 
 @pytest.mark.parametrize("k", [1, 3, 20, 64])
