@@ -130,7 +130,7 @@ class BeamCall(Call):
         reach = self.config.max_auto_tokens if self.config.num_assistant_tokens == "auto" else self.config.num_assistant_tokens
         target = CachedModel(self.model, longest + reach, "target", self.traits)
         context = Context([], longest, self.traits.vocab_size, compat.device_of(self.model), Sampler.greedy(), _no_noise, stop=self._stop())
-        trace = SpeculationTrace(self.config.to_dict() | {"acceptance": "greedy"})
+        trace = SpeculationTrace(self.decoder.settings("greedy"))
         scored = ScoredBeams(target, draft, self._schedule(by_row=False), context, trace)
 
         def logits(sequences: torch.Tensor) -> torch.Tensor:

@@ -88,7 +88,7 @@ class Call:
         sampler = Sampler(self.processors, rule.samples, bool(as_dict and generation.output_scores), gumbel, sequences.eos)
         context = Context(sequences.tokens, longest, self.traits.vocab_size, device, sampler, noise.uniform, self.source, self._stop(),
                           target, self.config.seed is None)
-        trace = SpeculationTrace(self.config.to_dict() | {"acceptance": self.rule_name}, rule.lossless)
+        trace = SpeculationTrace(decoder.settings(self.rule_name), rule.lossless)
         loop = SpeculativeLoop(
             target, decoder.draft, rule, sampler, self._schedule(), sequences, noise, context, trace,
             want_scores=bool(as_dict and generation.output_scores), want_logits=bool(as_dict and generation.output_logits),

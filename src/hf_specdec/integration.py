@@ -149,6 +149,7 @@ class SpeculativeDecoder:
         self.config = SpeculativeConfig.resolve(config)
         self.streamer, self.tokenizer, self.stop_strings, self.assistant_tokenizer = streamer, tokenizer, stop_strings, assistant_tokenizer
         self.draft: Draft | None = None  # until there is a target to load it for
+        self.passed = draft is not None
         if draft is not None or source_of(self.config) is None:
             self._take(draft)
         self.put_prompt = self.cache_is_given = False
@@ -171,6 +172,11 @@ class SpeculativeDecoder:
             self.draft = found
         else:
             self._take(found)
+
+    def settings(self, acceptance: str) -> dict[str, Any]:
+        """The config in force, as a trace keeps it: with the draft that was passed in place of the one that it names."""
+        used = {"draft": self.draft.name, "draft_source": None} if self.passed else {}
+        return self.config.to_dict() | used | {"acceptance": acceptance}
 
     @contextmanager
     def stop_strings_taken_over(self, model: PreTrainedModel, kwargs: dict[str, Any]):

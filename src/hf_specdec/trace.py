@@ -62,7 +62,7 @@ def probabilities(proposal: Proposal, on_path: torch.Tensor, token: torch.Tensor
 
 @dataclass
 class SpeculationTrace:
-    """config: the settings in force. rounds: one list per round, one entry per row that was still going.
+    """config: the settings in force, "draft" the name of the draft that was used. rounds: one list per round, one entry per row that was still going.
 
     target_calls, draft_calls: forwards, prompt passes included. seconds, on the host's clock: "prompt" (all of the first round),
     "draft", "verify", "rest" (the later rounds), and "forward" (inside the two models in the later rounds). round_seconds: of every

@@ -235,6 +235,21 @@ def test_the_draft_may_be_named_in_the_config(name):
     assert {entry.source for entries in trace.rounds for entry in entries} == {name} and trace.config["draft"] == name
 
 
+@pytest.mark.parametrize(("make", "options", "name"), [
+    (lambda target: perturbed(target), {}, "model"), (lambda target: perturbed(target), {"draft": "model_tree"}, "model_tree"),
+    (lambda target: UniformDraft(), {}, "uniform"), (lambda target: UniformDraft(), {"draft": "mixture"}, "uniform"),
+    (lambda target: ScriptedDraft(lambda row: [1]), {"draft": "model", "draft_source": "nowhere"}, "scripted"),
+], ids=["model", "tree", "draft", "draft beside a name", "own draft beside a source"])
+@pytest.mark.parametrize("beams", [1, 2])
+def test_the_trace_names_the_draft_that_was_passed(make, options, name, beams):
+    target = tiny_llama(1)
+    if beams > 1 and name in ("uniform", "scripted"):
+        pytest.skip("does not follow beams")
+    trace = speculate(target, ROWS, make(target), speculative=options, max_new_tokens=4, num_beams=beams).speculation
+    assert trace.config["draft"] == name and trace.config["draft_source"] is None and trace.config["acceptance"] == "greedy"
+    assert name == "scripted" or SpeculativeConfig.from_dict(trace.config).draft == name
+
+
 # --- what every round says of its tokens --------------------------------------------------------------------------------------
 
 
