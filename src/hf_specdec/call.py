@@ -18,6 +18,7 @@ from .draft_stop import StopRule
 from .drafts.base import Context, Draft
 from .loop import SpeculativeLoop
 from .noise import Gumbel, Noise
+from .probe import check_trees
 from .schedule import AutoSchedule, FixedSchedule, HeuristicSchedule
 from .seq2seq import Source
 from .sequences import Sequences
@@ -77,9 +78,8 @@ class Call:
         rule = self._acceptance()
         self.max_new = _new_tokens(criteria, self.input_ids.shape[1], self.max_new)
         sequences = Sequences(self.prompts, self.max_new, criteria, device, decoder.streamer)
-        longest = max(map(len, self.prompts)) + self.max_new
-        reach = self.config.max_auto_tokens if self.config.num_assistant_tokens == "auto" else self.config.num_assistant_tokens
-        target = CachedModel(self.model, longest + reach, "target", self.traits, self.source, self.config.compile)
+        longest, limit = self._lengths()
+        target = CachedModel(self.model, limit, "target", self.traits, self.source, self.config.compile)
         if self.given and self.cache.get_seq_length():
             target.load(self.cache, self.columns, self.cache.get_seq_length())
         target.reader = decoder.draft.read if decoder.draft.reads_prompt else None
@@ -98,6 +98,13 @@ class Call:
         output = self._pack(loop, sequences)
         target.cache.release()
         return output
+
+    def _lengths(self) -> tuple[int, int]:
+        """Tokens of the longest text there can be, and slots for it with what is drafted beyond. ValueError for a target that cannot score that."""
+        longest = max(map(len, self.prompts)) + self.max_new
+        reach = self.config.max_auto_tokens if self.config.num_assistant_tokens == "auto" else self.config.num_assistant_tokens
+        check_trees(self.decoder.draft, self.model, self.traits, longest + reach, "target")
+        return longest, longest + reach
 
     def _run(self, loop: SpeculativeLoop, sequences: Sequences) -> None:
         streamer = self.decoder.streamer

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from . import compat
 from .cached_model import CachedModel
 from .compat import ModelTraits, own_mask_refusal
+from .lengths import check_counting
 from .method import METHOD
 
 TESTED = frozenset(
@@ -24,6 +25,16 @@ def check_batch(model: PreTrainedModel, traits: ModelTraits, batch: int, role: s
     """ValueError naming `role` if `model` cannot score `batch` ragged rows in one pass."""
     if batch > 1 and (traits.own_positions or not obeys_masks(model, traits)):
         raise ValueError(own_mask_refusal(model, role))
+
+
+def check_trees(draft, model: PreTrainedModel, traits: ModelTraits, length: int, role: str) -> None:
+    """ValueError naming `role` if `draft` may propose trees to `model`, in texts of up to `length` tokens, and that cannot score any."""
+    if not draft.may_branch:
+        return
+    if traits.own_positions:
+        raise ValueError(f"{own_mask_refusal(model, role)} The draft {draft.name!r} proposes trees.")
+    if role == "target":  # what a draft computes may be anything
+        check_counting(compat.unwrap(model), length, role)
 
 
 def check_weights(model: PreTrainedModel, role: str) -> None:

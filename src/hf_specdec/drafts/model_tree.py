@@ -55,6 +55,7 @@ class ModelTreeDraft(ModelDraft):
             raise ValueError(f'siblings={siblings!r}: a DynamicTree chooses its nodes by what they are, which would bias draws. Use "likeliest", or '
                              "give the tree a fixed shape.")
         self.shape, self.siblings = tree if dynamic else by_depth(tree), siblings
+        self.may_branch = not self.shape.is_chain
 
     def start(self, context: Context) -> None:
         super().start(context)

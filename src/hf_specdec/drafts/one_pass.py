@@ -34,6 +34,7 @@ class OnePassDraft(Draft):
 
     def __init__(self, heads: nn.Module, tree: Tree | DynamicTree | Sequence[int] | int | None = None):
         self.heads, self.shape = heads, _shape(tree, heads)
+        self.may_branch = not self.shape.is_chain
 
     def _ready(self) -> list[bool]:
         """Of every row, whether there is something to go on from."""
