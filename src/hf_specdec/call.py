@@ -17,6 +17,7 @@ from .distributions import Sampler
 from .draft_stop import StopRule
 from .drafts.base import Context, Draft
 from .loop import SpeculativeLoop
+from .memory import check_logits
 from .noise import Gumbel, Noise
 from .probe import check_trees
 from .schedule import AutoSchedule, FixedSchedule, HeuristicSchedule
@@ -100,10 +101,14 @@ class Call:
         return output
 
     def _lengths(self) -> tuple[int, int]:
-        """Tokens of the longest text there can be, and slots for it with what is drafted beyond. ValueError for a target that cannot score that."""
-        longest = max(map(len, self.prompts)) + self.max_new
-        reach = self.config.max_auto_tokens if self.config.num_assistant_tokens == "auto" else self.config.num_assistant_tokens
-        check_trees(self.decoder.draft, self.model, self.traits, longest + reach, "target")
+        """Tokens of the longest text there can be, and slots for it with what is drafted beyond. ValueError for a target that cannot score that, and for
+        logits that do not fit into memory."""
+        draft, longest = self.decoder.draft, max(map(len, self.prompts)) + self.max_new
+        name = "max_auto_tokens" if self.config.num_assistant_tokens == "auto" else "num_assistant_tokens"
+        reach = getattr(self.config, name)
+        check_trees(draft, self.model, self.traits, longest + reach, "target")
+        nodes, size = draft.most_nodes(reach), 4 if self.generation.do_sample else self.model.dtype.itemsize
+        check_logits(len(self.prompts), nodes, self.traits.vocab_size, size, compat.device_of(self.model), name if nodes == reach else "tree")
         return longest, longest + reach
 
     def _run(self, loop: SpeculativeLoop, sequences: Sequences) -> None:

@@ -65,6 +65,11 @@ def from_json(shape):
     raise ValueError(f'tree={shape!r} must be {{"parents": [...]}} or {{"nodes": ..., "width": ..., "branches": ...}}.')
 
 
+def most_nodes(shape: Tree | DynamicTree, depth: int) -> int:
+    """Nodes of the shape in at most `depth` levels."""
+    return shape.nodes if isinstance(shape, DynamicTree) else sum(own <= depth for own in shape.depths[1:])
+
+
 def by_depth(tree: Tree) -> Tree:
     """The same tree with its nodes in order of depth; siblings keep their order."""
     order = sorted(range(1, len(tree) + 1), key=lambda node: tree.depths[node])

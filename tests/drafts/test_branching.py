@@ -36,7 +36,7 @@ def chains(draft):
     return draft, seen
 
 
-@pytest.mark.share(1 / 2)
+@pytest.mark.share(1 / 4)
 @pytest.mark.parametrize("name", OURS)
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_a_draft_proposes_trees_where_it_says_that_it_may_and_only_there(name, do_sample):

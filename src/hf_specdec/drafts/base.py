@@ -151,6 +151,10 @@ class Draft(CandidateGenerator):
         the row has room for is cut off."""
         raise NotImplementedError
 
+    def most_nodes(self, k: int) -> int:
+        """How many nodes `propose` returns at most where K is k."""
+        return max([k, *(part.most_nodes(k) for part in self.parts)])
+
     def prior(self, strength: int) -> tuple[float, float]:
         """Acceptance rates expected of that evidence before anything is measured: of the first drafted token, and of a token
         whose forerunners were accepted."""

@@ -11,7 +11,7 @@ from .. import compat
 from ..distributions import Law, draw
 from ..proposal import MAX_NODES, Proposal, Verdict
 from ..tree import Tree
-from ..tree_shapes import DynamicTree, branching, by_depth, from_json
+from ..tree_shapes import DynamicTree, branching, by_depth, from_json, most_nodes
 from .base import Context
 from .model import ModelDraft
 
@@ -74,6 +74,9 @@ class ModelTreeDraft(ModelDraft):
         tree, tokens, laws, chances = grow(context, k, shape)
         sizes = [sum(depth <= own for depth in tree.depths[1:]) for own in k]
         return Proposal(tree, tokens, laws, sizes, self.name, chances)
+
+    def most_nodes(self, k: int) -> int:
+        return most_nodes(self.shape, k)
 
     # --- a fixed shape --------------------------------------------------------------------------------------------------
 
