@@ -28,7 +28,8 @@ from transformers import (
 )
 
 import hf_specdec
-from hf_specdec import SpeculativeConfig, SpeculativeDecoder
+from hf_specdec import SpeculativeConfig, SpeculativeDecoder, registry
+from hf_specdec.commands.common import drafts_by_name
 from hf_specdec.drafts import Draft, ModelDraft, NGramDraft, PromptLookupDraft, UniformDraft
 from hf_specdec.kv_cache import SlotPlan
 from hf_specdec.proposal import Proposal
@@ -251,6 +252,25 @@ def test_what_is_neither_model_nor_draft_is_refused(thing):
     model = enabled(tiny_llama())
     with refused(model, words=("assistant_model", "transformers model or a hf_specdec Draft"), error=TypeError):
         call(model, assistant_model=thing)
+
+
+@pytest.mark.parametrize(("thing", "words"), [
+    ("prompt_lookup", 'speculative={"draft": "prompt_lookup"}'), ("smollm2_drafter", 'speculative={"draft": "smollm2_drafter"}'),
+    ("gpt2", "AutoModelForCausalLM.from_pretrained('gpt2')"), ("model", "Load the model"), (PromptLookupDraft, "Pass an instance: PromptLookupDraft()."),
+    (ModelDraft, "Pass an instance: ModelDraft(...)."),
+], ids=str)
+def test_a_name_or_a_class_in_the_place_of_a_draft_is_told_what_to_pass(thing, words):
+    model = enabled(tiny_llama())
+    with refused(model, words=("assistant_model: expected", words), error=TypeError):
+        call(model, assistant_model=thing)
+
+
+def test_an_unknown_draft_is_told_the_names_that_are_enough_and_what_the_others_need():
+    with pytest.raises(ValueError, match="choose one of") as caught:
+        SpeculativeConfig(draft="oracle")
+    alone, _, others = str(caught.value).partition("], a drafter")
+    assert set(drafts_by_name()) == {name for name in registry.DRAFTS if repr(name) in alone}
+    assert "'ngram'" in others and "draft_source" in others and "'cascade'" not in others
 
 
 @pytest.mark.parametrize("thing", ["gpt2", None, torch.nn.Linear(2, 2)], ids=["str", "None", "module"])

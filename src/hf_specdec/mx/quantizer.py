@@ -51,7 +51,7 @@ class MXConfig(QuantizationConfigMixin):
         if unknown:
             known = "format, scale_rule, skip, lm_head, dequantize, activations"
             raise ValueError(f"MXConfig has no option {', '.join(map(repr, unknown))}. It has: {known}.")
-        if not isinstance(version, int) or version < 1:
+        if isinstance(version, bool) or not isinstance(version, int) or version < 1:
             raise ValueError(f"version={version!r} is no version of MX checkpoints; this package writes {VERSION}.")
         if version > VERSION:
             raise ValueError(
@@ -61,7 +61,7 @@ class MXConfig(QuantizationConfigMixin):
         self.format = get_format(format).name
         self.scale_rule = check_rule(scale_rule)
         self.skip = list(check_skip(skip))
-        self.lm_head = None if lm_head is None else get_format(lm_head).name
+        self.lm_head = None if lm_head is None else get_format(lm_head, "lm_head").name
         self.dequantize = bool(dequantize)
         self.activations = check_activations(activations, format)
         self.version = version
