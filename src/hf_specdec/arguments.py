@@ -41,7 +41,8 @@ def _check_options(kwargs: dict[str, Any]) -> None:
     for name in [field.name for field in fields(SpeculativeConfig) if kwargs.get(field.name) is not None]:
         value = kwargs[name]
         if name == "draft" and not isinstance(value, str):
-            raise ValueError(f"draft={type(value).__name__}: a draft or a model is passed as assistant_model; draft names one, speculative={{\"draft\": \"prompt_lookup\"}}.")
+            raise ValueError(f"draft={type(value).__name__}: a draft or a model is passed as assistant_model; draft is the name of one, "
+                             f"speculative={{\"draft\": \"prompt_lookup\"}}.")
         raise ValueError(f"{name} is an option of the config: pass speculative={{\"{name}\": {value!r}}}.")
 
 
