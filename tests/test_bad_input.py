@@ -3,6 +3,7 @@ Ctrl-C and exceptions in the middle of a call change nothing either."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from contextlib import contextmanager
@@ -27,7 +28,8 @@ from transformers import (
 )
 
 import hf_specdec
-from hf_specdec import SpeculativeConfig, SpeculativeDecoder
+from hf_specdec import SpeculativeConfig, SpeculativeDecoder, registry
+from hf_specdec.commands.common import drafts_by_name
 from hf_specdec.drafts import Draft, ModelDraft, NGramDraft, PromptLookupDraft, UniformDraft
 from hf_specdec.kv_cache import SlotPlan
 from hf_specdec.proposal import Proposal
@@ -154,6 +156,30 @@ def test_an_unknown_argument_of_generate_is_named():
         call(model, lenient=0.5)
 
 
+@pytest.mark.parametrize(("name", "value"), [("seed", 1), ("seed", [1, 2]), ("draft", "mixture"), ("draft_stop", "heuristic"), ("max_auto_tokens", 8), ("compile", True),
+                                             ("record_probs", True), ("threshold", 0.3), ("draft_options", {"branches": 2}), ("draft_source", "folder")])
+@pytest.mark.parametrize("speculative", [True, {"lenience": 1.0}, SpeculativeConfig()], ids=["True", "dict", "config"])
+def test_an_option_of_the_config_beside_it_is_refused_with_where_it_goes(name, value, speculative):
+    model = enabled(tiny_llama())
+    with refused(model, words=(f'{name} is an option of the config: pass speculative={{"{name}": {value!r}}}',)):
+        call(model, speculative=speculative, **{name: value})
+
+
+def test_every_option_is_taken_beside_speculative_or_named_there():
+    model, taken = enabled(tiny_llama()), {"num_assistant_tokens": 3, "acceptance": "greedy", "lenience": 1.0}
+    assert call(model, **taken)[0, 12:].tolist() == plain(model, ROWS, max_new_tokens=5)[0]
+    for name in {field.name for field in dataclasses.fields(SpeculativeConfig)} - set(taken):
+        with refused(model, words=(f"{name} is an option of the config",)):
+            call(model, **{name: "x"})
+    assert call(model, seed=None)[0, 12:].tolist() == plain(model, ROWS, max_new_tokens=5)[0]
+
+
+def test_a_draft_passed_as_draft_is_told_its_argument():
+    model = enabled(tiny_llama())
+    with refused(model, words=("draft=UniformDraft", "passed as assistant_model")):
+        call(model, draft=UniformDraft())
+
+
 @pytest.mark.parametrize("text", ['{"lenience": NaN}', '{"lenience": Infinity}', '{"lenience": -Infinity}', '{"lenience": 1e999}',
                                   '{"num_assistant_tokens": NaN}', '{"seed": 1e999}', '{"seed": [1, NaN]}', '{"max_auto_tokens": NaN}'])
 def test_a_number_in_a_config_file_that_is_not_finite_is_refused_with_its_key(text, tmp_path):
@@ -226,6 +252,25 @@ def test_what_is_neither_model_nor_draft_is_refused(thing):
     model = enabled(tiny_llama())
     with refused(model, words=("assistant_model", "transformers model or a hf_specdec Draft"), error=TypeError):
         call(model, assistant_model=thing)
+
+
+@pytest.mark.parametrize(("thing", "words"), [
+    ("prompt_lookup", 'speculative={"draft": "prompt_lookup"}'), ("smollm2_drafter", 'speculative={"draft": "smollm2_drafter"}'),
+    ("gpt2", "AutoModelForCausalLM.from_pretrained('gpt2')"), ("model", "Load the model"), (PromptLookupDraft, "Pass an instance: PromptLookupDraft()."),
+    (ModelDraft, "Pass an instance: ModelDraft(...)."),
+], ids=str)
+def test_a_name_or_a_class_in_the_place_of_a_draft_is_told_what_to_pass(thing, words):
+    model = enabled(tiny_llama())
+    with refused(model, words=("assistant_model: expected", words), error=TypeError):
+        call(model, assistant_model=thing)
+
+
+def test_an_unknown_draft_is_told_the_names_that_are_enough_and_what_the_others_need():
+    with pytest.raises(ValueError, match="choose one of") as caught:
+        SpeculativeConfig(draft="oracle")
+    alone, _, others = str(caught.value).partition("], a drafter")
+    assert set(drafts_by_name()) == {name for name in registry.DRAFTS if repr(name) in alone}
+    assert "'ngram'" in others and "draft_source" in others and "'cascade'" not in others
 
 
 @pytest.mark.parametrize("thing", ["gpt2", None, torch.nn.Linear(2, 2)], ids=["str", "None", "module"])

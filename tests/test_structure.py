@@ -18,7 +18,7 @@ SOURCE = Path(hf_specdec.__file__).parent
 LEAVES = {"__main__", "bench", "cli", "commands", "mx", "viz", "training"}
 # what may be imported by what comes after it; modules of one line know nothing of each other
 LINES = [
-    {"tree", "registry", "theory", "noise", "compat", "kv_cache", "draft_stop", "head", "lengths", "parts", "passes"},
+    {"tree", "registry", "theory", "noise", "compat", "kv_cache", "draft_stop", "head", "lengths", "parts", "passes", "method", "memory"},
     {"proposal", "sequences", "tree_shapes", "distributions", "config", "schedule", "trace", "seq2seq", "tap", "masks", "layerwise"},
     {"compiled"},
     {"cached_model", "acceptance.base", "acceptance.primitive"},
@@ -239,6 +239,12 @@ def test_importing_the_package_or_its_command_line_loads_no_model_library(module
 def test_the_public_names_are_listed_before_they_are_loaded():
     assert set(hf_specdec.__all__) <= set(after("import hf_specdec\nprint(*dir(hf_specdec))"))
     assert after("import hf_specdec\nprint(hf_specdec.SpeculativeConfig(), hf_specdec.__version__)")[-1] == hf_specdec.__version__
+
+
+@pytest.mark.parametrize("part", ["drafts", "mx", "theory", "training", "viz"])
+def test_a_part_with_public_names_is_an_attribute_and_loaded_when_first_asked_for(part):
+    program = f"import sys, hf_specdec\nassert '{part}' in dir(hf_specdec) and 'hf_specdec.{part}' not in sys.modules\nprint(hf_specdec.{part}.__name__)"
+    assert after(program) == [f"hf_specdec.{part}"]
 
 
 def test_importing_loads_no_draft_before_it_is_asked_for():

@@ -40,6 +40,12 @@ def test_a_parent_that_does_not_come_before_its_child_is_refused(parents):
         Tree(parents)
 
 
+@pytest.mark.parametrize("parent", [0.5, 0.0, "0", None, float("nan")])
+def test_a_parent_that_is_no_number_of_a_node_is_refused(parent):
+    with pytest.raises(ValueError, match=r"^Tree\(parents=...\): node 2 has parent .* the number of a node, an int"):
+        Tree((0, parent))
+
+
 def test_the_first_nodes_of_a_tree_are_a_tree():
     tree = Tree((0, 0, 1, 1, 2, 4))
     assert tree.truncate(3) == Tree((0, 0, 1)) and tree.truncate(9) is tree

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
+
+from hf_specdec.memory import free_bytes
 
 from .recipe import RecipeError
 
@@ -55,23 +56,6 @@ def needed_bytes(target: Size, draft: Size | None, itemsize: int, tokens: int, p
     models = [target] + ([draft] if draft else [])
     total = sum(m.parameters + 2 * m.cached * tokens for m in models) * itemsize + MARGIN
     return int(total if phases else total + target.packed * MX_BYTES)
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """Memory that can still be allocated: on the GPU, or in this machine and this container; None where it is not told."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit, used = (group / "memory.max").read_text().strip(), int((group / "memory.current").read_text())
-        return free if limit == "max" else min(free, int(limit) - used)
-    except (OSError, ValueError):
-        return free
 
 
 PART = ", or --scale shape --layers N for a part of the model"

@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from . import method
+
 if TYPE_CHECKING:
     from .call import SpeculativeOutput
     from .config import SpeculativeConfig
@@ -23,9 +25,15 @@ _HOMES = {
     "enable": ".integration",
     "warmup": ".warm",
 }
+_PARTS = ("drafts", "mx", "theory", "training", "viz")  # modules with public names of their own
+
+
+method.announce()  # folders of MX weights are read as such from here on
 
 
 def __getattr__(name: str):
+    if name in _PARTS:
+        return import_module(f".{name}", __name__)
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value = getattr(import_module(_HOMES[name], __name__), name)
@@ -33,4 +41,4 @@ def __getattr__(name: str):
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_PARTS})

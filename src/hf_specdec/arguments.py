@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -35,8 +36,19 @@ def given_in_config(kwargs: dict[str, Any], own, name: str) -> Any:
     return None if value == getattr(own, name, None) else value
 
 
+def _check_options(kwargs: dict[str, Any]) -> None:
+    """Options of `SpeculativeConfig` are none of `generate`, but for those that are taken beside `speculative=` and are gone by now."""
+    for name in [field.name for field in fields(SpeculativeConfig) if kwargs.get(field.name) is not None]:
+        value = kwargs[name]
+        if name == "draft" and not isinstance(value, str):
+            raise ValueError(f"draft={type(value).__name__}: a draft or a model is passed as assistant_model; draft is the name of one, "
+                             f"speculative={{\"draft\": \"prompt_lookup\"}}.")
+        raise ValueError(f"{name} is an option of the config: pass speculative={{\"{name}\": {value!r}}}.")
+
+
 def check_arguments(kwargs: dict[str, Any], own) -> None:
     """What `generate` was called with, before transformers does anything with it. own: the model's own generation config."""
+    _check_options(kwargs)
     if len(kwargs.get("adapter_names") or ()) > 1:
         raise ValueError("adapter_names: rows leave a batch as they end, which an adapter per row does not survive. Generate the rows of one adapter at a "
                          "time, with set_adapter, or use speculative=False.")

@@ -126,11 +126,10 @@ class BeamCall(Call):
         generation, draft = self.generation, self.decoder.draft
         self._check(draft)
         columns, prompt = self.columns, self.input_ids.shape[1]
-        longest = max(map(len, self.prompts)) + self.max_new
-        reach = self.config.max_auto_tokens if self.config.num_assistant_tokens == "auto" else self.config.num_assistant_tokens
-        target = CachedModel(self.model, longest + reach, "target", self.traits)
+        longest, limit = self._lengths()
+        target = CachedModel(self.model, limit, "target", self.traits)
         context = Context([], longest, self.traits.vocab_size, compat.device_of(self.model), Sampler.greedy(), _no_noise, stop=self._stop())
-        trace = SpeculationTrace(self.config.to_dict() | {"acceptance": "greedy"})
+        trace = SpeculationTrace(self.decoder.settings("greedy"))
         scored = ScoredBeams(target, draft, self._schedule(by_row=False), context, trace)
 
         def logits(sequences: torch.Tensor) -> torch.Tensor:

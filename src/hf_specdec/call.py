@@ -17,7 +17,9 @@ from .distributions import Sampler
 from .draft_stop import StopRule
 from .drafts.base import Context, Draft
 from .loop import SpeculativeLoop
+from .memory import check_logits
 from .noise import Gumbel, Noise
+from .probe import check_trees
 from .schedule import AutoSchedule, FixedSchedule, HeuristicSchedule
 from .seq2seq import Source
 from .sequences import Sequences
@@ -77,9 +79,8 @@ class Call:
         rule = self._acceptance()
         self.max_new = _new_tokens(criteria, self.input_ids.shape[1], self.max_new)
         sequences = Sequences(self.prompts, self.max_new, criteria, device, decoder.streamer)
-        longest = max(map(len, self.prompts)) + self.max_new
-        reach = self.config.max_auto_tokens if self.config.num_assistant_tokens == "auto" else self.config.num_assistant_tokens
-        target = CachedModel(self.model, longest + reach, "target", self.traits, self.source, self.config.compile)
+        longest, limit = self._lengths()
+        target = CachedModel(self.model, limit, "target", self.traits, self.source, self.config.compile)
         if self.given and self.cache.get_seq_length():
             target.load(self.cache, self.columns, self.cache.get_seq_length())
         target.reader = decoder.draft.read if decoder.draft.reads_prompt else None
@@ -88,7 +89,7 @@ class Call:
         sampler = Sampler(self.processors, rule.samples, bool(as_dict and generation.output_scores), gumbel, sequences.eos)
         context = Context(sequences.tokens, longest, self.traits.vocab_size, device, sampler, noise.uniform, self.source, self._stop(),
                           target, self.config.seed is None)
-        trace = SpeculationTrace(self.config.to_dict() | {"acceptance": self.rule_name}, rule.lossless)
+        trace = SpeculationTrace(decoder.settings(self.rule_name), rule.lossless)
         loop = SpeculativeLoop(
             target, decoder.draft, rule, sampler, self._schedule(), sequences, noise, context, trace,
             want_scores=bool(as_dict and generation.output_scores), want_logits=bool(as_dict and generation.output_logits),
@@ -98,6 +99,17 @@ class Call:
         output = self._pack(loop, sequences)
         target.cache.release()
         return output
+
+    def _lengths(self) -> tuple[int, int]:
+        """Tokens of the longest text there can be, and slots for it with what is drafted beyond. ValueError for a target that cannot score that, and for
+        logits that do not fit into memory."""
+        draft, longest = self.decoder.draft, max(map(len, self.prompts)) + self.max_new
+        name = "max_auto_tokens" if self.config.num_assistant_tokens == "auto" else "num_assistant_tokens"
+        reach = getattr(self.config, name)
+        check_trees(draft, self.model, self.traits, longest + reach, "target")
+        nodes, size = draft.most_nodes(reach), 4 if self.generation.do_sample else self.model.dtype.itemsize
+        check_logits(len(self.prompts), nodes, self.traits.vocab_size, size, compat.device_of(self.model), name if nodes == reach else "tree")
+        return longest, longest + reach
 
     def _run(self, loop: SpeculativeLoop, sequences: Sequences) -> None:
         streamer = self.decoder.streamer

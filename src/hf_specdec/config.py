@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -13,6 +14,7 @@ from .registry import ACCEPTANCE, DRAFTS, shipped
 
 CONFIG_NAME = "speculative_config.json"
 MAX_ASSISTANT_TOKENS = 64
+ALONE = ("lookahead", "mixture", "ngram_recycling", "prompt_lookup", "recycling", "suffix_automaton", "uniform")  # drafts that a name is enough for
 WITH_WEIGHTS = ("model", "model_tree", "ngram", "retrieval", "feature", "feature_tree", "medusa", "parallel", "pass")
 
 
@@ -73,8 +75,8 @@ class SpeculativeConfig:
             _check_count("num_assistant_tokens", self.num_assistant_tokens, ' or "auto"')
         _check_count("max_auto_tokens", self.max_auto_tokens)
         if not isinstance(self.draft, str) or self.draft not in DRAFTS and not _is_drafter(self.draft):
-            raise ValueError(f"draft={self.draft!r} is not known; choose one of {sorted(DRAFTS)}, a drafter ({shipped()}, or the folder of one), or pass "
-                             f"the draft as assistant_model.")
+            raise ValueError(f"draft={self.draft!r} is not known; choose one of {list(ALONE)}, a drafter ({shipped()}, or the folder of one), one of "
+                             f"{list(WITH_WEIGHTS)} with draft_source, or pass the draft as assistant_model.")
         if not isinstance(self.acceptance, str) or self.acceptance not in ("auto", *ACCEPTANCE):
             raise ValueError(f"acceptance={self.acceptance!r} is not known; choose one of {['auto', *sorted(ACCEPTANCE)]}.")
         _check_fraction("lenience", self.lenience, "; 1.0 keeps the output exact")
@@ -160,6 +162,17 @@ def _check_fraction(name: str, value: Any, also: str = "") -> None:
 
 def _is_drafter(name: str) -> bool:
     return bool(name) and (name in shipped() or (Path(name) / "drafter.json").is_file())
+
+
+def instead_of(thing: Any) -> str:
+    """What to pass in the place of a name or a class, where a draft is wanted."""
+    if isinstance(thing, type) and hasattr(thing, "propose"):
+        needed = any(given.default is given.empty for given in inspect.signature(thing).parameters.values())
+        return f" Pass an instance: {thing.__name__}({'...' if needed else ''})."
+    if not isinstance(thing, str):
+        return ""
+    named = thing in ALONE or _is_drafter(thing)
+    return f' Pass speculative={{"draft": "{thing}"}} in its place.' if named else f" Load the model, AutoModelForCausalLM.from_pretrained({thing!r}), and pass that."
 
 
 def _check_draft(draft: str, options: Any, source: Any) -> None:

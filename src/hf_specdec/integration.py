@@ -25,6 +25,7 @@ from .compiled import free
 from .config import SpeculativeConfig
 from .drafts.base import Draft
 from .loading import as_draft, loaded, source_of
+from .probe import check_weights
 from .trace import SpeculationTrace
 
 _OPTIONS = ("num_assistant_tokens", "lenience", "acceptance")
@@ -63,11 +64,13 @@ def enable(model):
     """Let this instance's `generate()` understand `speculative=`; returns the instance. Its class, config and weights stay as
     they are; copies, pickles and saved checkpoints keep working. Enabling twice is enabling once.
 
-    Raises ValueError for models that cannot be used (recurrent, for one) or whose `generate` has been replaced, TypeError for what is no model.
+    Raises ValueError for models that cannot be used (recurrent, for one), whose `generate` has been replaced, or whose MX weights were not loaded as such; TypeError
+    for what is no model.
     """
     if not isinstance(compat.unwrap(model), GenerationMixin) or not hasattr(model, "generate"):
         raise TypeError(f"model: expected a transformers model with generate(), got {type(model).__name__}.")
     compat.traits_of(compat.unwrap(model), "model")
+    check_weights(compat.unwrap(model), "model")
     if not isinstance(model, _Enabled):
         if "generate" in vars(model):
             raise ValueError("model: this instance has a generate of its own, which would hide the one that understands speculative=. Take it off (del "
@@ -146,6 +149,7 @@ class SpeculativeDecoder:
         self.config = SpeculativeConfig.resolve(config)
         self.streamer, self.tokenizer, self.stop_strings, self.assistant_tokenizer = streamer, tokenizer, stop_strings, assistant_tokenizer
         self.draft: Draft | None = None  # until there is a target to load it for
+        self.passed = draft is not None
         if draft is not None or source_of(self.config) is None:
             self._take(draft)
         self.put_prompt = self.cache_is_given = False
@@ -168,6 +172,11 @@ class SpeculativeDecoder:
             self.draft = found
         else:
             self._take(found)
+
+    def settings(self, acceptance: str) -> dict[str, Any]:
+        """The config in force, as a trace keeps it: with the draft that was passed in place of the one that it names."""
+        used = {"draft": self.draft.name, "draft_source": None} if self.passed else {}
+        return self.config.to_dict() | used | {"acceptance": acceptance}
 
     @contextmanager
     def stop_strings_taken_over(self, model: PreTrainedModel, kwargs: dict[str, Any]):

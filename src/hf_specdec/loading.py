@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from . import compat
-from .config import SpeculativeConfig
+from .config import SpeculativeConfig, instead_of
 from .drafts.base import Draft
 from .registry import DRAFTS, LOADERS, SHIPPED, load
 
@@ -31,7 +31,7 @@ def as_draft(draft: Any, config: SpeculativeConfig) -> Draft:
     if isinstance(draft, Draft):
         return draft
     if draft is not None and not isinstance(compat.unwrap(draft), PreTrainedModel):
-        raise TypeError(f"assistant_model: expected a transformers model or a hf_specdec Draft, got {type(draft).__name__}.")
+        raise TypeError(f"assistant_model: expected a transformers model or a hf_specdec Draft, got {type(draft).__name__}.{instead_of(draft)}")
     return _made(config.draft if used else "model", config, *([] if draft is None else [draft]))
 
 

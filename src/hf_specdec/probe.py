@@ -7,8 +7,11 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedModel
 
+from . import compat
 from .cached_model import CachedModel
 from .compat import ModelTraits, own_mask_refusal
+from .lengths import check_counting
+from .method import METHOD
 
 TESTED = frozenset(
     "apertus arcee cohere cohere2 codegen deepseek_v3 ernie4_5 exaone4 falcon gemma gemma2 gemma3_text glm glm4 gpt2 gpt_bigcode "
@@ -24,8 +27,28 @@ def check_batch(model: PreTrainedModel, traits: ModelTraits, batch: int, role: s
         raise ValueError(own_mask_refusal(model, role))
 
 
+def check_trees(draft, model: PreTrainedModel, traits: ModelTraits, length: int, role: str) -> None:
+    """ValueError naming `role` if `draft` may propose trees to `model`, in texts of up to `length` tokens, and that cannot score any."""
+    if not draft.may_branch:
+        return
+    if traits.own_positions:
+        raise ValueError(f"{own_mask_refusal(model, role)} The draft {draft.name!r} proposes trees.")
+    if role == "target":  # what a draft computes may be anything
+        check_counting(compat.unwrap(model), length, role)
+
+
+def check_weights(model: PreTrainedModel, role: str) -> None:
+    """ValueError naming `role` if `model` comes from a folder of MX weights and has none: codes have then been read as numbers, or nothing at all."""
+    quantised = getattr(getattr(model, "config", None), "quantization_config", None)
+    method = quantised.get("quant_method") if isinstance(quantised, dict) else getattr(quantised, "quant_method", None)
+    if method == METHOD and not any(type(part).__name__ == "MXLinear" for part in model.modules()):  # the core does not import mx
+        raise ValueError(f"{role}: {type(model).__name__} was saved with MX weights and loaded without them: import hf_specdec.mx before from_pretrained, and "
+                         f"load it again.")
+
+
 def check_mode(model: PreTrainedModel, role: str) -> None:
     """ValueError naming `role` if something has been done to `model` that goes by where a pass begins or ends, or that takes its cache away."""
+    check_weights(compat.unwrap(model), role)
     name = f"{role}: {type(model).__name__}"
     preparing = getattr(getattr(model, "prepare_inputs_for_generation", None), "__self__", model)  # PEFT puts a method of its wrapper there
     adapters = getattr(preparing, "peft_config", None)

@@ -43,10 +43,11 @@ ACCEPTANCE = {
     "typical": "acceptance.typical:TypicalAcceptance",
 }
 
-# functions of a package that the core does not import, for weights that a config names
+# of packages that the core does not import, for weights that a config names
 LOADERS = {
     "drafter": "training.drafter:load",
     "is_drafter": "training.drafter:is_drafter",
+    "mx": "mx.quantizer:MXConfig",
 }
 
 SHIPPED = Path(__file__).parent / "training" / "shipped"  # drafters that come with the package

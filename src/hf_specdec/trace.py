@@ -62,7 +62,7 @@ def probabilities(proposal: Proposal, on_path: torch.Tensor, token: torch.Tensor
 
 @dataclass
 class SpeculationTrace:
-    """config: the settings in force. rounds: one list per round, one entry per row that was still going.
+    """config: the settings in force, "draft" the name of the draft that was used. rounds: one list per round, one entry per row that was still going.
 
     target_calls, draft_calls: forwards, prompt passes included. seconds, on the host's clock: "prompt" (all of the first round),
     "draft", "verify", "rest" (the later rounds), and "forward" (inside the two models in the later rounds). round_seconds: of every
@@ -78,6 +78,13 @@ class SpeculationTrace:
     drafted: list[list[bool]] = field(default_factory=list)
     round_seconds: list[list[float]] = field(default_factory=list)
     prompt_forward = 0.0  # inside the two models in the first round
+
+    def __repr__(self) -> str:
+        rows = f" of {len(self.drafted)} rows" if len(self.drafted) > 1 else ""
+        said = [f"{self._total('committed')} tokens{rows} in {self.target_calls} passes"]
+        said += [f"{self.block_efficiency:.2f} tokens per forward"] if self.rounds else []
+        said += [f"{self.acceptance_rate:.0%} accepted" if self.proposed else "nothing drafted", "lossless" if self.lossless else "not lossless"]
+        return f"SpeculationTrace({', '.join(said)})"
 
     def clock(self, draft: float, verify: float, rest: float, forward: float) -> None:
         """A round has taken so long; the models have so far taken `forward`."""

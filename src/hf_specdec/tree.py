@@ -24,6 +24,8 @@ class Tree:
 
     def __post_init__(self):
         for node, parent in enumerate(self.parents, start=1):
+            if not hasattr(parent, "__index__"):
+                raise ValueError(f"Tree(parents=...): node {node} has parent {parent!r}; a parent is the number of a node, an int.")
             if not 0 <= parent < node:
                 raise ValueError(f"Tree(parents=...): node {node} has parent {parent}; a parent must come before its child.")
 

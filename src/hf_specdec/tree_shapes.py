@@ -28,6 +28,10 @@ class DynamicTree:
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
                 raise ValueError(f"DynamicTree({name}={value!r}) must be an int in 1..{most}.")
 
+    @property
+    def is_chain(self) -> bool:
+        return min(self.nodes, self.branches) == 1
+
 
 def branching(branches: Sequence[int]) -> Tree:
     """The tree in which every node of depth d has branches[d] children: (3, 2) has 3 + 6 nodes. (4, 1, 1) is four chains.
@@ -59,6 +63,11 @@ def from_json(shape):
     if shape and set(shape) <= {"nodes", "width", "branches"}:
         return DynamicTree(**shape)
     raise ValueError(f'tree={shape!r} must be {{"parents": [...]}} or {{"nodes": ..., "width": ..., "branches": ...}}.')
+
+
+def most_nodes(shape: Tree | DynamicTree, depth: int) -> int:
+    """Nodes of the shape in at most `depth` levels."""
+    return shape.nodes if isinstance(shape, DynamicTree) else sum(own <= depth for own in shape.depths[1:])
 
 
 def by_depth(tree: Tree) -> Tree:

@@ -1,5 +1,7 @@
 """What comes back: sequences, scores, logits and the trace."""
 
+import copy
+import dataclasses
 import json
 import math
 
@@ -149,6 +151,23 @@ def test_a_call_without_a_single_proposal_has_no_acceptance_rate_and_is_json_all
     json.loads(trace.to_json(), parse_constant=lambda constant: pytest.fail(f"{constant} is not JSON"))
 
 
+@pytest.mark.parametrize("call", CALLS)
+def test_the_trace_prints_as_one_line_of_what_it_counts(call):
+    target = tiny_llama(1)
+    draft, options = CALLS[call](target)
+    trace = speculate(target, ROWS, draft, 4, seed=3, **options).speculation
+    text = repr(trace)
+    assert text == str(trace) and text.startswith(f"SpeculationTrace({sum(trace.new_tokens)} tokens of 3 rows in {trace.target_calls} passes, ")
+    assert f", {trace.block_efficiency:.2f} tokens per forward, {trace.acceptance_rate:.0%} accepted, lossless)" in text
+    assert trace == copy.deepcopy(trace) != dataclasses.replace(trace, target_calls=0)
+
+
+def test_a_trace_of_one_row_of_a_lossy_call_and_of_nothing_prints_too():
+    trace = speculate(tiny_llama(1), ROWS[:1], ModelDraft(tiny_llama(1)), 4, max_new_tokens=10, lenience=0.5).speculation
+    assert repr(trace) == "SpeculationTrace(10 tokens in 2 passes, 5.00 tokens per forward, 100% accepted, not lossless)"
+    assert repr(SpeculationTrace({})) == "SpeculationTrace(0 tokens in 0 passes, nothing drafted, lossless)"
+
+
 @pytest.mark.parametrize("k", [1, 3, 20, 64])
 def test_num_assistant_tokens_is_obeyed_and_echoed(k):
     target = tiny_llama(1)
@@ -214,6 +233,21 @@ def test_the_settings_may_come_as_true_as_a_dict_as_a_config_or_beside_it():
 def test_the_draft_may_be_named_in_the_config(name):
     trace = speculate(tiny_llama(1), ROWS, speculative={"draft": name}).speculation
     assert {entry.source for entries in trace.rounds for entry in entries} == {name} and trace.config["draft"] == name
+
+
+@pytest.mark.parametrize(("make", "options", "name"), [
+    (lambda target: perturbed(target), {}, "model"), (lambda target: perturbed(target), {"draft": "model_tree"}, "model_tree"),
+    (lambda target: UniformDraft(), {}, "uniform"), (lambda target: UniformDraft(), {"draft": "mixture"}, "uniform"),
+    (lambda target: ScriptedDraft(lambda row: [1]), {"draft": "model", "draft_source": "nowhere"}, "scripted"),
+], ids=["model", "tree", "draft", "draft beside a name", "own draft beside a source"])
+@pytest.mark.parametrize("beams", [1, 2])
+def test_the_trace_names_the_draft_that_was_passed(make, options, name, beams):
+    target = tiny_llama(1)
+    if beams > 1 and name in ("uniform", "scripted"):
+        pytest.skip("does not follow beams")
+    trace = speculate(target, ROWS, make(target), speculative=options, max_new_tokens=4, num_beams=beams).speculation
+    assert trace.config["draft"] == name and trace.config["draft_source"] is None and trace.config["acceptance"] == "greedy"
+    assert name == "scripted" or SpeculativeConfig.from_dict(trace.config).draft == name
 
 
 # --- what every round says of its tokens --------------------------------------------------------------------------------------

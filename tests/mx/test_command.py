@@ -118,7 +118,7 @@ def test_wrong_arguments_are_refused_before_anything_is_loaded(folder, tmp_path,
     refused("give --out DIR", folder)
     refused("format='mxfp5' is not an MX format", folder, "--out", out, "--format", "mxfp5")
     refused("scale_rule='up'", folder, "--out", out, "--scale-rule", "up")
-    refused("format='x'", folder, "--out", out, "--lm-head", "x")
+    refused("lm_head='x' is not an MX format", folder, "--out", out, "--lm-head", "x")
     refused("--text has no meaning without --report", folder, "--out", out, "--text", tmp_path)
     refused("there is no such file", folder, "--report", "--text", tmp_path / "none.txt")
     refused("its folder does not exist", folder, "--report", "--json", tmp_path / "none" / "x.json")

@@ -81,6 +81,18 @@ def test_adapters_on_top_are_trained_and_saved_and_merge_after_dequantize(format
         mx.compress(peft.get_peft_model(tiny(), settings))
 
 
+@pytest.mark.parametrize("after", [logits, lambda model: mx.dequantize(model), lambda model: model.state_dict()], ids=["a pass", "dequantize", "saving"])
+def test_bytes_that_a_merge_has_put_in_their_place_are_refused(after):
+    peft = pytest.importorskip("peft")
+    settings = peft.LoraConfig(r=4, target_modules=["v_proj", "o_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    model = peft.get_peft_model(mx.compress(tiny(num_key_value_heads=4), "mxint8"), settings).eval()
+    before = logits(model)
+    assert torch.equal(logits(model), before)
+    merged = model.merge_and_unload(safe_merge=True)
+    with pytest.raises(RuntimeError, match=r"^packed MX weights were replaced from outside.* call mx.dequantize\(model\) first"):
+        after(merged)
+
+
 def test_a_plain_module_is_compressed_too():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 32))

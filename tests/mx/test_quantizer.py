@@ -206,13 +206,15 @@ def test_the_config_is_written_and_read():
     [
         ({"format": "mxfp5"}, ValueError, "format='mxfp5'"),
         ({"scale_rule": "up"}, ValueError, "scale_rule='up'"),
-        ({"lm_head": "x"}, ValueError, "format='x'"),
+        ({"lm_head": "x"}, ValueError, "^lm_head='x'"),
         ({"skip": "lm_head"}, TypeError, "skip must be a sequence"),
         ({"skip": 3}, TypeError, "skip must be a sequence"),
         ({"block_size": 16}, ValueError, "no option 'block_size'.*It has: format"),
         ({"version": 2}, ValueError, "version 2.*Upgrade hf-specdec"),
         ({"version": 0}, ValueError, "version=0"),
         ({"version": "1"}, ValueError, "version='1'"),
+        ({"version": True}, ValueError, "version=True"),
+        ({"version": None}, ValueError, "version=None"),
     ],
 )
 def test_wrong_options(arguments, error, words):

@@ -118,6 +118,7 @@ class Draft(CandidateGenerator):
     cost_ratio:   c of Leviathan et al. 2023: cost of drafting one token / cost of one target step, None = not known.
     trusted:      True spares the checks of every proposal (ids in range, laws that sum to 1); the package's own drafts say
                   so, because the conformance tests check them.
+    may_branch:   whether it may propose trees, and not chains alone: what takes no trees is refused before any work.
     stops:        whether the draft, or one inside it that is shown `Context.stop`, drafts token by token and heeds it.
     reads_pass:   whether `commit` is about the nodes of the target's pass, whoever proposed them, as `observe` is; of a draft inside
                   another one it is else about the nodes of its own proposal, where it made one. True of a draft with others inside.
@@ -129,6 +130,7 @@ class Draft(CandidateGenerator):
     name = "draft"
     cost_ratio: float | None = None
     trusted = False
+    may_branch = False
     stops = False
     reads_pass = False
     reads_prompt = False
@@ -148,6 +150,10 @@ class Draft(CandidateGenerator):
         """At most k[b] candidate tokens for row b. More than that, up to 256 nodes, are judged as well, but what lies deeper than
         the row has room for is cut off."""
         raise NotImplementedError
+
+    def most_nodes(self, k: int) -> int:
+        """How many nodes `propose` returns at most where K is k."""
+        return max([k, *(part.most_nodes(k) for part in self.parts)])
 
     def prior(self, strength: int) -> tuple[float, float]:
         """Acceptance rates expected of that evidence before anything is measured: of the first drafted token, and of a token

@@ -15,7 +15,7 @@ from ..acceptance.greedy import GreedyMatching
 from ..acceptance.sampling import SpeculativeSampling
 from ..cached_model import CachedModel
 from ..distributions import draw
-from ..probe import check_batch, check_mode
+from ..probe import check_batch, check_mode, check_trees
 from ..proposal import Proposal
 from .base import Context, Draft, Run
 from .inner import Inner, chains, refuse_encoder
@@ -54,6 +54,7 @@ class CascadeDraft(Draft):
     def start(self, context: Context) -> None:
         check_mode(self.model, "model")
         check_batch(compat.unwrap(self.model), self.traits, len(context.rows), "model")
+        check_trees(self.draft, self.model, self.traits, context.max_length, "model")
         self.rule = (SpeculativeSampling if context.sampler.do_sample else GreedyMatching)()
         self.cached = CachedModel(self.model, context.max_length + 2 * 64, "model", self.traits, compile=context.compiles)
         self.cached.lengths = [0] * len(context.rows)

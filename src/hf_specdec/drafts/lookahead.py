@@ -36,7 +36,7 @@ class LookaheadDraft(Draft):
     """
 
     name = "lookahead"
-    trusted = True
+    trusted = may_branch = True
     cost_ratio = 0.0
 
     def __init__(self, window: int = 8, ngram: int = 4, candidates: int = 8):

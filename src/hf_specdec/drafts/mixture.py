@@ -67,6 +67,8 @@ class MixtureDraft(Draft):
             raise ValueError("drafts: the same object is in the list twice; make two.")
         self.parts, self.mode, self.tokens, self.branches = made, mode, tokens, branches
         self.reads_prompt = any(draft.reads_prompt for draft in made)
+        whole = [draft for draft in made if mode == "choose" or type(draft).place is Draft.place]  # the others are asked token by token
+        self.may_branch = mode == "merge" and branches > 1 or any(draft.may_branch for draft in whole)
         self.experience: Experience | None = None
 
     # --- the life of a call -----------------------------------------------------------------------------------------

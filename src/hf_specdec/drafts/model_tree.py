@@ -11,7 +11,7 @@ from .. import compat
 from ..distributions import Law, draw
 from ..proposal import MAX_NODES, Proposal, Verdict
 from ..tree import Tree
-from ..tree_shapes import DynamicTree, branching, by_depth, from_json
+from ..tree_shapes import DynamicTree, branching, by_depth, from_json, most_nodes
 from .base import Context
 from .model import ModelDraft
 
@@ -55,6 +55,7 @@ class ModelTreeDraft(ModelDraft):
             raise ValueError(f'siblings={siblings!r}: a DynamicTree chooses its nodes by what they are, which would bias draws. Use "likeliest", or '
                              "give the tree a fixed shape.")
         self.shape, self.siblings = tree if dynamic else by_depth(tree), siblings
+        self.may_branch = not self.shape.is_chain
 
     def start(self, context: Context) -> None:
         super().start(context)
@@ -73,6 +74,9 @@ class ModelTreeDraft(ModelDraft):
         tree, tokens, laws, chances = grow(context, k, shape)
         sizes = [sum(depth <= own for depth in tree.depths[1:]) for own in k]
         return Proposal(tree, tokens, laws, sizes, self.name, chances)
+
+    def most_nodes(self, k: int) -> int:
+        return most_nodes(self.shape, k)
 
     # --- a fixed shape --------------------------------------------------------------------------------------------------
 

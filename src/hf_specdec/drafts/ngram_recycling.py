@@ -93,6 +93,7 @@ class NGramRecyclingDraft(Draft):
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
                 raise ValueError(f"{name}={value!r} must be an int in 1..{most}.")
         self.branches, self.remember, self.limit, self.reads_prompt = branches, bool(remember), limit, bool(read_prompt)
+        self.may_branch = branches > 1
         self.contexts, self.grower = Contexts(self.SUCCESSORS, limit), Grower()
         self.context: Context | None = None
         self.ready: list[Grown] = []  # trees of which `propose` takes the beginning

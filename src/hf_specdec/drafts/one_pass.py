@@ -12,7 +12,7 @@ from torch import nn
 from ..distributions import draw
 from ..proposal import MAX_NODES, Proposal
 from ..tree import Tree
-from ..tree_shapes import DynamicTree, branching, by_depth, rank_tree
+from ..tree_shapes import DynamicTree, branching, by_depth, most_nodes, rank_tree
 from .base import Context, Draft
 from .vocabulary import fitted
 
@@ -34,6 +34,7 @@ class OnePassDraft(Draft):
 
     def __init__(self, heads: nn.Module, tree: Tree | DynamicTree | Sequence[int] | int | None = None):
         self.heads, self.shape = heads, _shape(tree, heads)
+        self.may_branch = not self.shape.is_chain
 
     def _ready(self) -> list[bool]:
         """Of every row, whether there is something to go on from."""
@@ -56,6 +57,9 @@ class OnePassDraft(Draft):
         tree, tokens = self._surest(logits) if isinstance(self.shape, DynamicTree) else self._filled(logits, self.shape)
         sizes = [sum(depth <= own for depth in tree.depths[1:]) for own in k]
         return Proposal(tree, tokens, None, sizes, self.name)
+
+    def most_nodes(self, k: int) -> int:
+        return most_nodes(self.shape, k)
 
     def _chain(self, context: Context, logits: torch.Tensor, k: list[int]) -> Proposal:
         """One token after another, each from its place's law after the target's processors; these may look at the tokens before it."""

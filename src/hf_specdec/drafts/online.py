@@ -69,7 +69,7 @@ class OnlineDraft(Draft):
                 raise ValueError(f"{name}={value!r} must be an int in 1..{most}.")
         if isinstance(lr, bool) or not isinstance(lr, (int, float)) or not 0 < lr < 1:
             raise ValueError(f"lr={lr!r} must be a number between 0 and 1.")
-        self.draft, self.model, self.parts = draft, draft.model, (draft,)
+        self.draft, self.model, self.parts, self.may_branch = draft, draft.model, (draft,), draft.may_branch
         self.every, self.lr, self.window, self.top = every, lr, window, top
         self.own = _own(draft.model, target)
         self.moments = [(torch.zeros_like(p, dtype=torch.float32), torch.zeros_like(p, dtype=torch.float32), p.detach().float().clone())

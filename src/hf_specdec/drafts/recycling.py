@@ -39,7 +39,7 @@ class RecyclingDraft(Draft):
         for name, value, least, most in (("branches", branches, 1, len(RATES)), ("successors", successors, branches, 64)):
             if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
                 raise ValueError(f"{name}={value!r} must be an int in {least}..{most}.")
-        self.branches, self.successors, self.remember = branches, successors, bool(remember)
+        self.branches, self.successors, self.remember, self.may_branch = branches, successors, bool(remember), branches > 1
         self.kept: np.ndarray | None = None  # what is remembered from call to call
         self.matrices: list[np.ndarray] = []  # of every row, int32 [V, successors]; rows may share one
         self.context: Context | None = None

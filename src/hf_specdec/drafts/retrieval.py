@@ -37,7 +37,7 @@ class RetrievalDraft(Draft):
         for name, value, most in (("branches", branches, 16), ("min_match", min_match, 16)):
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
                 raise ValueError(f"{name}={value!r} must be an int in 1..{most}.")
-        self.datastore, self.branches, self.min_match = datastore, branches, min_match
+        self.datastore, self.branches, self.min_match, self.may_branch = datastore, branches, min_match, branches > 1
 
     # --- making and keeping -----------------------------------------------------------------------------------------
 

@@ -169,7 +169,7 @@ class SuffixAutomatonDraft(Draft):
         for name, value, most in (("branches", branches, 16), ("min_match", min_match, 2**31)):
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
                 raise ValueError(f"{name}={value!r} must be an int in 1..{most}.")
-        self.branches, self.min_match = branches, min_match
+        self.branches, self.min_match, self.may_branch = branches, min_match, branches > 1
         self.shared: SuffixAutomaton | None = None
         self.rows: list[_Row] = []
         for text in texts:

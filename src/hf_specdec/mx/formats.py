@@ -116,13 +116,13 @@ DEFAULT_RULE = "even"
 ACTIVATIONS = "mxint8"  # what activations can be rounded to
 
 
-def get_format(name: str | Format) -> Format:
-    """The format of that name. Raises ValueError, with the names there are, for any other."""
+def get_format(name: str | Format, argument: str = "format") -> Format:
+    """The format of that name. Raises ValueError naming `argument`, with the names there are, for any other."""
     if isinstance(name, Format):
         return name
     known = FORMATS | DENSE
     if not isinstance(name, str) or name not in known:
-        raise ValueError(f"format={name!r} is not an MX format. Take one of: {', '.join(known)}.")
+        raise ValueError(f"{argument}={name!r} is not an MX format. Take one of: {', '.join(known)}.")
     return known[name]
 
 

@@ -12,7 +12,7 @@ from .codec import round_to_integers
 from .formats import BLOCK, DEFAULT_FORMAT, DEFAULT_RULE, SCALE_NAN, Format, check_activations, get_format
 from .kernels import cpu, gpu
 from .ops import PLANES, STORED, TILES, multiply_dense, mx_tiles, product
-from .packed import PackedMatrix, quantize
+from .packed import PackedMatrix, check_own, quantize
 
 _turning = Lock()  # two threads that call a fresh layer at once must not both put its bytes into tiles
 
@@ -170,6 +170,7 @@ class MXLinear(nn.Linear):
         key = (self.weight.data_ptr(), None if bias is None else (bias.data_ptr(), bias.is_inference() or bias._version))
         if self._known is not None and self._known[0] == key and (bias is None or self._known[2] is None or torch.equal(self._known[2], bias)):
             return self._known[1]
+        check_own(self._known and self._known[0][0], self.weight)
         kernel = None
         if self.weight.device.type == "cpu" and cpu.library() is not None and not self._has_specials():
             self._to_tiles()

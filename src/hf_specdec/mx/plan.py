@@ -37,7 +37,7 @@ def plan(model: nn.Module, format: str | Format, skip: Iterable[str], lm_head: s
     the model reads itself. stored: the model is that of a compressed checkpoint, whose `skip` has all of these by name (`recorded`); with
     the names of the class that was saved, whose base model or headed model this one may be.
     """
-    fmt, head_format = get_format(format), None if lm_head is None else get_format(lm_head)
+    fmt, head_format = get_format(format), None if lm_head is None else get_format(lm_head, "lm_head")
     patterns, modules = check_skip(skip), dict(model.named_modules())
     if stored:
         patterns, head_format = _as_saved(patterns, model), None if _has_new_head(model) else head_format

@@ -11,6 +11,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from ..method import METHOD, make_way
 from .attention import use_for_few
 from .formats import DEFAULT_FORMAT, DEFAULT_RULE, check_activations, check_rule, get_format
 from .interface import take_loading_options
@@ -21,8 +22,9 @@ from .report import CompressionReport, LayerReport, weight_error
 from .stored import check_files
 from .swap import FLOAT64, NOT_FINITE, compress_layer, dense_report, dequantize, replace, untie
 
-METHOD = "mx"
 VERSION = 1  # of what is saved: the packing and the names of the tensors
+
+make_way()
 
 
 @take_loading_options
@@ -49,7 +51,7 @@ class MXConfig(QuantizationConfigMixin):
         if unknown:
             known = "format, scale_rule, skip, lm_head, dequantize, activations"
             raise ValueError(f"MXConfig has no option {', '.join(map(repr, unknown))}. It has: {known}.")
-        if not isinstance(version, int) or version < 1:
+        if isinstance(version, bool) or not isinstance(version, int) or version < 1:
             raise ValueError(f"version={version!r} is no version of MX checkpoints; this package writes {VERSION}.")
         if version > VERSION:
             raise ValueError(
@@ -59,7 +61,7 @@ class MXConfig(QuantizationConfigMixin):
         self.format = get_format(format).name
         self.scale_rule = check_rule(scale_rule)
         self.skip = list(check_skip(skip))
-        self.lm_head = None if lm_head is None else get_format(lm_head).name
+        self.lm_head = None if lm_head is None else get_format(lm_head, "lm_head").name
         self.dequantize = bool(dequantize)
         self.activations = check_activations(activations, format)
         self.version = version

@@ -96,7 +96,7 @@ def dequantize(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     """Swap a model's MX layers for dense ones, in `dtype` (the model's own without it), in place, and return the model."""
     names = [name for name, module in model.named_modules() if isinstance(module, MXLinear)]
     if not names:
-        raise ValueError("model has no MX layers to dequantise.")
+        raise ValueError("model has no MX layers to dequantise: it is dense as it is. A folder of MX weights is read as one after import hf_specdec.")
     given, dtype = dtype, getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if given is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"dtype={given!r} is no floating-point type of torch: take float32, bfloat16 or float16.")
