@@ -28,7 +28,7 @@ _HOMES = {
 _PARTS = ("drafts", "mx", "theory", "training", "viz")  # modules with public names of their own
 
 
-method.announce()  # folders of MX weights are read as such from here on
+method.announce()  # and in `integration` once more, which imports transformers
 
 
 def __getattr__(name: str):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StopStringCriteria
 
-from . import compat, registry
+from . import compat, method, registry
 from .arguments import check_arguments, given_in_config
 from .beam import BeamCall
 from .call import Call
@@ -29,6 +29,7 @@ from .probe import check_weights
 from .trace import SpeculationTrace
 
 _OPTIONS = ("num_assistant_tokens", "lenience", "acceptance")
+method.announce()
 
 
 # --- enable, disable --------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""`import hf_specdec` alone: a folder of MX weights is read as one, in whatever order things are imported, and what was read otherwise is refused."""
+"""A folder of MX weights is read as one where `hf_specdec.enable` is there, and what was read otherwise is refused."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ SOURCE = Path(hf_specdec.__file__).parents[1]
 LOAD = 'model = AutoModelForCausalLM.from_pretrained(sys.argv[1])\nassert "hf_specdec.mx" in sys.modules\n'
 PRINT = 'print(sum(type(part).__name__ == "MXLinear" for part in model.modules()), type(model.config.quantization_config).__module__)'
 ORDERS = {
-    "before transformers": "import sys, hf_specdec\nfrom transformers import AutoModelForCausalLM\n" + LOAD,
-    "after transformers": "import sys\nfrom transformers import AutoModelForCausalLM\nimport hf_specdec\n" + LOAD,
+    "in a call of enable": "import sys, hf_specdec\nfrom transformers import AutoModelForCausalLM\n"
+                           "model = hf_specdec.enable(AutoModelForCausalLM.from_pretrained(sys.argv[1]))\n",
     "after a model": "import sys\nfrom transformers import AutoModelForCausalLM, LlamaForCausalLM\nimport hf_specdec\n" + LOAD,
     "enable first": "import sys, hf_specdec\nfrom transformers import AutoModelForCausalLM\nhf_specdec.enable\n" + LOAD,
     "beside mx": "import sys, hf_specdec\nfrom hf_specdec import mx\nfrom transformers import AutoModelForCausalLM\n" + LOAD,
