@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.fx import symbolic_trace
 
-from hf_specdec import enable, mx, passes
+from hf_specdec import compiled, enable, mx, passes
 from hf_specdec.cached_model import CachedModel
 from hf_specdec.drafts import PromptLookupDraft
 from hf_specdec.mx import MXLinear
@@ -256,6 +256,27 @@ def test_compiled_passes_agree_with_eager_ones(direct, dtype, error, monkeypatch
     assert cached.compiled.usable
     assert (set(calls) == set()) if direct else (set(calls) == {1, 2, 3})
     assert (found - eager).float().norm() < error * eager.float().norm()
+
+
+@needs_the_compiler
+def test_one_layer_compiled_for_all_agrees_with_eager_ones_in_prompts_of_any_length(monkeypatch):
+    monkeypatch.setattr(compiled, "FLAT", 0)
+    model, text, errors = compressed(), list(range(1, 60)), []
+    with torch_threads(2), torch.no_grad():
+        for length in (12, 30, 30):  # in the first round functions are made, and what is returned are eager logits
+            eager, by_layers = CachedModel(model, 64), CachedModel(model, 64, compile="layers")
+            calls = []
+            monkeypatch.setattr(cpu, "multiply_several", lambda *args, own=cpu.multiply_several: (calls.append(1), own(*args))[1])
+            for i, tokens in enumerate((text[:length], text[: length + 1], text[: length + 2])):
+                wanted, found = eager.score([tokens]), by_layers.score([tokens])
+                errors.append(float((found - wanted).float().norm() / wanted.float().norm()))
+                eager.commit([1])
+                by_layers.commit([1])
+            assert by_layers.compiled.usable and by_layers.compiled.by_layers
+        assert not calls or kernel_passes.c_interface() is None
+    assert max(errors) < 0.03
+    made = [function.__wrapped__.__name__ for function in compiled._by_layers[model].functions.values()]
+    assert sum(name.startswith("from_start") for name in made) == 1
 
 
 @needs_the_compiler
