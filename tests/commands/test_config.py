@@ -40,7 +40,7 @@ def test_a_config_says_how_and_options_say_otherwise(target_folder, draft_folder
     answer = traced(target_folder, tmp_path)
     assert answer["speculation"]["config"] == {**TREE.to_dict(), "acceptance": "greedy"} and sources(answer) == {"recycling"}
     other = traced(target_folder, tmp_path / "speculative_config.json", "--k", 3, "--lenience", 1, "--seed", 4, "--draft", draft_folder)
-    wanted = dataclasses.replace(TREE, draft="prompt_lookup", draft_options={}, num_assistant_tokens=3, lenience=1.0, seed=4, predicted_speedup=None)
+    wanted = dataclasses.replace(TREE, draft="model", draft_options={}, num_assistant_tokens=3, lenience=1.0, seed=4, predicted_speedup=None)
     assert other["speculation"]["config"] == {**wanted.to_dict(), "acceptance": "greedy"} and sources(other) == {"model"} and other["speculation"]["lossless"]
     assert traced(target_folder, tmp_path, "--draft", "prompt_lookup")["speculation"]["config"]["draft"] == "prompt_lookup"
 
