@@ -60,8 +60,21 @@ def check_mode(model: PreTrainedModel, role: str) -> None:
     if whole:
         raise ValueError(f"{name} has layers of {type(whole[0]).__module__} (quantize_dynamic), which give all tokens of a pass one scale, so a pass over "
                          f"drafted tokens would differ from plain decoding. Quantise the weights alone (hf_specdec.mx), or use speculative=False.")
+    if _in_step(compat.unwrap(model)):
+        raise ValueError(f"{name} is sharded over processes that make every pass together (FSDP, ZeRO-3), and how many a text takes depends on what is accepted: "
+                         f"they would wait for each other for ever. Give every process a whole model, or use speculative=False.")
     if model.training and getattr(model, "is_gradient_checkpointing", False):
         raise ValueError(f"{name} is in training with gradient checkpointing, which keeps no cache. Call eval(), or gradient_checkpointing_disable().")
+
+
+def _in_step(model: PreTrainedModel) -> bool:
+    """Whether other processes take part in every pass of the model, for which stock generate has synced_gpus."""
+    processes = torch.distributed
+    if not (processes.is_available() and processes.is_initialized() and processes.get_world_size() > 1):
+        return False
+    wrapped = any(kind.__name__ in ("FullyShardedDataParallel", "FSDPModule") for kind in type(model).__mro__)
+    sharded = wrapped or getattr(model, "_is_fsdp_managed_module", False)  # accelerate and torch's FSDP leave this mark
+    return sharded or any(hasattr(part, "ds_id") for part in model.parameters())  # DeepSpeed's number of a parameter
 
 
 @torch.no_grad()
