@@ -1,8 +1,10 @@
 """Passes whose layers are run by one compiled function: the same texts, and the compiler sees a layer of each kind. torch traces, and the C++
 compiler is left out."""
 
+import gc
 import threading
 import warnings
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -220,3 +222,13 @@ def test_rows_of_one_model_at_two_places_at_a_time():
     a, b, c = first.score(row), second.score(row), plainly.score(row)
     torch.testing.assert_close(a, c)
     torch.testing.assert_close(b, c)
+
+
+def test_what_was_compiled_dies_with_its_model():
+    target, rows = built("Llama", num_hidden_layers=5), prompts(20)
+    run(target, rows, PromptLookupDraft())
+    alive = weakref.ref(target)
+    del target
+    torch._dynamo.reset()
+    gc.collect()
+    assert alive() is None
