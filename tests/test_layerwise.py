@@ -232,3 +232,32 @@ def test_what_was_compiled_dies_with_its_model():
     torch._dynamo.reset()
     gc.collect()
     assert alive() is None
+
+
+class AsksForTheLength(torch.nn.Module):
+    def forward(self, x):
+        return torch.nn.functional.silu(x) if x.shape[1] > 64 or x.shape[1] < 9 else torch.nn.functional.tanh(x)
+
+
+def test_prompts_whose_function_asks_for_their_length_are_soon_left_alone(strict):
+    target, rows = built("Llama", num_hidden_layers=5), prompts(80)
+    for layer in target.model.layers:
+        layer.mlp.act_fn = AsksForTheLength()
+    texts, graphs = plain(target, rows, max_new_tokens=4), []
+    for _ in range(compiled.MOST_CHANGES + 6):
+        assert run(target, rows, PromptLookupDraft(), max_new_tokens=4) == texts
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[-1] == graphs[-3] > graphs[0], graphs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_attention_of_compressed_models_does_not_ask_for_the_length_of_a_prompt(dtype, strict):
+    from hf_specdec import mx
+
+    target = mx.to_tiles(built("Llama", num_hidden_layers=5).to(dtype))
+    assert target.config._attn_implementation == "hf_specdec_few"
+    for length in (20, 63, 65, 90):
+        for _ in range(2):
+            run(target, prompts(length), PromptLookupDraft(), max_new_tokens=3)
+    made = [function for function in compiled._by_layers[target].functions.values() if function.__wrapped__.__name__.startswith("from_start")]
+    assert len(made) == 1 and passes.unguarded(made[0]) is not made[0] and not compiled._by_layers[target].changes

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 WIDTHS = (1, 4, 8, 16, 32, 64)  # reading the weights is what a pass of few tokens costs: two tokens cost no less than four
 UNROLLED = (64, 256)  # layers in one function that makes several passes, on a CPU and on a GPU
 AGREES = {torch.float32: 0.01, torch.float64: 1e-6}  # relative error of the logits (root mean square) that is put up with
+MOST_CHANGES = 3  # of what guards look at in prompts, after which these are not compiled any more
 KEPT = ("cuda",)  # kinds of devices on which buffers are kept from call to call
 WAYS = ("layers", "model")
 FLAT = 4  # layers up to which a model is compiled whole in any case
@@ -142,6 +143,8 @@ class CompiledPasses:
         if self.layerwise is None or self.places(1) is None or tokens.shape[1] < 2 or tokens.device.type != "cpu":
             return None
         key = (tokens.shape[0], mask is None, tokens.device, self.model.dtype, type(self.model), "input_ids" in inputs)
+        if self.layerwise.changes[key] > MOST_CHANGES:  # a function that asks for the length, it seems
+            return None
         if key not in self.layerwise.tried and tokens.shape[1] != TRIAL:
             trial(mask is not None)
             if not self.usable:
@@ -153,6 +156,7 @@ class CompiledPasses:
             self.layerwise.tried.add(key)
             return logits, states
         except NotCompiled as error:
+            self.layerwise.changes[key] += error.changed
             self.layerwise.tried -= {key} if error.changed else set()
             return None
         except Exception as error:

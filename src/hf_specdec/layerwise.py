@@ -7,6 +7,7 @@ was compiled for the first one runs all of them, and they know the cache of that
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -70,6 +71,7 @@ class Made:
     functions: dict[tuple, Callable] = field(default_factory=dict)
     kinds: dict[Hashable, int] = field(default_factory=dict)
     tried: set[Hashable] = field(default_factory=set)  # passes whose logits were compared
+    changes: Counter[Hashable] = field(default_factory=Counter)  # of prompts: how often guards have had their function compiled again
 
 
 class Layerwise:
@@ -79,7 +81,7 @@ class Layerwise:
     """
 
     def __init__(self, layers: list[nn.Module], made: Made, device: torch.device):
-        self.layers, self.made, self.tried, self.device = layers, made.functions, made.tried, device
+        self.layers, self.made, self.tried, self.changes, self.device = layers, made.functions, made.tried, made.changes, device
         self.kinds = [made.kinds.setdefault(kind, len(made.kinds)) for kind in kinds(layers)]
         self.stand_ins = [self._stand_in(i, layer) for i, layer in enumerate(layers)]
         self.checked: dict[tuple, Callable] = {}  # functions without guards
@@ -91,6 +93,8 @@ class Layerwise:
         """Inside, a forward in this thread that is given `cache` runs its layers by compiled functions: a `FixedCache` over `places` tokens,
         or with None an empty cache of any kind over the first tokens of a text. key: what decides of shapes and arguments."""
         self.thread, self.key, self.cache, self.places = get_ident(), key, cache, places
+        if places is None:  # guards may ask for the length of the text: they are evaluated in every such pass
+            self.checked = {own: run for own, run in self.checked.items() if own[0] != key}
         if places is None or key not in self.steps:
             self.steps[key] = [None] * len(self.layers)
         for layer, stand_in in zip(self.layers, self.stand_ins):

@@ -130,8 +130,11 @@ def _with_bias(bias: torch.Tensor, mask: torch.Tensor | None, causal: bool) -> t
 def forward_few(module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None, **kwargs) -> tuple[torch.Tensor, None]:
     """What "sdpa" computes: by the kernel on a CPU, for as many queries a row as it is the faster one for, by torch's
     `scaled_dot_product_attention` otherwise."""
-    most = FEW_COMPILED if torch.compiler.is_compiling() else query.shape[2] if kernel.by_pairs(query.dtype) else FEW
-    few = query.shape[2] <= most and query.device.type == "cpu" and query.dtype in cpu.DTYPES
+    if torch.compiler.is_compiling():  # of a prompt, one function serves every length: nothing may depend on it
+        few = kernel.by_pairs(query.dtype) if query.shape[2] == key.shape[2] else query.shape[2] <= FEW_COMPILED
+    else:
+        few = kernel.by_pairs(query.dtype) or query.shape[2] <= FEW
+    few = few and query.device.type == "cpu" and query.dtype in cpu.DTYPES
     if few and not dropout and kwargs.get("position_bias") is None and kwargs.get("cache") is None and not torch.is_grad_enabled():
         return forward(module, query, key, value, attention_mask, scaling=scaling, is_causal=is_causal)
     return by_sdpa(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs)

@@ -46,6 +46,8 @@ class KernelPasses(PassAddition):
 
     def prepare(self, model):
         """One table of products for every decoder layer, which may be compiled alone, and one for the rest."""
+        if cpu.library() is not None:
+            cpu.kernel_path()  # chosen before anything is traced, and told to the library
         try:
             blocks = decoder_layers(compat.unwrap(model))[1]
         except ValueError:
@@ -117,7 +119,6 @@ def _give_torch() -> bool:
     except (OSError, AttributeError, StopIteration):
         return False
     cpu.library().mx_torch((ctypes.c_void_p * 6)(*functions), (ctypes.c_int32 * 5)(*numbers))
-    cpu.kernel_path()  # tells the library
     return True
 
 

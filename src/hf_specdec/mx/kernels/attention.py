@@ -6,7 +6,7 @@ import struct
 
 import torch
 
-from .cpu import DTYPES, PATHS, kernel_path, library
+from .cpu import DTYPES, PATHS, current_path, kernel_path, library
 
 _PACK = struct.Struct("6Q 7q 3q 3q 3q 4q 3q 3f 4x").pack  # mx_attention of csrc/mx.h
 _BYTES = 3
@@ -15,6 +15,8 @@ MASKS = (*DTYPES, torch.bool)
 
 def by_pairs(dtype: torch.dtype) -> bool:
     """Whether products are of bfloat16 pairs (csrc/attention_avx512_bf16.c): then the kernel is faster than torch's for any number of queries."""
+    if torch.compiler.is_compiling():  # the path has been chosen before
+        return dtype == torch.bfloat16 and current_path() == "avx512_bf16"
     return dtype == torch.bfloat16 and library() is not None and PATHS[kernel_path()] == "avx512_bf16"
 
 

@@ -109,6 +109,11 @@ def kernel_path() -> int:
     return _state["path"]
 
 
+def current_path() -> str | None:
+    """The name of the code path, if one has been chosen yet."""
+    return None if _state["path"] is None else PATHS[_state["path"]]
+
+
 def _number_of(name: str) -> int:
     if name not in PATHS:
         raise ValueError(f"path={name!r} is no kernel path. Take one of: {', '.join(PATHS)}.")
