@@ -146,8 +146,8 @@ class Layerwise:
         return found[0]
 
     def _function(self, i: int, given: tuple) -> tuple[Callable, Any]:
-        """The function for these arguments of layer i, and what it gives. The first layer of its kind is asked for once a call with guards, as nothing
-        they look at changes within a call."""
+        """The function for these arguments of layer i, and what it gives. The first layer of its kind is asked for with guards, once a call (nothing
+        they look at changes within one), or in every pass over the first tokens of a text, whose length they may look at."""
         leaves, structure = tree_flatten(given[1:4])
         key = (self.key, self.kinds[i], str(structure), *(part if isinstance(part, PLAIN) else type(part) for part in leaves))
         if key in self.checked:

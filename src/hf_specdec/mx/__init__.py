@@ -3,9 +3,9 @@
     from hf_specdec import mx
     mx.compress(model)                                        # in place, MXFP6 E2M3
     model.save_pretrained(folder)
-    model = mx.load(AutoModelForCausalLM, folder)             # or from_pretrained, once hf_specdec is imported
+    model = mx.load(AutoModelForCausalLM, folder)             # or from_pretrained, once this is imported, or hf_specdec.enable
 
-Importing this package registers the quantisation method "mx" (as `import hf_specdec` does) and the attention "hf_specdec_rows" with transformers.
+Importing this package registers the quantisation method "mx" (as `hf_specdec.enable` does) and the attention "hf_specdec_rows" with transformers.
 """
 
 from . import passes as _passes  # noqa: F401  (registers itself)
