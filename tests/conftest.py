@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import warnings
 
 import pytest
 import torch
@@ -46,3 +47,11 @@ def pytest_collection_modifyitems(config, items) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def strict():
+    """A model that falls back to eager passes would pass tests of compiled ones."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        yield

@@ -41,14 +41,6 @@ def traced(monkeypatch):
     monkeypatch.setattr(passes, "options", lambda device, places, whole=True: {"backend": "aot_eager"})
 
 
-@pytest.fixture
-def strict():
-    """A model that falls back to eager passes would pass the tests below."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        yield
-
-
 def run(target, rows, draft, k=4, **options):
     out = speculate(target, rows, draft, k, speculative=COMPILED, **options)
     hf_specdec.disable(target)

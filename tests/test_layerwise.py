@@ -41,13 +41,6 @@ def traced(monkeypatch):
     monkeypatch.setattr(passes, "options", lambda device, places, whole=True: {"backend": "aot_eager"})
 
 
-@pytest.fixture
-def strict():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        yield
-
-
 def run(target, rows, draft, k=4, speculative=LAYERS, **options):
     out = speculate(target, rows, draft, k, speculative=speculative, **options)
     hf_specdec.disable(target)
