@@ -142,7 +142,7 @@ def test_a_call_may_fall_behind_by_a_share_of_what_it_has_room_for_and_spend_wha
     assert budget.left([150, 150]) == pytest.approx(0.02 * 51 + 51 - 1.5)
 
 
-@pytest.mark.parametrize("rows", [2, 4, 8, 16])
+@pytest.mark.parametrize("rows", [1, 2, 4, 8, 16])
 def test_trials_that_fail_and_are_dear_are_soon_no_longer_made(rows):
     schedule, lost = AutoSchedule(16, 0.0, prior=lambda strength: (0.9, 0.9)), 0.0
     for step in range(48):
@@ -150,7 +150,22 @@ def test_trials_that_fail_and_are_dear_are_soon_no_longer_made(rows):
         slope = min(0.12 * rows, 0.9)
         lost += slope * k
         schedule.observe([k] * rows, [0] * rows, 1 + slope * k if step else None)
-    assert lost < 0.06 * 48
+    assert 0 < lost < 0.035 * 48
+
+
+def test_what_is_expected_is_counted_on_as_far_as_it_has_been_measured():
+    def asked(accepted: list[int]) -> int:
+        schedule = AutoSchedule(16, 0.0, prior=lambda strength: (0.9, 0.9))
+        schedule.next_k([4], [48])
+        schedule.asked = [0]
+        schedule.observe([0], [0], 1.0)
+        for n in accepted:
+            schedule.next_k([4], [48])
+            schedule.observe([4], [n], 1.4)
+        schedule.budget.spent = schedule.budget.done + 1.5  # with the token of the next round, 0.46 of a plain step is left
+        return schedule.next_k([4], [48])[0]
+
+    assert 0 < asked([]) < asked([4])
 
 
 def test_without_a_clock_times_change_nothing():

@@ -60,6 +60,11 @@ class Rates:
         for count, new in zip(counts, seen):
             count[:] = [value * self.memory ** new[1] + more for value, more in zip(count, new)]
 
+    @property
+    def judged(self) -> float:
+        """Tokens judged, those forgotten not counted."""
+        return sum(judged for counts in self.counts.values() for _, judged in counts)
+
     def __call__(self, strength: int) -> list[float]:
         """(first, later)."""
         found = []
@@ -196,7 +201,7 @@ class AutoSchedule:
     """K that maximises tokens per second: expected tokens (Leviathan et al. 2023, Eq. 1) over the cost of the round, which is
     Theorem 3.8 with a measured c. K = 0 is a choice; after plain rounds it tries again, less and less often while that fails.
     In a batch the tokens count by how far they bring the call (`progress`), which its slowest row ends. What a round may cost at worst,
-    less what of its tokens is counted on, is to be covered by the call's `Budget`.
+    less what of its tokens is counted on, is to be covered by the call's `Budget`; they are counted on as far as acceptance has been measured.
 
     k_max: largest K. cost_ratio: the draft's own c, or None. timed: False leaves the clock aside, so that runs repeat.
     prior: strength -> acceptance of the first and of a later token, before anything is measured.
@@ -207,7 +212,8 @@ class AutoSchedule:
     MARGIN = 1.03, 1.2  # a gain below this is taken for noise: in a row alone; in a batch, where a wrong guess costs all rows
     PER_ROW = 0.03      # what a token more per row costs the target before it has been timed, in plain steps
     WORST = 0.12, 0.9   # and what it may: per row, and of all rows, since a pass twice as wide takes less than two
-    SURE = 1.0, 0.5     # what of the tokens expected is counted on: in a row alone; in a batch, of its slowest row
+    SURE = 1.0, 0.5     # what of the tokens expected is counted on at most: in a row alone; in a batch, of its slowest row
+    LEARNED = 16.0      # tokens judged after which half of that is
     PLAIN_EVERY = 48    # rounds until the second look at what a plain step costs; twice as many to every further one
     PATIENCE = 16, 64   # plain rounds before the first probe of one token, and at most, where the budget covers it
     START, STEP = 4, 2  # the first K; how much more a draft that costs something may be asked for than the last time
@@ -237,13 +243,10 @@ class AutoSchedule:
                 k = 0
         elif any(caps):
             self.idle += 1
-            if self._probes():  # has anything changed?
+            if self.idle > self.patience and self._affordable(1):  # has anything changed?
                 k, self.idle, self.patience = 1, 0, min(2 * self.patience, self.PATIENCE[1])
         self.asked = [min(k, cap) for cap in caps]
         return self.asked
-
-    def _probes(self) -> bool:
-        return self.idle > self.patience and self._affordable(1)
 
     def _affordable(self, k: int, sure: float = 1.0) -> bool:
         """Whether the budget covers a round that drafts k tokens, at its worst. sure: plain rounds that it is taken to be worth."""
@@ -258,11 +261,12 @@ class AutoSchedule:
             cost, most = RoundCost(cost.prior_ratio, timed=False), min(self.START, most)
         expected = self._expected(evidence, caps)
         best, best_rate = 0, 0.0 if blind and self.drafting else self.MARGIN[len(caps) > 1] / cost(0)
+        sure = self.SURE[len(caps) > 1] * self.rates.judged / (self.rates.judged + self.LEARNED)
         for k in range(1, most + 1):
             gain = progress([own[min(k, len(own) - 1)] for own in expected], room)
             rate = k if blind and self.drafting else gain / cost(k)
             slowest = max(room) - max(left - own[min(k, len(own) - 1)] for left, own in zip(room, expected))
-            if rate > best_rate and self._affordable(k, 1 + self.SURE[len(caps) > 1] * (slowest - 1)):
+            if rate > best_rate and self._affordable(k, 1 + sure * (slowest - 1)):
                 best, best_rate = k, rate
         return best
 
