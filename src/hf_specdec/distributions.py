@@ -66,11 +66,11 @@ def likeliest(scores: torch.Tensor) -> torch.Tensor:
     by NumPy: five times as fast as torch in 16 bit, mostly twenty times, ten times in 32."""
     if scores.device.type != "cpu":
         return scores.argmax(-1)
-    wide = scores.detach()
+    wide = scores.detach() if scores.requires_grad else scores
     if wide.dtype in INFINITE:
         found = _by_words(wide, INFINITE[wide.dtype])
         if found is not None:
-            return torch.from_numpy(np.asarray(found))
+            return torch.from_numpy(found)
         wide = wide.float()
     return torch.from_numpy(np.asarray(wide.numpy().argmax(-1)))
 
@@ -81,9 +81,10 @@ def _by_words(scores: torch.Tensor, infinite: int) -> np.ndarray | None:
     words = scores.view(torch.int16).numpy()
     if not words.size or int(words.view(np.uint16).max()) > 0x8000 + infinite:
         return None
-    found = np.asarray(words.argmax(-1))
-    largest = np.take_along_axis(words, found[..., None], -1)
-    return found if largest.min() > 0 and largest.max() <= infinite else None
+    rows = words.reshape(-1, words.shape[-1])
+    found = rows.argmax(-1)
+    good = all(0 < row[best] <= infinite for row, best in zip(rows, found.tolist()))
+    return found.reshape(words.shape[:-1]) if good else None
 
 
 def draw(law: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
