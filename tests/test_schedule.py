@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hf_specdec.drafts import PromptLookupDraft
-from hf_specdec.schedule import AutoSchedule, Budget, Rates, RoundCost, progress
+from hf_specdec.budget import Budget, progress
+from hf_specdec.schedule import AutoSchedule, Rates, RoundCost
 
 NEW = 48
 # seconds of a round that drafts k tokens for n rows, and of the first one, which reads the prompts: measured on two CPUs' worth of kinds
@@ -112,7 +113,7 @@ def costs(k: int) -> float:
 
 
 def test_what_wide_rounds_cost_is_not_laid_upon_narrow_ones():
-    cost = RoundCost(0.03)
+    cost = RoundCost()
     for k in [0, *range(1, 24), *range(1, 24)]:
         cost.update(k, costs(k))
     assert all(abs(cost(k) - costs(k)) < 0.06 * costs(k) for k in range(24))
@@ -120,26 +121,46 @@ def test_what_wide_rounds_cost_is_not_laid_upon_narrow_ones():
 
 def test_until_a_wide_round_is_timed_the_narrow_line_goes_on_and_the_other_way_round():
     for known, asked in (((2, 5), 20), ((12, 20), 3)):
-        cost = RoundCost(0.03)
+        cost = RoundCost()
         for k in known * 20:
             cost.update(k, 2.0 + 0.1 * k)
         assert cost(asked) == pytest.approx(2.0 + 0.1 * asked, rel=0.02)
 
 
 def test_rows_of_a_batch_make_a_pass_wide_sooner():
-    cost = RoundCost(0.03, rows=4)
+    cost = RoundCost(rows=4)
     for k in (1, 2, 1, 2, 1, 2):
         cost.update(k, {1: 1.0, 2: 2.0}[k])
     assert cost(1) < 1.2 and cost(2) > 1.8
 
 
+def left(room: list[int], *later: list[int], spent: float = 0.0) -> float:
+    budget = Budget(RoundCost())
+    budget.spent = spent
+    for each in (room, *later):
+        budget.open(each)
+    return budget.left
+
+
 def test_a_call_may_fall_behind_by_a_share_of_what_it_has_room_for_and_spend_what_it_is_ahead():
-    assert Budget().left([48, 48]) == pytest.approx(0.96) and Budget().left([10]) == pytest.approx(0.2)
-    budget = Budget()
-    budget.left([200, 200])
-    budget.spent = 1.5
-    assert budget.left([200, 196]) == pytest.approx(0.96 + 1 - 1.5)  # the slowest row has got one token
-    assert budget.left([150, 150]) == pytest.approx(0.02 * 51 + 51 - 1.5)
+    assert left([48, 48]) == pytest.approx(0.96 / 2) and left([10]) == pytest.approx(0.2 / 2)  # half of it in the round that is not timed
+    assert left([200, 200], [200, 196], spent=1.5) == pytest.approx(0.96 + 1 - 1.5)  # the slowest row has got one token
+    assert left([200, 200], [200, 196], [150, 150], spent=1.5) == pytest.approx(0.02 * 51 + 51 - 1.5)
+
+
+def test_a_round_is_made_only_if_its_worst_cost_is_within_the_budget_and_costs_what_it_took():
+    budget = Budget(RoundCost())
+    assert budget.covers(1000)  # K is not "auto": nobody has opened it
+    budget.open([50])
+    assert budget.covers(4) and not budget.covers(5) and not budget.covers(3, drafting=0.2)  # 0.12 a token at worst, of 0.48
+    assert budget.covers(5, gain=0.12) and budget.covers(6, gain=9.0) and not budget.covers(7, gain=9.0)  # 0.25 of what is expected
+    budget.spend(4, None)
+    assert budget.spent == pytest.approx(1.48)
+    budget.cost.update(0, 2.0)
+    budget.spend(0, 5.0)
+    budget.cost.update(4, 2.2)
+    budget.spend(4, 2.2, drafting=0.5)
+    assert budget.spent == pytest.approx(1.48 + 1 + 1.1 + 0.5)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4, 8, 16])
@@ -151,21 +172,6 @@ def test_trials_that_fail_and_are_dear_are_soon_no_longer_made(rows):
         lost += slope * k
         schedule.observe([k] * rows, [0] * rows, 1 + slope * k if step else None)
     assert 0 < lost < 0.035 * 48
-
-
-def test_what_is_expected_is_counted_on_as_far_as_it_has_been_measured():
-    def asked(accepted: list[int]) -> int:
-        schedule = AutoSchedule(16, 0.0, prior=lambda strength: (0.9, 0.9))
-        schedule.next_k([4], [48])
-        schedule.asked = [0]
-        schedule.observe([0], [0], 1.0)
-        for n in accepted:
-            schedule.next_k([4], [48])
-            schedule.observe([4], [n], 1.4)
-        schedule.budget.spent = schedule.budget.done + 1.5  # with the token of the next round, 0.46 of a plain step is left
-        return schedule.next_k([4], [48])[0]
-
-    assert 0 < asked([]) < asked([4])
 
 
 def test_without_a_clock_times_change_nothing():

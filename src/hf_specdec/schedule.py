@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from itertools import accumulate
-from math import exp, log
+
+from .budget import Budget, progress
 
 
 class FixedSchedule:
@@ -60,11 +61,6 @@ class Rates:
         for count, new in zip(counts, seen):
             count[:] = [value * self.memory ** new[1] + more for value, more in zip(count, new)]
 
-    @property
-    def judged(self) -> float:
-        """Tokens judged, those forgotten not counted."""
-        return sum(judged for counts in self.counts.values() for _, judged in counts)
-
     def __call__(self, strength: int) -> list[float]:
         """(first, later)."""
         found = []
@@ -90,19 +86,24 @@ class RoundCost:
 
     s / T(0) is the cost ratio c of Leviathan et al. 2023, with the price of the wider target pass in it. Until a plain step has been
     timed, T(0) = a; until two values of k have been timed, s comes from `prior_ratio`; until rounds of one kind have been, the other's
-    line holds for both.
-
-    rows: of the batch. worst_ratio: the prior of who has to reckon with the worst.
+    line holds for both. `worst_ratio` is the prior of who has to reckon with the worst.
     """
 
+    PER_ROW = 0.03     # what a token more per row costs the target before it has been timed, in plain steps
+    WORST = 0.12, 0.9  # and what it may: per row, and of all rows, since a pass twice as wide takes less than two
     NARROW = 8
     MEMORY, ELSEWHERE = 0.95, 0.99  # what a round leaves of those before it, on its own line and on the other one
     TRUST = 0.5                     # of the other line, in rounds
 
-    def __init__(self, prior_ratio: float, timed: bool = True, rows: int = 1):
-        self.prior_ratio, self.worst_ratio, self.timed, self.rows = prior_ratio, prior_ratio, timed, rows
-        self.plain = None
+    def __init__(self, timed: bool = True, rows: int = 1, drafting: float = 0.0):
+        self.timed, self.plain = timed, None
+        self.expect(rows, drafting)
         self.sums = [[0.0] * 5 for _ in range(2)]  # narrow and wide: n, k, k^2, t, k t
+
+    def expect(self, rows: int, drafting: float = 0.0) -> None:
+        """Rounds of so many rows, with a draft that takes so many plain steps a token."""
+        self.rows, self.prior_ratio = rows, drafting + min(self.PER_ROW * rows, self.WORST[1])
+        self.worst_ratio = drafting + min(self.WORST[0] * rows, self.WORST[1])
 
     def update(self, k: int, seconds: float) -> None:
         if not self.timed:
@@ -130,7 +131,7 @@ class RoundCost:
         prior = ratio * base
         spread, strength = kk - k * k / n, 2.0
         slope = ((kt - k * t / n) + strength * prior) / (spread + strength)
-        slope = min(max(slope, 0.0), t / k)
+        slope = min(max(slope, 0.0), 0.95 * t / k)  # a plain step takes some time
         return (t - slope * k) / n, slope
 
     def steps(self, k: int, worst: bool = False) -> float:
@@ -160,48 +161,11 @@ class RoundCost:
         return (n * here + self.TRUST * there) / (n + self.TRUST)
 
 
-def progress(tokens: list[float], room: list[int], spread: float = 2.0, share: float = 0.2) -> float:
-    """How many plain rounds a round is worth that commits tokens[b] to row b, whose room is room[b] tokens: 1 if every row gets one, n if
-    every row gets n.
-
-    A batch ends with its slowest row, and a round costs little less for a row that has ended before. So tokens count by what they add to
-    the least progress of any row, a soft minimum over `spread` tokens; a `share` of the mean is for rows that end before their room does.
-    """
-    most = max(room)
-    before = [exp((left - most) / spread) for left in room]
-    after = sum(weight * exp((1 - new) / spread) for weight, new in zip(before, tokens))
-    return share * sum(tokens) / len(tokens) + (1 - share) * (1 + spread * log(sum(before) / after))
-
-
-class Budget:
-    """How far a call may fall behind plain decoding: by SHARE of the plain steps to where it is, of LEAST where it is not as far yet, or of
-    all that it has room for if they are fewer. What it is ahead may be spent, too. It is where its row with most room is, which ends it.
-
-    A conservative bandit (Wu et al. 2016). Trials that this covers at their worst slow a call by SHARE at most; those for which expected tokens
-    are counted on may slow it by more.
-    """
-
-    SHARE, LEAST = 0.02, 48
-
-    def __init__(self):
-        self.most = self.room = None  # tokens of room at first, and now
-        self.done, self.spent = 0, 0.0  # in plain steps: where the call is, and the time it took
-
-    def left(self, room: list[int]) -> float:
-        """Plain steps that may be lost in the next round, of rows with so much room."""
-        if self.most is None:
-            self.most = max(room)
-        else:
-            self.done += max(self.room - max(room), 1)
-        self.room = max(room)
-        return self.SHARE * min(max(self.done, self.LEAST), self.most) + self.done - self.spent
-
-
 class AutoSchedule:
     """K that maximises tokens per second: expected tokens (Leviathan et al. 2023, Eq. 1) over the cost of the round, which is
     Theorem 3.8 with a measured c. K = 0 is a choice; after plain rounds it tries again, less and less often while that fails.
-    In a batch the tokens count by how far they bring the call (`progress`), which its slowest row ends. What a round may cost at worst,
-    less what of its tokens is counted on, is to be covered by the call's `Budget`; they are counted on as far as acceptance has been measured.
+    In a batch the tokens count by how far they bring the call (`progress`), which its slowest row ends. What a round may cost at worst is to
+    be covered by the call's `Budget`.
 
     k_max: largest K. cost_ratio: the draft's own c, or None. timed: False leaves the clock aside, so that runs repeat.
     prior: strength -> acceptance of the first and of a later token, before anything is measured.
@@ -210,18 +174,14 @@ class AutoSchedule:
     """
 
     MARGIN = 1.03, 1.2  # a gain below this is taken for noise: in a row alone; in a batch, where a wrong guess costs all rows
-    PER_ROW = 0.03      # what a token more per row costs the target before it has been timed, in plain steps
-    WORST = 0.12, 0.9   # and what it may: per row, and of all rows, since a pass twice as wide takes less than two
-    SURE = 1.0, 0.5     # what of the tokens expected is counted on at most: in a row alone; in a batch, of its slowest row
-    LEARNED = 16.0      # tokens judged after which half of that is
     PLAIN_EVERY = 48    # rounds until the second look at what a plain step costs; twice as many to every further one
     PATIENCE = 16, 64   # plain rounds before the first probe of one token, and at most, where the budget covers it
     START, STEP = 4, 2  # the first K; how much more a draft that costs something may be asked for than the last time
 
     def __init__(self, k_max: int, cost_ratio: float | None, timed: bool = True, prior=None, gains=None):
         self.k_max, self.drafting, self.gains = k_max, cost_ratio or 0.0, gains
-        self.cost = RoundCost(self.drafting + self.PER_ROW, timed)
-        self.budget = Budget()
+        self.cost = RoundCost(timed, drafting=self.drafting)
+        self.budget = Budget(self.cost)
         self.rates = Rates(prior or (lambda strength: (0.7, 0.7)))
         self.idle, self.patience = 0, self.PATIENCE[0]
         self.since_plain, self.plain_every = self.PLAIN_EVERY if timed else 0, self.PLAIN_EVERY
@@ -229,11 +189,8 @@ class AutoSchedule:
 
     def next_k(self, evidence: list[int], room: list[int]) -> list[int]:
         self.evidence = evidence
-        self.cost.prior_ratio, self.cost.rows = self.drafting + self.PER_ROW * len(evidence), len(evidence)
-        self.cost.worst_ratio = self.drafting + min(self.WORST[0] * len(evidence), self.WORST[1])
-        self.left = self.budget.left(room)
-        if not self.budget.done:
-            self.left /= 2  # the round that reads the prompts is not timed: the other half is for one that teaches what a round costs
+        self.cost.expect(len(evidence), self.drafting)
+        self.budget.open(room)
         caps = [max(min(self.k_max, self.reach, left - 1), 0) if strength >= 0 else 0 for strength, left in zip(evidence, room)]
         k = self._best(evidence, caps, room)
         if k:
@@ -243,14 +200,10 @@ class AutoSchedule:
                 k = 0
         elif any(caps):
             self.idle += 1
-            if self.idle > self.patience and self._affordable(1):  # has anything changed?
+            if self.idle > self.patience and self.budget.covers(1):  # has anything changed?
                 k, self.idle, self.patience = 1, 0, min(2 * self.patience, self.PATIENCE[1])
         self.asked = [min(k, cap) for cap in caps]
         return self.asked
-
-    def _affordable(self, k: int, sure: float = 1.0) -> bool:
-        """Whether the budget covers a round that drafts k tokens, at its worst. sure: plain rounds that it is taken to be worth."""
-        return self.cost.steps(k, worst=True) - sure <= self.left + 1e-9
 
     def _best(self, evidence: list[int], caps: list[int], room: list[int]) -> int:
         cost, most = self.cost, max(caps)
@@ -258,15 +211,13 @@ class AutoSchedule:
             return 0
         blind = cost(0) is None
         if blind:  # nothing has been timed: a draft that costs nothing goes by its prior, another is asked for what is affordable
-            cost, most = RoundCost(cost.prior_ratio, timed=False), min(self.START, most)
+            cost, most = RoundCost(False, len(caps), self.drafting), min(self.START, most)
         expected = self._expected(evidence, caps)
         best, best_rate = 0, 0.0 if blind and self.drafting else self.MARGIN[len(caps) > 1] / cost(0)
-        sure = self.SURE[len(caps) > 1] * self.rates.judged / (self.rates.judged + self.LEARNED)
         for k in range(1, most + 1):
             gain = progress([own[min(k, len(own) - 1)] for own in expected], room)
             rate = k if blind and self.drafting else gain / cost(k)
-            slowest = max(room) - max(left - own[min(k, len(own) - 1)] for left, own in zip(room, expected))
-            if rate > best_rate and self._affordable(k, 1 + sure * (slowest - 1)):
+            if rate > best_rate and self.budget.covers(k, gain - 1):
                 best, best_rate = k, rate
         return best
 
@@ -286,15 +237,6 @@ class AutoSchedule:
             self.reach = k + self.STEP
         if seconds is not None:
             self.cost.update(k, seconds)
-        self.budget.spent += self._took(k, seconds)
-        if seconds is None:
-            return
-        self.since_plain = 0 if k == 0 or not self.cost.timed else self.since_plain + 1
-
-    def _took(self, k: int, seconds: float | None) -> float:
-        """Plain steps that the round took."""
-        if k == 0:
-            return 1.0
-        if seconds is None or not self.cost.timed:
-            return self.cost.steps(k, worst=True)
-        return min(seconds / self.cost(0), 2 * self.cost.steps(k, worst=True))  # a busy machine is not a cost
+        self.budget.spend(k, seconds)
+        if seconds is not None:
+            self.since_plain = 0 if k == 0 or not self.cost.timed else self.since_plain + 1

@@ -113,9 +113,12 @@ def test_a_mixture_of_lookup_and_model_is_as_good_as_the_better_of_them(kind, li
 @pytest.mark.parametrize("make", [lambda text, clock, step: Knowing(text, 0.8, 0.1, clock, 1, step), lambda *_: PromptLookupDraft(),
                                   lambda *_: MixtureDraft([SuffixAutomatonDraft()])], ids=["model", "lookup", "tree"])
 def test_auto_comes_near_to_what_an_exhaustive_search_over_k_finds(make, line, clock):
-    words = text("copy", 0)
-    made = [seconds(make(words, clock, LINES[line][0]), words, line, clock, k) for k in (*range(9), 12, 16)]
-    assert seconds(make(words, clock, LINES[line][0]), words, line, clock) < 1.04 * min(made)
+    ratios = []
+    for seed in range(3):
+        words = text("copy", seed)
+        made = [seconds(make(words, clock, LINES[line][0]), words, line, clock, k) for k in (*range(9), 12, 16)]
+        ratios.append(seconds(make(words, clock, LINES[line][0]), words, line, clock) / min(made))
+    assert sum(ratios) / len(ratios) < 1.03 and max(ratios) < 1.05
 
 
 @pytest.mark.parametrize("mode", ["choose", "merge"])
@@ -130,7 +133,7 @@ def test_a_mixture_begins_with_what_earlier_calls_have_taught_it(rate, mode, clo
         kept.parts[1].said = fresh.said
         again += seconds(kept, words, "steep", clock)
         anew += seconds(MixtureDraft([PromptLookupDraft(), fresh], mode), words, "steep", clock)
-    assert again < 0.985 * anew
+    assert again < 0.99 * anew
 
 
 def test_what_is_learned_for_one_target_and_one_number_of_rows_is_not_used_for_another():

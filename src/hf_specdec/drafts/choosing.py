@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from itertools import accumulate
 
+from ..budget import progress
 from ..proposal import Proposal
-from ..schedule import progress
 from .base import Context
 from .earning import Earnings, path_of
 from .growth import Branches, Grower, Grown
@@ -49,10 +49,11 @@ class Choose:
         plans = [self._best(b, range(1, cap + 1)) for b, cap in enumerate(caps)]
         single = [[self._best(b, range(1, cap + 1), d) for b, cap in enumerate(caps)] for d in range(len(self.strengths))] if len(caps) > 1 else []
         nothing = [(-1, 0)] * len(caps)
-        best, most = nothing, self.earnings.margin * self._rate(nothing)
+        best, most = nothing, self.earnings.margin / self.earnings.seconds(0, {})
         for own in ([] if self.earnings.looks_at_plain() else [plans, *single]):
-            rate = self._rate(own)
-            best, most = (own, rate) if rate > most else (best, most)
+            wide, asked, worth = max(k for _, k in own), _asked(own), self._worth(own)
+            rate = worth / self.earnings.seconds(wide, asked)
+            best, most = (own, rate) if rate > most and self.earnings.covers(wide, asked, worth - 1) else (best, most)
         self.plans = best
         return [k for _, k in best]
 
@@ -78,17 +79,16 @@ class Choose:
             for k in ks:
                 k = min(k, reach)
                 rate = tokens[k] / self.earnings.seconds(k, {d: k})
-                best, most = ((d, k), rate) if k and rate > most else (best, most)
+                best, most = ((d, k), rate) if k and rate > most and self.earnings.covers(k, {d: k}, tokens[k] - 1) else (best, most)
         return best
 
     def _drew(self, d: int) -> bool:
         """Whether the draft drew its tokens at random: how many there are may then depend on which, and must not count."""
         return self.proposals[d].probs is not None and self.context.sampler.do_sample
 
-    def _rate(self, plans: list[Plan]) -> float:
-        """`progress` per second of a round of all rows."""
-        tokens = [self.earnings.tokens(b, d, self.strengths[d][b], k)[k] if k else 1.0 for b, (d, k) in enumerate(plans)]
-        return progress(tokens, self.room) / self.earnings.seconds(max(k for _, k in plans), _asked(plans))
+    def _worth(self, plans: list[Plan]) -> float:
+        """`progress` of a round of all rows."""
+        return progress([self.earnings.tokens(b, d, self.strengths[d][b], k)[k] if k else 1.0 for b, (d, k) in enumerate(plans)], self.room)
 
     def propose(self, context: Context, k: list[int]) -> tuple[list[Branches], list[str]]:
         if self.plans is None:
@@ -125,11 +125,15 @@ class Choose:
             grown = self.grower.tree(places, most, self.context.vocab_size, branches=1)
             tokens = self.earnings.tokens(b, d, self.strengths[d][b], len(chain))
             gains = accumulate((chance * (tokens[-1] - tokens[-2]) for chance in grown.chances), initial=tokens[-1])
-            rates = [gain / self.earnings.seconds(max(len(chain) + n, width), {d: len(chain)}) for n, gain in enumerate(gains)]
+            rates = [self._rate_of(max(len(chain) + n, width), width, {d: len(chain)}, gain) for n, gain in enumerate(gains)]
             grown = grown.first(rates.index(max(rates)))
         self.tails.append((chain, grown))
         nodes = [(parent + len(chain), token) for parent, token in grown.nodes]
         return Branches(found.nodes + nodes, found.laws and found.laws + [None] * len(nodes))
+
+    def _rate_of(self, end: int, width: int, asked: dict[int, int], tokens: float) -> float:
+        """Tokens per second of a row in a round of `end` nodes, `width` of them there already; 0 where the budget does not cover more than those."""
+        return tokens / self.earnings.seconds(end, asked) if end == width or self.earnings.covers(end, asked, tokens - 1) else 0.0
 
     def keep(self, rows: list[int]) -> None:
         self.earnings.keep(rows)

@@ -7,6 +7,7 @@ from functools import cache
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+from ..budget import Budget
 from ..proposal import Proposal
 from ..schedule import AutoSchedule, Rates, RoundCost
 from .base import Context, Draft
@@ -48,7 +49,8 @@ class Experience:
 
     def __init__(self, of: tuple[int, int], drafts: Sequence[Draft], ratios: list[float | None], timed: bool):
         self.of, self.calls = of, 0
-        self.verify = RoundCost(0.03, timed, of[1])
+        self.verify = RoundCost(timed, of[1])
+        self.budget: Budget | None = None  # of the last call
         self.drafting = [DraftCost(Earnings.UNKNOWN if ratio is None else ratio) for ratio in ratios]
         self.reach = [Earnings.START + Earnings.STEP] * len(ratios)  # how much more of a costly draft than the last time
         self.since_plain, self.plain_every = AutoSchedule.PLAIN_EVERY if timed else 0, AutoSchedule.PLAIN_EVERY
@@ -85,6 +87,7 @@ class Earnings:
         if self.timed:
             mixture.experience = self.known
         self.verify, self.drafting, self.reach = self.known.verify, self.known.drafting, self.known.reach
+        self.budget = self.known.budget = Budget(self.verify, self.known.budget)
         self.asked, self.waited = [0] * len(self.drafts), [0] * len(self.drafts)  # how often; rounds since
         own = len(context.rows) if context.sampler.do_sample else 1
         self.rates, self.rows = self.known.begin(own), [b % own for b in range(len(context.rows))]
@@ -94,6 +97,7 @@ class Earnings:
     def forget(self) -> None:
         self.paths: list[list[tuple[int, int, list[int]]]] = []  # of every row, (draft, strength, likeliest path) of what was shown
         self.spent, self.shown = 0.0, 0  # seconds of costly drafts, and most nodes of a row, in this round
+        self.steps = 0.0  # plain steps that costly drafts were expected to take in it
 
     # --- what is learned --------------------------------------------------------------------------------------------
 
@@ -107,9 +111,12 @@ class Earnings:
                     self.rates[self.rows[b]][d].update(strength, judged, same)
                     self.known.rates[d].update(strength, judged, same)
         now = perf_counter()
-        if self.begin is not None and self.rounds > 1:  # the first round reads the prompt
-            self.verify.update(self.shown, max(now - self.begin - self.spent, 1e-9))
-            self.known.since_plain = self.known.since_plain + 1 if self.shown else 0
+        if self.begin is not None:
+            seconds = max(now - self.begin - self.spent, 1e-9) if self.rounds > 1 else None  # the first round reads the prompt
+            if seconds is not None:
+                self.verify.update(self.shown, seconds)
+                self.known.since_plain = self.known.since_plain + 1 if self.shown else 0
+            self.budget.spend(self.shown, seconds, self.steps)
         self.begin = now
         self.forget()
 
@@ -123,7 +130,7 @@ class Earnings:
                 self.paths[b].append((d, max(strengths[d][b], 0), path_of(proposal, b)))
         if not self.free[d]:
             seconds = perf_counter() - begin
-            self.spent += seconds
+            self.spent, self.steps = self.spent + seconds, self.steps + self.drafting_steps({d: max(k)})
             if self.asked[d] and self.timed:  # the first time it reads the prompt
                 self.drafting[d].update(max(k), seconds)
             self.asked[d] += 1
@@ -144,9 +151,21 @@ class Earnings:
     def seconds(self, k: int, asked: dict[int, int]) -> float:
         """Of a round of k nodes a row in which the drafts `asked` are asked for so many tokens."""
         known = self.verify(k)
-        step = self.verify(0)
         known = 1 + self.verify.prior_ratio * k if known is None else known
-        return known + sum(self.drafting[d](n, step or 1.0) for d, n in asked.items() if not self.free[d])
+        return known + self.drafting_seconds(asked)
+
+    def drafting_seconds(self, asked: dict[int, int]) -> float:
+        """Of the costly drafts among `asked`; plain steps where none has been timed."""
+        step = self.verify(0) or 1.0
+        return sum(self.drafting[d](n, step) for d, n in asked.items() if not self.free[d])
+
+    def drafting_steps(self, asked: dict[int, int]) -> float:
+        """The same in plain steps."""
+        return self.drafting_seconds(asked) / (self.verify(0) or 1.0)
+
+    def covers(self, k: int, asked: dict[int, int], gain: float) -> bool:
+        """Whether such a round, see `seconds` and `Budget.covers`, is within the call's budget; any is where K is not "auto"."""
+        return self.budget.covers(k, gain, self.drafting_steps(asked))
 
     def looks_at_plain(self) -> bool:
         """Whether it is time to see what a plain step costs."""
@@ -156,6 +175,7 @@ class Earnings:
         return due
 
     def next_round(self) -> None:
+        self.verify.expect(len(self.rows))
         self.rounds += 1
         self.waited = [waited + 1 for waited in self.waited]
 
@@ -182,6 +202,7 @@ class PlannedSchedule:
 
     def next_k(self, evidence: list[int], room: list[int]) -> list[int]:
         """As in `schedule.FixedSchedule`."""
+        self.mixture.way.earnings.budget.open(room)
         return self.mixture.way.plan([min(self.most, left - 1) if strength >= 0 else 0 for strength, left in zip(evidence, room)], room)
 
     def observe(self, proposed: list[int], accepted: list[int], seconds: float | None) -> None:

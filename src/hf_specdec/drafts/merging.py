@@ -6,8 +6,8 @@ from itertools import accumulate
 from math import log2
 from typing import Any
 
+from ..budget import progress
 from ..proposal import Proposal
-from ..schedule import progress
 from .base import Context, Draft, Guess
 from .earning import Earnings
 from .growth import Branches, Grower, Grown
@@ -87,8 +87,9 @@ class Merge:
                 own = [min(k, cap) if strength >= 0 else 0 for cap, strength in zip(caps, self.strengths[d])]
                 if any(own):
                     tokens = [max(self._tokens(b, d, size), 1 + gain[min(nodes, len(gain) - 1)]) for b, (size, gain) in enumerate(zip(own, gains))]
-                    rate = progress(tokens, room) / self.earnings.seconds(max(k, nodes), {d: k})
-                    if rate > most:
+                    worth = progress(tokens, room)
+                    rate = worth / self.earnings.seconds(max(k, nodes), {d: k})
+                    if rate > most and self.earnings.covers(max(k, nodes), {d: k}, worth - 1):
                         most, self.asks = rate, {d: own}
         if not self.asks:
             return [min(nodes, cap) for cap in caps]
@@ -101,14 +102,16 @@ class Merge:
         """Drafted tokens expected to be accepted of the first 0, 1, ... nodes."""
         return list(accumulate(grown.chances, initial=0.0))
 
-    def _size(self, gains: list[list[float]], least: int, drafting: float = 0.0) -> tuple[int, float]:
-        """(nodes, `progress` per second) of the trees that earn most; (0, rate of a plain step) if none earns more. drafting: seconds of the
-        drafts that are asked."""
+    def _size(self, gains: list[list[float]], least: int, seconds: float = 0.0, steps: float = 0.0) -> tuple[int, float]:
+        """(nodes, `progress` per second) of the trees that earn most of those that the budget covers, `least` anyway; (0, rate of a plain step)
+        if none earns more. seconds, steps: of the drafts that are asked, and the same in plain steps."""
         found = 0, 0.0
         for n in range(least, max(map(len, gains))):
-            rate = progress([1 + gain[min(n, len(gain) - 1)] for gain in gains], self.room) / (self.earnings.seconds(n, {}) + drafting)
-            margin = self.earnings.margin if not found[0] and not drafting else 1.0
-            found = (n, rate) if rate > margin * found[1] else found
+            worth = progress([1 + gain[min(n, len(gain) - 1)] for gain in gains], self.room)
+            rate = worth / (self.earnings.seconds(n, {}) + seconds)
+            margin = self.earnings.margin if not found[0] and not seconds else 1.0
+            if rate > margin * found[1] and (n == least or self.earnings.budget.covers(n, worth - 1, steps)):
+                found = n, rate
         return found
 
     # --- the tree ---------------------------------------------------------------------------------------------------
@@ -118,11 +121,12 @@ class Merge:
             wholes = [d for d, whole in enumerate(self.wholes) if whole is not None]
             self.drawn = self._ask({d: [self._share(i, size) for size in k] for i, d in enumerate(wholes)})
         elif self.asks:
-            drafting = self.earnings.seconds(0, {d: max(own) for d, own in self.asks.items()}) - self.earnings.seconds(0, {})
+            asked = {d: max(own) for d, own in self.asks.items()}
+            drafting = self.earnings.drafting_seconds(asked), self.earnings.drafting_steps(asked)
             self.drawn += self._ask(self.asks)  # how long this one took may depend on what was drawn: the size of the tree does not
         self.grown = self._trees(k)
         if self.asks:
-            size, _ = self._size([self._gains(grown) for grown in self.grown], 1, drafting)
+            size, _ = self._size([self._gains(grown) for grown in self.grown], 1, *drafting)
             self.grown = [grown.first(size) for grown in self.grown]
         rows = [self._row(b, grown) for b, grown in enumerate(self.grown)]
         self.earnings.shown = max((len(row.nodes) for row in rows), default=0)
