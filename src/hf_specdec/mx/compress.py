@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from functools import partial
 
 import torch
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress
 from torch import nn
 
 from .attention import use_for_few
+from .calibrate import factors, loses
+from .calibration import sequences_of
 from .formats import DEFAULT_FORMAT, DEFAULT_RULE, Format, check_activations, check_rule, get_format
 from .linear import MXLinear
 from .plan import Choice, check_skip, check_some, plan, recorded
@@ -26,6 +29,7 @@ def compress(
     lm_head: str | Format | None = None,
     measure: bool = True,
     activations: str | None = None,
+    calibration: Iterable | None = None,
 ) -> nn.Module:
     """Compress a model's `nn.Linear` weights in place and return the model; `model.mx_report` says what was done.
 
@@ -47,17 +51,36 @@ def compress(
     choices = plan(model, format, skip, lm_head)
     _check(model, choices)
     kept = recorded(choices, skip)
+    sequences = None if calibration is None else _calibration(model, calibration, choices)
+    names, reports, console = [choice.name for choice in choices], {}, Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        rest = _plain(choices) if sequences is None else factors(model, choices, sequences, activations, progress=partial(_watch, bar))
+        for choice, factor, note in bar.track(rest, len(names), description="Compressing"):
+            reports[choice.name] = compress_layer(model, choice, scale_rule, measure, activations, factor, note)
     own_config(model)
-    report = CompressionReport()
-    console = Console(stderr=True)
-    for _ in track(range(len(choices)), "Compressing", console=console, transient=True, disable=not console.is_terminal):
-        report.layers.append(compress_layer(model, choices.pop(0), scale_rule, measure, activations))  # nothing else holds the dense one
     untie(model)
     use_for_few(model)
-    model.mx_report = report
+    model.mx_report = CompressionReport([reports[name] for name in names])
     if hasattr(model, "config") and hasattr(model, "save_pretrained"):
         attach(model, MXConfig(get_format(format).name, scale_rule, kept, lm_head and get_format(lm_head).name, activations=activations))
     return model
+
+
+def _plain(choices: list[Choice]) -> Iterator[tuple[Choice, None, str]]:
+    while choices:
+        yield choices.pop(0), None, ""  # nothing else holds the dense layer
+
+
+def _watch(bar: Progress, sequences: list[torch.Tensor], text: str) -> Iterator[torch.Tensor]:
+    task = bar.add_task(text)
+    yield from bar.track(sequences, task_id=task)
+    bar.remove_task(task)
+
+
+def _calibration(model: nn.Module, calibration: Iterable, choices: list[Choice]) -> list[torch.Tensor]:
+    if not any(map(loses, choices)):
+        raise ValueError("calibration has no meaning where nothing is rounded: bf16 and fp32 keep the numbers as they are.")
+    return sequences_of(model, calibration)
 
 
 def _check(model: nn.Module, choices: list[Choice]) -> None:
