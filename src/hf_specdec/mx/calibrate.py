@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .codec import round_to_integers
-from .gptq import inverse_factor
+from .gptq import Inputs
 from .plan import Choice
 from .quality import evaluating
 
@@ -23,30 +23,29 @@ class _Enough(Exception):
     """The rest of a pass has nothing more to tell."""
 
 
-def factors(
+def calibrated(
     model: nn.Module,
     choices: list[Choice],
     sequences: list[torch.Tensor],
     activations: str | None = None,
-    memory: float = MEMORY,
     progress: Callable[[list, str], Iterable] = lambda sequences, text: sequences,
-) -> Iterator[tuple[Choice, torch.Tensor | None, str]]:
-    """All of `choices`, each with the `inverse_factor` of its inputs on `sequences` (int64 `[1, n]` each), None without, and a note for the report.
+) -> Iterator[tuple[Choice, Inputs | None, str]]:
+    """All of `choices`, each with its inputs on `sequences` (int64 `[1, n]` each), None without, and a note for the report.
 
-    Layers come in the order in which the model calls them, as many in a stage as have room for their Gram matrices in `memory` GiB. A
+    Layers come in the order in which the model calls them, as many in a stage as have room for their Gram matrices in `MEMORY`. A
     stage is measured when its first layer is asked for, with the layers of earlier stages as the caller has left them. activations: of
     layers whose format goes with them, the inputs are rounded before they count.
     """
     yield from ((choice, None, "") for choice in choices if not loses(choice))
     calls, source = _trace(model, choices, sequences[0])
-    stages = _stages(_in_order([choice for choice in choices if loses(choice)], calls, source), source, memory)
+    stages = _stages(_in_order([choice for choice in choices if loses(choice)], calls, source), source)
     choices.clear()  # who compresses a layer is the last to hold it
     for number, stage in enumerate(stages, 1):
         grams, known = _measure(model, stage, source, calls, progress(sequences, f"Calibrating, stage {number} of {len(stages)}"), activations), {}
         while stage:
             name = source.get(stage[0].name, stage[0].name)
             if name in grams:
-                known[name] = inverse_factor(grams.pop(name))
+                known[name] = Inputs.of(grams.pop(name))
             yield stage.pop(0), known.get(name), CALIBRATED if name in known else UNSEEN
 
 
@@ -81,15 +80,16 @@ def _in_order(choices: list[Choice], calls: list[str], source: dict[str, str]) -
     return sorted(choices, key=lambda choice: keys[choice.name])
 
 
-def _stages(choices: list[Choice], source: dict[str, str], memory: float) -> list[list[Choice]]:
-    """In parts whose Gram matrices take `memory` GiB at most, or are alone."""
+def _stages(choices: list[Choice], source: dict[str, str]) -> list[list[Choice]]:
+    """In parts whose Gram matrices take `MEMORY` at most, or are alone."""
     stages: list[list[Choice]] = []
     room = 0.0
     for choice in choices:
-        size = choice.module.in_features**2 * 4 / 2**30 if source.get(choice.name, choice.name) == choice.name else 0.0
-        if size > room or not stages:
+        own = source.get(choice.name, choice.name) == choice.name
+        size = choice.module.in_features**2 * 4 / 2**30 if own else 0.0
+        if own and size > room or not stages:
             stages.append([])
-            room = memory
+            room = MEMORY
         stages[-1].append(choice)
         room -= size
     return stages

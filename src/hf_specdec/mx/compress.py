@@ -11,7 +11,7 @@ from rich.progress import Progress
 from torch import nn
 
 from .attention import use_for_few
-from .calibrate import factors, loses
+from .calibrate import calibrated, loses
 from .calibration import sequences_of
 from .formats import DEFAULT_FORMAT, DEFAULT_RULE, Format, check_activations, check_rule, get_format
 from .linear import MXLinear
@@ -54,9 +54,9 @@ def compress(
     sequences = None if calibration is None else _calibration(model, calibration, choices)
     names, reports, console = [choice.name for choice in choices], {}, Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        rest = _plain(choices) if sequences is None else factors(model, choices, sequences, activations, progress=partial(_watch, bar))
-        for choice, factor, note in bar.track(rest, len(names), description="Compressing"):
-            reports[choice.name] = compress_layer(model, choice, scale_rule, measure, activations, factor, note)
+        rest = _plain(choices) if sequences is None else calibrated(model, choices, sequences, activations, progress=partial(_watch, bar))
+        for choice, inputs, note in bar.track(rest, len(names), description="Compressing"):
+            reports[choice.name] = compress_layer(model, choice, scale_rule, measure, activations, inputs, note)
     own_config(model)
     untie(model)
     use_for_few(model)

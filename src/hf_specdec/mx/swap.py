@@ -9,7 +9,7 @@ from torch import nn
 
 from .activation import RowActivation
 from .attention import use_sdpa_again
-from .gptq import compensated
+from .gptq import Inputs, compensated
 from .linear import MXLinear
 from .packed import quantize
 from .plan import Choice
@@ -21,9 +21,9 @@ _HOOKS = [key for key in vars(nn.Module()) if key.startswith(("_forward_", "_bac
 
 
 def compress_layer(model: nn.Module, choice: Choice, scale_rule: str, measure: bool, activations: str | None = None,
-                   factor: torch.Tensor | None = None, note: str = "") -> LayerReport:
-    """Swap one layer, if it has a format, and say what that did. activations: of layers whose format goes with them. factor: its rounding
-    makes up for its errors on the inputs that this is of (`gptq`); note: what there is to say about that."""
+                   inputs: Inputs | None = None, note: str = "") -> LayerReport:
+    """Swap one layer, if it has a format, and say what that did. activations: of layers whose format goes with them. inputs: rounding makes
+    up for its errors on these; note: what there is to say about that."""
     if choice.format is None:
         return dense_report(choice.name, choice.module, choice.reason)
     linear, notes = choice.module, [note] if note else []
@@ -31,7 +31,7 @@ def compress_layer(model: nn.Module, choice: Choice, scale_rule: str, measure: b
     if _is_tied(model, linear):
         before, notes = 0, ["untied from the embedding, which stays dense", *notes]
     weight = linear.weight.clone() if choice.format.is_dense else linear.weight  # the layer puts its memory into another order: it must be its own
-    packed = quantize(weight, choice.format, scale_rule) if factor is None else compensated(weight, choice.format, scale_rule, factor)
+    packed = quantize(weight, choice.format, scale_rule) if inputs is None else compensated(weight, choice.format, scale_rule, inputs)
     error = weight_error(linear.weight.detach(), packed) if measure else (None, None)
     replace(model, choice.name, MXLinear.from_packed(packed, linear, activations if choice.format.fits_int8 else None))
     return LayerReport(choice.name, tuple(linear.weight.shape), choice.format.name, before, packed.nbytes, *error, ", ".join(notes))
