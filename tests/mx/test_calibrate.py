@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,11 +12,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hf_specdec import mx
+from hf_specdec.bench.embedded import load_target
 from hf_specdec.mx import calibrate
 from hf_specdec.mx.calibration import own_text, pieces
 from hf_specdec.mx.formats import get_format
 from hf_specdec.mx.gptq import Inputs, compensated
 
+from ..bench.test_embedded import needs_package
 from ..helpers import VOCAB, assert_unchanged, snapshot
 from . import reference
 from .models import logits, mx_layers, same, tiny
@@ -42,7 +46,7 @@ def rounded(weight, format, rule, gram):
 def textbook(name: str, weight: torch.Tensor, rule: str, gram: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """GPTQ without its tricks (Frantar et al. 2022, equations 2 and 3): after each column the inverse Hessian loses that column. All in float64."""
     weight, hessian = weight.double().clone(), gram.double()
-    inverse = torch.linalg.inv(hessian + 0.01 * hessian.diagonal().mean() * torch.eye(len(hessian), dtype=torch.float64))
+    inverse = torch.linalg.inv(hessian + 0.3 * hessian.diagonal().mean() * torch.eye(len(hessian), dtype=torch.float64))
     codes, scales = torch.empty(weight.shape, dtype=torch.long), torch.empty(weight.shape[0], weight.shape[1] // 32, dtype=torch.long)
     size = hessian.diagonal().tolist()
     for block in sorted(range(len(size) // 32), key=lambda block: -sum(size[32 * block : 32 * block + 32])):
@@ -119,11 +123,11 @@ def test_gram_matrices_that_are_hard_to_factorise():
     weight, x = matrix(16, 64), inputs(5, 64)
     gram, one = x.T @ x, torch.eye(64)
     few, mean = Inputs.of(gram), gram.diagonal().mean()
-    damped = (gram + 0.01 * mean * one)[few.order][:, few.order].double()
+    damped = (gram + 0.3 * mean * one)[few.order][:, few.order].double()
     assert few.factor.dtype == torch.float32 and torch.equal(few.factor, few.factor.triu()) and torch.equal(few.order.sort().values, torch.arange(64))
     assert torch.allclose(few.factor.double().T @ few.factor.double() @ damped, one.double(), atol=1e-3)
     assert torch.equal(Inputs.of(torch.zeros(64, 64)).factor, Inputs.of(one).factor)
-    assert Inputs.of(gram - 0.5 * mean * one).factor.isfinite().all()  # no sum of squares: more damping makes up for it
+    assert Inputs.of(gram - 2 * mean * one).factor.isfinite().all()  # no sum of squares: more damping makes up for it
     x[:, [3, 40]] = 0
     dead, nearest = rounded(weight, "mxfp4_e2m1", "even", x.T @ x), mx.quantize(weight, "mxfp4_e2m1")
     scale = reference.power(dead.scales.long() - 127).repeat_interleave(32, 1)
@@ -373,6 +377,24 @@ def test_the_model_writes_text_of_its_own():
     assert torch.equal(torch.cat(parts), torch.cat(again)) and not torch.equal(torch.cat(parts), torch.cat(other))
     assert len(begun) == 1 and begun[0].shape == (1, 128) and begun[0][0, :2].tolist() == [4, 5]  # the model's context
     assert torch.equal(torch.get_rng_state(), state)
-    model.generation_config.bos_token_id = None
-    with pytest.raises(ValueError, match="no BOS token to begin with"):
+    model.generation_config.bos_token_id, model.generation_config.eos_token_id = None, [3, 2]
+    assert own_text(model, tokens=8, length=8)[0][0, 0] == 3
+    model.generation_config.eos_token_id = None
+    with pytest.raises(ValueError, match="there is no token to begin with"):
         own_text(model)
+
+
+# --- a real model -------------------------------------------------------------------------------------------------------------
+
+PASSAGES = Path(__file__).parents[2] / "recipes" / "prompts" / "passages.jsonl"
+
+
+@needs_package
+def test_two_layers_of_smollm2_in_four_bits_lose_far_less_on_a_text_of_another_kind():
+    original, tokenizer = load_target(device="cpu")
+    skip = [f"layers.{i}" for i in range(2, 30)]
+    words = "\n".join(json.loads(line)["prompt"] for line in PASSAGES.read_text().splitlines()[:20])
+    nearest = mx.compress(copy.deepcopy(original), "mxfp4_e2m1", skip, measure=False)
+    better = mx.compress(copy.deepcopy(original), "mxfp4_e2m1", skip, measure=False, calibration=pieces(tokenizer(words)["input_ids"], 1536))
+    plain, found = (mx.compare(original, model, tokenizer, max_tokens=512) for model in (nearest, better))
+    assert found.kl < 0.8 * plain.kl and found.loss_difference < plain.loss_difference

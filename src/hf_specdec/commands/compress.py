@@ -39,8 +39,11 @@ def compress(
     from .. import mx
     from ..bench.embedded import load_model
     from ..bench.report import save_json
+    from ..mx.formats import get_format
 
     config = mx.MXConfig(format, scale_rule, skip, lm_head, activations=activations)
+    if calibrate and not any(get_format(name).bits < 16 for name in (format, lm_head) if name):
+        raise ValueError(f"--calibrate has no meaning with --format {format}: nothing is rounded.")
     words = _words(text, "--text")
     lesson = None if calibrate == GENERATED else _words(calibrate, "--calibrate")
     refuse_compressed(target, _stored_config(target), "name the original checkpoint")
@@ -51,7 +54,7 @@ def compress(
         raise ValueError(f"--text {text}: at least 2 tokens are needed, so that one can be predicted; name another file.")
     before = _bytes(model)
     original = _second(model) if report else None
-    sequences = _calibration(model, tokenizer, lesson) if calibrate else None
+    sequences = calibration_text(model, tokenizer, lesson) if calibrate else None
     mx.compress(model, format, skip, scale_rule, lm_head, activations=activations, calibration=sequences)
     after = _bytes(model)
     console = Console(highlight=False)
@@ -109,8 +112,8 @@ def _words(file: Path | str | None, option: str) -> str | None:
     return words
 
 
-def _calibration(model, tokenizer, words: str | None) -> list:
-    """Sequences of a text, or those that the model writes itself: users' turns and answers if it chats."""
+def calibration_text(model, tokenizer, words: str | None) -> list:
+    """Token ids `[1, n]` of a text in pieces, or of text that the model writes itself: users' turns and answers if it chats."""
     from ..bench.terminal import working
     from ..mx.calibration import own_text, pieces
 

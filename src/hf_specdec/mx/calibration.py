@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-TOKENS, LENGTH = 16384, 512  # of calibration text, and of a piece of it
+TOKENS, LENGTH = 8192, 256  # of calibration text, and of a piece of it
 
 
 def sequences_of(model, calibration: Iterable) -> list[torch.Tensor]:
@@ -54,13 +54,13 @@ def pieces(ids: Sequence[int], tokens: int = TOKENS, length: int = LENGTH) -> li
 def own_text(model, start: Sequence[int] | None = None, tokens: int = TOKENS, length: int = LENGTH, seed: int = 0) -> list[torch.Tensor]:
     """About `tokens` tokens that the model writes itself, as int64 tensors `[1, length]`, sampled at temperature 1 with that seed: calibration without data.
 
-    start: token ids that each begins with, such as a chat template's up to the user's words; the model's BOS token without it. Ends of a text are gone
-    beyond. Raises ValueError for a model without a BOS token where `start` is not given. (LLM-QAT, Liu et al. 2023, arXiv 2305.17888, takes such text.)
+    start: token ids that each begins with, such as a chat template's up to the user's words; without it the model's BOS token, or EOS if it has
+    no other. Ends of a text are gone beyond. Raises ValueError where there is nothing to begin with. Source: LLM-QAT (Liu et al. 2023, arXiv 2305.17888).
     """
     vocabulary = model.get_input_embeddings().weight.shape[0]  # an id that no token has
-    start = [model.generation_config.bos_token_id] if start is None else list(start)
-    if None in start or not start:
-        raise ValueError("start: the model has no BOS token to begin with; give token ids.")
+    start = _beginning(model.generation_config) if start is None else list(start)
+    if not start:
+        raise ValueError("start: there is no token to begin with, and the model has neither BOS nor EOS; give token ids.")
     length = min(length, _context(model) or length)
     first = torch.tensor([start], device=model.device).expand(max(1, tokens // length), -1)
     with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
@@ -68,3 +68,8 @@ def own_text(model, start: Sequence[int] | None = None, tokens: int = TOKENS, le
         ids = model.generate(first, attention_mask=torch.ones_like(first), max_length=length, do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
                              repetition_penalty=1.0, eos_token_id=vocabulary, pad_token_id=0)  # fmt: skip
     return list(ids.cpu().split(1))
+
+
+def _beginning(config) -> list[int]:
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    return [token for token in (config.bos_token_id, *ends) if token is not None][:1]
