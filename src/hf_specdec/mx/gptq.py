@@ -36,7 +36,7 @@ class Inputs:
         order, damping = _order(gram.diagonal()), DAMPING
         gram = gram[order][:, order].double()
         diagonal, one = gram.diagonal(), torch.eye(len(gram), dtype=torch.float64, device=gram.device)
-        mean = float(diagonal.mean()) or 1.0
+        mean = float(diagonal.abs().mean()) or 1.0
         diagonal[diagonal == 0] = mean
         while True:
             lower, failed = torch.linalg.cholesky_ex((gram + damping * mean * one).flip(0, 1))
