@@ -40,8 +40,13 @@ def compress(
     (a head's, too, but for formats that do not go with it, "bf16" say): passes over several tokens get faster, at the price of a further error. On a CPU, attention of "sdpa" becomes `hf_specdec_few`: the
     same numbers but for rounding, by the kernels where a pass has few tokens (`model.set_attn_implementation("sdpa")` undoes it).
 
+    calibration: sequences of token ids, int64 or int32 `[n]` or `[1, n]` or lists, that the model reads, so that rounding makes up for its errors on what the
+    layers are given (GPTQ, Frantar et al. 2022, arXiv 2210.17323); `hf_specdec.mx.calibration` has text that the model writes itself. The format stays as it is.
+    Interrupted after the first layer was swapped, some layers are compressed and some not: load the model again.
+
     Raises ValueError, before anything is changed, for an unknown format or rule, activations that do not go with the format, a model that another method or an earlier
-    call has quantised, weights that are not finite (it names the layer), and a model in which nothing can be compressed.
+    call has quantised, weights that are not finite (it names the layer), a model in which nothing can be compressed, and calibration that is empty, not
+    token ids of this model or too long, or where nothing is rounded; TypeError for calibration of a model that takes no token ids.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a model, got {type(model).__name__}; load one with from_pretrained.")
