@@ -1,6 +1,7 @@
 """What each MX format and scale rule costs in quality, on the real SmolLM2-135M-Instruct in float32.
 
-    python benchmarks/mx_quality.py [--text FILE] [--formats ...] [--rules ...] [--lm-head FORMAT] [--activations mxint8] [--json FILE]
+    python benchmarks/mx_quality.py [--text FILE] [--formats ...] [--rules ...] [--lm-head FORMAT] [--activations mxint8]
+        [--calibrate FILE] [--json FILE]
 
 Perplexity, KL divergence, top-1 agreement and the overlap sum min(p, q), which is the acceptance rate if the compressed copy
 drafts for the original. Counts, not times: nothing else has to rest meanwhile.
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from hf_specdec import mx
 from hf_specdec.bench.embedded import load_target
+from hf_specdec.commands.compress import GENERATED, calibration_text
 from hf_specdec.mx.formats import FORMATS, SCALE_RULES
 from hf_specdec.mx.quality import sample_text
 
@@ -26,15 +28,19 @@ def main() -> None:
     parser.add_argument("--rules", nargs="+", default=list(SCALE_RULES))
     parser.add_argument("--lm-head")
     parser.add_argument("--activations", help='"mxint8": with rounded inputs, the formats that go with it')
+    parser.add_argument("--calibrate", help="a text file, or generated: as hf-specdec compress")
     parser.add_argument("--json")
     options = parser.parse_args()
     model, tokenizer = load_target(dtype="float32")
     text = options.text.read_text() if options.text else sample_text()
+    sequences = None
+    if options.calibrate:
+        sequences = calibration_text(model, tokenizer, None if options.calibrate == GENERATED else Path(options.calibrate).read_text())
     rows = []
     print("format       rule   SQNR dB  perplexity  nats    KL      top-1   overlap")
     for name in [name for name in options.formats if not options.activations or FORMATS[name].fits_int8]:
         for rule in options.rules:
-            small = mx.compress(copy.deepcopy(model), name, scale_rule=rule, lm_head=options.lm_head, activations=options.activations)
+            small = mx.compress(copy.deepcopy(model), name, scale_rule=rule, lm_head=options.lm_head, activations=options.activations, calibration=sequences)
             quality = mx.compare(model, small, tokenizer, text).to_dict()
             layers = [layer.sqnr_db for layer in small.mx_report.compressed]
             rows.append({"format": name, "rule": rule, "sqnr_db": sum(layers) / len(layers), **quality})

@@ -209,6 +209,9 @@ def compress(
     activations: Annotated[
         str | None, typer.Option("--activations", help="mxint8: the layers' inputs are rounded to it, and passes over several tokens get faster; not rounded without it.")
     ] = None,
+    calibrate: Annotated[
+        str | None, typer.Option("--calibrate", help="A text file, or generated (text that the model writes itself): weights are rounded so that the layers' outputs on it change little; each to nearest without it.")
+    ] = None,
     dtype: DType = "auto",
     out: Annotated[Path | None, typer.Option("--out", help="A new or empty folder for model and tokenizer; this or --report is needed.")] = None,
     report: Annotated[bool, typer.Option("--report", help="Measure perplexity, KL divergence and agreement with the original.")] = False,
@@ -219,7 +222,7 @@ def compress(
     """Store a model's weights in an MX format: 4 to 8 bits each, read without unpacking them first."""
     from .commands.compress import compress as run
 
-    run(target, format, scale_rule, skip or [], lm_head, activations, dtype, out, report, text, every_layer, json_file)
+    run(target, format, scale_rule, skip or [], lm_head, activations, dtype, out, report, text, every_layer, json_file, calibrate)
 
 
 @app.command(short_help="Train a draft on text that the target writes itself.")

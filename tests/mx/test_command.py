@@ -15,6 +15,7 @@ from hf_specdec import mx
 from hf_specdec.bench import embedded
 from hf_specdec.cli import app
 from hf_specdec.commands import compress as command
+from hf_specdec.mx.calibration import pieces
 
 from ..bench.conftest import byte_tokenizer, tiny_model
 from .models import mx_layers
@@ -96,6 +97,34 @@ def test_the_report_measures_on_the_shipped_text_or_another(folder, tmp_path):
     assert str(text) in result.stdout
 
 
+def test_calibrated_on_a_text_or_on_its_own(folder, tmp_path):
+    text, file = tmp_path / "text.txt", tmp_path / "report.json"
+    text.write_text("Neighbouring weights tend to be of similar size. " * 20)
+    losses = []
+    for arguments, source in (((), None), (("--calibrate", text), str(text)), (("--calibrate", "generated"), "generated")):
+        result = run(folder, "--format", "mxfp4_e2m1", "--report", "--text", text, "--json", file, "--dtype", "float32", *arguments)
+        assert result.exit_code == 0, result.output
+        found = json.loads(file.read_text())
+        notes = {layer["note"] for layer in found["compression"]["layers"] if layer["format"]}
+        assert found["calibration"] == source and notes == {"calibrated" if source else ""}
+        assert ("mxfp4_e2m1 (calibrated)" in result.stdout) is ("Calibrated on " in result.stdout) is (source is not None)
+        losses.append(found["quality"]["kl"])
+    assert losses[1] < 0.8 * losses[0] and "Calibrated on text of its own: " in result.stdout
+    expected = mx.compress(AutoModelForCausalLM.from_pretrained(folder, dtype="auto"), calibration=pieces(byte_tokenizer()(text.read_text())["input_ids"]))
+    run(folder, "--calibrate", text, "--out", tmp_path / "mx")
+    written = AutoModelForCausalLM.from_pretrained(tmp_path / "mx", dtype="auto").state_dict()
+    assert all(torch.equal(written[name], tensor) for name, tensor in expected.state_dict().items())
+
+
+def test_a_model_that_chats_writes_what_users_say():
+    tokenizer, asked = byte_tokenizer(), []
+    tokenizer.chat_template = "{% for m in messages %}<user>{{ m.content }}</user>{% endfor %}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hf_specdec.mx.calibration.own_text", lambda model, start: asked.append(start))
+        command.calibration_text(None, tokenizer, None)
+    assert asked == [tokenizer("<user>")["input_ids"]]
+
+
 @pytest.mark.parametrize("format, dtype, rounding", [("fp32", "float32", 1e-4), ("bf16", "bfloat16", 1e-3)])
 def test_the_report_on_weights_that_stay_as_they_are_compares_with_the_original(format, dtype, rounding, folder, tmp_path):
     """The original shares its weights with what is compressed. In 16 bit, attention by the kernel rounds otherwise than torch's."""
@@ -121,10 +150,13 @@ def test_wrong_arguments_are_refused_before_anything_is_loaded(folder, tmp_path,
     refused("lm_head='x' is not an MX format", folder, "--out", out, "--lm-head", "x")
     refused("--text has no meaning without --report", folder, "--out", out, "--text", tmp_path)
     refused("there is no such file", folder, "--report", "--text", tmp_path / "none.txt")
+    refused("--calibrate none.txt: there is no such file; name a file of text, or generated", folder, "--out", out, "--calibrate", "none.txt")
+    refused("--calibrate has no meaning with --format bf16", folder, "--out", out, "--calibrate", "generated", "--format", "bf16")
     refused("its folder does not exist", folder, "--report", "--json", tmp_path / "none" / "x.json")
     for name, data, words in (("empty", b" \n", "there is no text in it"), ("latin", b"gr\xfcn", "not text in UTF-8")):
         (tmp_path / name).write_bytes(data)
         refused(f"--text {tmp_path / name}: {words}", folder, "--report", "--text", tmp_path / name, "--out", out)
+        refused(f"--calibrate {tmp_path / name}: {words}", folder, "--calibrate", tmp_path / name, "--out", out)
     if Path("/proc/self").exists():
         refused("nothing can be written in /proc", folder, "--report", "--json", "/proc/x.json")
     (tmp_path / "full").mkdir()

@@ -15,6 +15,9 @@ from rich.table import Table
 
 from .common import check_folder, refuse_compressed
 
+GENERATED = "generated"
+MARK = "\x1a"  # stands for a user's words
+
 
 def compress(
     target: str,
@@ -29,28 +32,35 @@ def compress(
     text: Path | None,
     every_layer: bool,
     json_file: Path | None,
+    calibrate: str | None = None,
 ) -> None:
     """Print what was done, write the folder, then measure; arguments are checked before anything is loaded."""
-    _check(out, report, text, json_file)
+    _check(out, report, text, json_file, calibrate)
     from .. import mx
     from ..bench.embedded import load_model
-    from ..bench.prompts import read_text
     from ..bench.report import save_json
+    from ..mx.formats import get_format
 
     config = mx.MXConfig(format, scale_rule, skip, lm_head, activations=activations)
-    words = None if text is None else read_text(text, "--text")
-    if words is not None and not words.strip():
-        raise ValueError(f"--text {text}: there is no text in it; name another file.")
+    if calibrate and not any(get_format(name).bits < 16 for name in (format, lm_head) if name):
+        raise ValueError(f"--calibrate has no meaning with --format {format}: nothing is rounded.")
+    words = _words(text, "--text")
+    lesson = None if calibrate == GENERATED else _words(calibrate, "--calibrate")
     refuse_compressed(target, _stored_config(target), "name the original checkpoint")
-    model, tokenizer = load_model(target, dtype), _tokenizer(target, needed=report)
+    needed = "--report" if report else "--calibrate" if calibrate else None
+    model, tokenizer = load_model(target, dtype), _tokenizer(target, needed)
     refuse_compressed(target, model.config, "name the original checkpoint")
     if words is not None and len(tokenizer(words, verbose=False)["input_ids"]) < 2:
         raise ValueError(f"--text {text}: at least 2 tokens are needed, so that one can be predicted; name another file.")
     before = _bytes(model)
     original = _second(model) if report else None
-    mx.compress(model, format, skip, scale_rule, lm_head, activations=activations)
+    sequences = calibration_text(model, tokenizer, lesson) if calibrate else None
+    mx.compress(model, format, skip, scale_rule, lm_head, activations=activations, calibration=sequences)
     after = _bytes(model)
     console = Console(highlight=False)
+    if sequences is not None:
+        source, tokens = "text of its own" if calibrate == GENERATED else calibrate, sum(ids.numel() for ids in sequences)
+        console.print(f"Calibrated on {source}: {tokens} tokens.", markup=False, soft_wrap=True)
     _print_layers(console, model.mx_report, every_layer, (before, after))
     if out is not None:
         _save(out, model, tokenizer)
@@ -61,18 +71,20 @@ def compress(
         console.print(f"Predictions on {source}:", style="bold", markup=False, soft_wrap=True)
         console.print(_quality_table(quality))
     if json_file is not None:
-        result = {"model": target, "config": config.to_dict(), "dtype": str(model.dtype).removeprefix("torch.")}
+        result = {"model": target, "config": config.to_dict(), "calibration": calibrate, "dtype": str(model.dtype).removeprefix("torch.")}
         result |= {"model_bytes_before": before, "model_bytes_after": after, "compression": model.mx_report.to_dict()}
         save_json({**result, "quality": quality and quality.to_dict()}, json_file)
 
 
-def _check(out: Path | None, report: bool, text: Path | None, json_file: Path | None) -> None:
+def _check(out: Path | None, report: bool, text: Path | None, json_file: Path | None, calibrate: str | None) -> None:
     if out is None and not report:
         raise ValueError("give --out DIR to save the compressed model, --report to measure it, or both.")
     if text is not None and not report:
         raise ValueError("--text has no meaning without --report.")
     if text is not None and not text.is_file():
         raise ValueError(f"--text {text}: there is no such file.")
+    if calibrate not in (None, GENERATED) and not Path(calibrate).is_file():
+        raise ValueError(f"--calibrate {calibrate}: there is no such file; name a file of text, or {GENERATED}.")
     if json_file is not None and not json_file.absolute().parent.is_dir():
         raise ValueError(f"--json {json_file}: its folder does not exist.")
     if json_file is not None and json_file.is_dir():
@@ -91,8 +103,32 @@ def _stored_config(target: str) -> dict | None:
         return None
 
 
-def _tokenizer(target: str, needed: bool):
-    """The model's tokenizer; None if it has none and nothing has to be read with it."""
+def _words(file: Path | str | None, option: str) -> str | None:
+    from ..bench.prompts import read_text
+
+    words = None if file is None else read_text(Path(file), option)
+    if words is not None and not words.strip():
+        raise ValueError(f"{option} {file}: there is no text in it; name another file.")
+    return words
+
+
+def calibration_text(model, tokenizer, words: str | None) -> list:
+    """Token ids `[1, n]` of a text in pieces, or of text that the model writes itself: users' turns and answers if it chats."""
+    from ..bench.terminal import working
+    from ..mx.calibration import own_text, pieces
+
+    if words is not None:
+        return pieces(tokenizer(words, verbose=False)["input_ids"])
+    start = None
+    if tokenizer.chat_template:
+        turn = tokenizer.apply_chat_template([{"role": "user", "content": MARK}], tokenize=False)
+        start = tokenizer(turn.partition(MARK)[0], add_special_tokens=False)["input_ids"]
+    with working("The model writes text to calibrate on ..."):
+        return own_text(model, start)
+
+
+def _tokenizer(target: str, needed: str | None):
+    """The model's tokenizer; None if it has none and no option needs it."""
     from transformers import AutoTokenizer
 
     from ..bench.embedded import EMBEDDED, embedded_folder
@@ -101,7 +137,7 @@ def _tokenizer(target: str, needed: bool):
         return AutoTokenizer.from_pretrained(str(embedded_folder()) if target == EMBEDDED else target)
     except (ValueError, OSError) as error:
         if needed:
-            raise ValueError(f"--report needs a tokenizer, and {target} has none that can be loaded: {error}") from error
+            raise ValueError(f"{needed} needs a tokenizer, and {target} has none that can be loaded: {error}") from error
         return None
 
 

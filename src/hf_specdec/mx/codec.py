@@ -21,16 +21,11 @@ def encode(weight: torch.Tensor, fmt: Format, rule: str = DEFAULT_RULE) -> tuple
     squared error (`mse`). Elements round to nearest, ties to even, and saturate with their sign. A block that holds a NaN or
     an infinity gets the NaN scale. A block of zeros gets scale byte 0.
     """
-    check_rule(rule)
     blocks = _blocks(weight)
-    amax = blocks.abs().amax(-1, keepdim=True)
-    if rule == "mse":
-        exponent = _least_error(blocks, _shared_exponent(amax, fmt, "floor"), fmt)
-    else:
-        exponent = _shared_exponent(amax, fmt, rule)
+    exponent = shared_exponent(blocks, fmt, rule)
     scale = (exponent + SCALE_BIAS).to(torch.uint8)
-    scale = torch.where(amax.isfinite(), scale, scale.new_tensor(SCALE_NAN))
-    return _round(blocks, exponent, fmt).reshape(weight.shape), scale.squeeze(-1)
+    scale = torch.where(blocks.isfinite().all(-1, keepdim=True), scale, scale.new_tensor(SCALE_NAN))
+    return nearest(blocks, exponent, fmt).reshape(weight.shape), scale.squeeze(-1)
 
 
 def decode(codes: torch.Tensor, scales: torch.Tensor, fmt: Format, dtype=torch.float32) -> torch.Tensor:
@@ -63,8 +58,15 @@ def _blocks(weight: torch.Tensor) -> torch.Tensor:
     return weight.detach().float().unflatten(-1, (-1, BLOCK))
 
 
-def _shared_exponent(amax: torch.Tensor, fmt: Format, rule: str) -> torch.Tensor:
-    """Int32 exponents of the scales, in -127..127."""
+def shared_exponent(blocks: torch.Tensor, fmt: Format, rule: str) -> torch.Tensor:
+    """Int32 exponents `[..., 1]` of the scales of float32 `blocks [..., 32]`, in -127..127; ValueError for an unknown rule."""
+    amax = blocks.abs().amax(-1, keepdim=True)
+    if check_rule(rule) == "mse":
+        return _least_error(blocks, _exponent(amax, fmt, "floor"), fmt)
+    return _exponent(amax, fmt, rule)
+
+
+def _exponent(amax: torch.Tensor, fmt: Format, rule: str) -> torch.Tensor:
     if rule == "even":
         fraction = 6 if fmt.is_integer else fmt.mantissa_bits  # the integers' leading one is their seventh magnitude bit
         bits = amax.view(torch.int32) + (1 << (_MANTISSA - fraction - 1))
@@ -75,8 +77,8 @@ def _shared_exponent(amax: torch.Tensor, fmt: Format, rule: str) -> torch.Tensor
     return ((bits >> _MANTISSA) - SCALE_BIAS - fmt.emax).clamp(-SCALE_BIAS, SCALE_BIAS)
 
 
-def _round(blocks: torch.Tensor, exponent: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Codes of `blocks * 2^-exponent`. In float64 the products are exact for every float32 input and every scale."""
+def nearest(blocks: torch.Tensor, exponent: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Codes uint8 of `blocks * 2^-exponent`. In float64 the products are exact for every float32 input and every scale."""
     scaled = torch.ldexp(blocks.double(), -exponent.double())
     magnitude = scaled.abs().nan_to_num(posinf=fmt.max)
     if fmt.is_integer:
@@ -92,7 +94,7 @@ def _least_error(blocks: torch.Tensor, floor: torch.Tensor, fmt: Format) -> torc
     best, least = floor, None
     for step in (0, 1, -1):  # ties keep the earlier one
         exponent = (floor + step).clamp(-SCALE_BIAS, SCALE_BIAS)
-        values = fmt.values.to(blocks.device)[_round(blocks, exponent, fmt).int()].double()
+        values = fmt.values.to(blocks.device)[nearest(blocks, exponent, fmt).int()].double()
         squares = (torch.ldexp(values, exponent.double()) - blocks.double()).square()
         error = sum(squares.unbind(-1)).unsqueeze(-1)  # one after another: the C quantiser adds them in this order, too
         best = exponent if least is None else torch.where(error < least, exponent, best)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from functools import partial
 
 import torch
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress
 from torch import nn
 
 from .attention import use_for_few
+from .calibrate import calibrated, loses
+from .calibration import sequences_of
 from .formats import DEFAULT_FORMAT, DEFAULT_RULE, Format, check_activations, check_rule, get_format
 from .linear import MXLinear
 from .plan import Choice, check_skip, check_some, plan, recorded
@@ -26,6 +29,7 @@ def compress(
     lm_head: str | Format | None = None,
     measure: bool = True,
     activations: str | None = None,
+    calibration: Iterable | None = None,
 ) -> nn.Module:
     """Compress a model's `nn.Linear` weights in place and return the model; `model.mx_report` says what was done.
 
@@ -36,8 +40,13 @@ def compress(
     (a head's, too, but for formats that do not go with it, "bf16" say): passes over several tokens get faster, at the price of a further error. On a CPU, attention of "sdpa" becomes `hf_specdec_few`: the
     same numbers but for rounding, by the kernels where a pass has few tokens (`model.set_attn_implementation("sdpa")` undoes it).
 
+    calibration: sequences of token ids, int64 or int32 `[n]` or `[1, n]` or lists, that the model reads, so that rounding makes up for its errors on what the
+    layers are given (GPTQ, Frantar et al. 2022, arXiv 2210.17323); `hf_specdec.mx.calibration` has text that the model writes itself. The format stays as it is.
+    Interrupted after the first layer was swapped, some layers are compressed and some not: load the model again.
+
     Raises ValueError, before anything is changed, for an unknown format or rule, activations that do not go with the format, a model that another method or an earlier
-    call has quantised, weights that are not finite (it names the layer), and a model in which nothing can be compressed.
+    call has quantised, weights that are not finite (it names the layer), a model in which nothing can be compressed, and calibration that is empty, not
+    token ids of this model or too long, or where nothing is rounded; TypeError for calibration of a model that takes no token ids.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a model, got {type(model).__name__}; load one with from_pretrained.")
@@ -47,17 +56,36 @@ def compress(
     choices = plan(model, format, skip, lm_head)
     _check(model, choices)
     kept = recorded(choices, skip)
+    sequences = None if calibration is None else _calibration(model, calibration, choices)
+    names, reports, console = [choice.name for choice in choices], {}, Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        rest = _plain(choices) if sequences is None else calibrated(model, choices, sequences, activations, progress=partial(_watch, bar))
+        for choice, inputs, note in bar.track(rest, len(names), description="Compressing"):
+            reports[choice.name] = compress_layer(model, choice, scale_rule, measure, activations, inputs, note)
     own_config(model)
-    report = CompressionReport()
-    console = Console(stderr=True)
-    for _ in track(range(len(choices)), "Compressing", console=console, transient=True, disable=not console.is_terminal):
-        report.layers.append(compress_layer(model, choices.pop(0), scale_rule, measure, activations))  # nothing else holds the dense one
     untie(model)
     use_for_few(model)
-    model.mx_report = report
+    model.mx_report = CompressionReport([reports[name] for name in names])
     if hasattr(model, "config") and hasattr(model, "save_pretrained"):
         attach(model, MXConfig(get_format(format).name, scale_rule, kept, lm_head and get_format(lm_head).name, activations=activations))
     return model
+
+
+def _plain(choices: list[Choice]) -> Iterator[tuple[Choice, None, str]]:
+    while choices:
+        yield choices.pop(0), None, ""  # nothing else holds the dense layer
+
+
+def _watch(bar: Progress, sequences: list[torch.Tensor], text: str) -> Iterator[torch.Tensor]:
+    task = bar.add_task(text)
+    yield from bar.track(sequences, task_id=task)
+    bar.remove_task(task)
+
+
+def _calibration(model: nn.Module, calibration: Iterable, choices: list[Choice]) -> list[torch.Tensor]:
+    if not any(map(loses, choices)):
+        raise ValueError("calibration has no meaning where nothing is rounded: bf16 and fp32 keep the numbers as they are.")
+    return sequences_of(model, calibration)
 
 
 def _check(model: nn.Module, choices: list[Choice]) -> None:

@@ -87,7 +87,7 @@ def compare(
     parts = [part for part in ids.split(window) if len(part) > 1]
     console, sums = Console(stderr=True), torch.zeros(5, dtype=torch.float64)
     off = not (progress and console.is_terminal)
-    with torch.inference_mode(), _evaluating(model), _evaluating(compressed):
+    with torch.inference_mode(), evaluating(model), evaluating(compressed):
         for part in track(parts, "Comparing", console=console, transient=True, disable=off):
             sums += _window_sums(_logits(model, part), _logits(compressed, part), part[1:])
     tokens = sum(len(part) - 1 for part in parts)
@@ -163,7 +163,7 @@ def _exp(loss: float) -> float:
 
 
 @contextmanager
-def _evaluating(model):
+def evaluating(model):
     """Without dropout; what was training trains again afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()

@@ -9,6 +9,7 @@ from torch import nn
 
 from .activation import RowActivation
 from .attention import use_sdpa_again
+from .gptq import Inputs, compensated
 from .linear import MXLinear
 from .packed import quantize
 from .plan import Choice
@@ -19,19 +20,21 @@ FLOAT64 = "{}: MX layers multiply float32, bfloat16 and float16; use float32, dt
 _HOOKS = [key for key in vars(nn.Module()) if key.startswith(("_forward_", "_backward_")) or key == "_is_full_backward_hook"]
 
 
-def compress_layer(model: nn.Module, choice: Choice, scale_rule: str, measure: bool, activations: str | None = None) -> LayerReport:
-    """Swap one layer, if it has a format, and say what that did. activations: of layers whose format goes with them."""
+def compress_layer(model: nn.Module, choice: Choice, scale_rule: str, measure: bool, activations: str | None = None,
+                   inputs: Inputs | None = None, note: str = "") -> LayerReport:
+    """Swap one layer, if it has a format, and say what that did. activations: of layers whose format goes with them. inputs: rounding makes
+    up for its errors on these; note: what there is to say about that."""
     if choice.format is None:
         return dense_report(choice.name, choice.module, choice.reason)
-    linear, note = choice.module, ""
+    linear, notes = choice.module, [note] if note else []
     before = linear.weight.numel() * linear.weight.element_size()
     if _is_tied(model, linear):
-        before, note = 0, "untied from the embedding, which stays dense"
+        before, notes = 0, ["untied from the embedding, which stays dense", *notes]
     weight = linear.weight.clone() if choice.format.is_dense else linear.weight  # the layer puts its memory into another order: it must be its own
-    packed = quantize(weight, choice.format, scale_rule)
+    packed = quantize(weight, choice.format, scale_rule) if inputs is None else compensated(weight, choice.format, scale_rule, inputs)
     error = weight_error(linear.weight.detach(), packed) if measure else (None, None)
     replace(model, choice.name, MXLinear.from_packed(packed, linear, activations if choice.format.fits_int8 else None))
-    return LayerReport(choice.name, tuple(linear.weight.shape), choice.format.name, before, packed.nbytes, *error, note)
+    return LayerReport(choice.name, tuple(linear.weight.shape), choice.format.name, before, packed.nbytes, *error, ", ".join(notes))
 
 
 def dense_report(name: str, module: nn.Module, reason: str) -> LayerReport:

@@ -1,0 +1,75 @@
+"""Text to calibrate on: what is given, checked; a text in pieces; and text that the model writes itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+TOKENS, LENGTH = 8192, 256  # of calibration text, and of a piece of it
+
+
+def sequences_of(model, calibration: Iterable) -> list[torch.Tensor]:
+    """`calibration` as int64 tensors `[1, n]`. Raises TypeError for a model that takes no token ids and for what is no iterable of sequences, ValueError
+    for none, and for sequences that are no token ids of this model or longer than its context."""
+    find = getattr(model, "get_input_embeddings", None)
+    if find is None or not hasattr(model, "config"):
+        raise TypeError(f"calibration runs the model on token ids, which {type(model).__name__} does not take: give a model of transformers, or leave it out.")
+    if isinstance(calibration, str) or not isinstance(calibration, Iterable):
+        raise TypeError(f"calibration must be sequences of token ids, not {type(calibration).__name__}; a text is read by a tokenizer first.")
+    sequences = [_sequence(number, ids) for number, ids in enumerate(calibration)]
+    if not sequences:
+        raise ValueError("calibration is empty: give at least one sequence of token ids.")
+    vocabulary, limit = find().weight.shape[0], _context(model)
+    for number, ids in enumerate(sequences):
+        if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
+            raise ValueError(f"calibration[{number}] has token ids from {int(ids.min())} to {int(ids.max())}; the model's go from 0 to {vocabulary - 1}.")
+        if limit and ids.shape[1] > limit:
+            raise ValueError(f"calibration[{number}] has {ids.shape[1]} tokens, more than the model's context of {limit}: cut it into shorter pieces.")
+    return sequences
+
+
+def _sequence(number: int, ids) -> torch.Tensor:
+    try:
+        ids = torch.as_tensor(ids)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"calibration[{number}] is a {type(ids).__name__}, not a sequence of token ids.") from None
+    ids = ids[0] if ids.dim() == 2 and len(ids) == 1 else ids
+    if ids.dim() != 1 or not ids.numel() or ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"calibration[{number}] must be integers [n] or [1, n], not {ids.dtype} {list(ids.shape)}.")
+    return ids.long().cpu()[None]
+
+
+def _context(model) -> int | None:
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def pieces(ids: Sequence[int], tokens: int = TOKENS, length: int = LENGTH) -> list[torch.Tensor]:
+    """The first `tokens` token ids of a text as int64 tensors `[1, length]`, the last one shorter; ValueError for none."""
+    if not len(ids):
+        raise ValueError("ids: there is no token in it.")
+    return [part[None] for part in torch.as_tensor(ids[:tokens], dtype=torch.int64).split(length)]
+
+
+def own_text(model, start: Sequence[int] | None = None, tokens: int = TOKENS, length: int = LENGTH, seed: int = 0) -> list[torch.Tensor]:
+    """About `tokens` tokens that the model writes itself, as int64 tensors `[1, length]`, sampled at temperature 1 with that seed: calibration without data.
+
+    start: token ids that each begins with, such as a chat template's up to the user's words; without it the model's BOS token, or EOS if it has
+    no other. Ends of a text are gone beyond. Raises ValueError where there is nothing to begin with. Source: LLM-QAT (Liu et al. 2023, arXiv 2305.17888).
+    """
+    vocabulary = model.get_input_embeddings().weight.shape[0]  # an id that no token has
+    start = _beginning(model.generation_config) if start is None else list(start)
+    if not start:
+        raise ValueError("start: there is no token to begin with, and the model has neither BOS nor EOS; give token ids.")
+    length = min(length, _context(model) or length)
+    first = torch.tensor([start], device=model.device).expand(max(1, tokens // length), -1)
+    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        ids = model.generate(first, attention_mask=torch.ones_like(first), max_length=length, do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
+                             repetition_penalty=1.0, eos_token_id=vocabulary, pad_token_id=0)  # fmt: skip
+    return list(ids.cpu().split(1))
+
+
+def _beginning(config) -> list[int]:
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    return [token for token in (config.bos_token_id, *ends) if token is not None][:1]
