@@ -262,6 +262,17 @@ def test_in_a_batch_a_gain_of_the_row_that_ends_last_counts_most(room, pays):
     assert merge._size([[0.0, 0.9, 1.8]], 0) == (2, pytest.approx(2.8 / 1.2))  # alone, a token is a token
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_in_a_batch_where_nothing_pays_trees_are_grown_now_and_then(rows, monkeypatch):
+    grown, trees = [], merging.Merge._trees
+    monkeypatch.setattr(merging.Merge, "_trees", lambda self, k: grown.append(max(k)) or trees(self, k))
+    monkeypatch.setattr(merging.Merge, "_size", lambda self, gains, least, *drafting: (0, 1.0))
+    out = speculate(tiny_llama(3), repetitive(*range(12, 12 + rows)), MixtureDraft(), "auto", max_new_tokens=40)
+    looked = sum(size > 0 for size in grown)
+    assert len(out.speculation.rounds) == 40 and out.speculation.proposed == 0
+    assert looked > 20 if rows == 1 else 8 <= looked <= 8 + 32 / 4
+
+
 @pytest.mark.parametrize(("arguments", "error", "words"), [
     (dict(mode="best"), ValueError, "mode="),
     (dict(drafts=[]), ValueError, "drafts: expected a list"),

@@ -153,6 +153,9 @@ def test_wrong_arguments_are_refused_before_anything_is_loaded(folder, tmp_path,
     refused("--calibrate none.txt: there is no such file; name a file of text, or generated", folder, "--out", out, "--calibrate", "none.txt")
     refused("--calibrate has no meaning with --format bf16", folder, "--out", out, "--calibrate", "generated", "--format", "bf16")
     refused("its folder does not exist", folder, "--report", "--json", tmp_path / "none" / "x.json")
+    (tmp_path / "mine.json").write_text("{}")
+    refused("is no report of this command", folder, "--report", "--json", tmp_path / "mine.json")
+    assert (tmp_path / "mine.json").read_text() == "{}"
     for name, data, words in (("empty", b" \n", "there is no text in it"), ("latin", b"gr\xfcn", "not text in UTF-8")):
         (tmp_path / name).write_bytes(data)
         refused(f"--text {tmp_path / name}: {words}", folder, "--report", "--text", tmp_path / name, "--out", out)

@@ -3,6 +3,7 @@
 import re
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -209,9 +210,12 @@ def words(*texts):
         (lambda: quick().save_gif("race.mp4"), "must end in .gif"),
         (lambda: quick().save_gif("no/such/folder/race.gif"), "its folder does not exist"),
         (lambda: quick().save_gif("race.gif", fps=0), "fps=0"),
+        (lambda: quick().save_gif("mine.gif"), "is no GIF"),
     ],
 )
-def test_bad_input_is_named(call, message):
+def test_bad_input_is_named(call, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.gif").write_text("notes")
     with pytest.raises(ValueError, match=message):
         call()
 

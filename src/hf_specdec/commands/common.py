@@ -190,13 +190,18 @@ def check_overwrite(folder: Path | None, report: str, others: tuple[str, ...], p
     check_folder(folder, "--out")
     if folder is None:
         return
-    try:
-        found = json.loads((folder / report).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        found = None
     there = next((name for name in (report, *others) if (folder / name).exists()), None)
-    if there is not None and not (isinstance(found, dict) and parts <= found.keys()):
+    if there is not None and not has_parts(folder / report, parts):
         raise ValueError(f"--out {folder} holds {there}, which would be overwritten, and no {report} of this command: name another folder, or move it away.")
+
+
+def has_parts(file: Path, parts: set[str]) -> bool:
+    """Whether it is a JSON file of an object with these keys: a former report of a command that writes them."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and parts <= found.keys()
 
 
 def check_length(model, ids: list[int], max_new_tokens: int) -> None:

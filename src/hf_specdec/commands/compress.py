@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from .common import check_folder, refuse_compressed
+from .common import check_folder, has_parts, refuse_compressed
 
 GENERATED = "generated"
 MARK = "\x1a"  # stands for a user's words
@@ -89,6 +89,8 @@ def _check(out: Path | None, report: bool, text: Path | None, json_file: Path | 
         raise ValueError(f"--json {json_file}: its folder does not exist.")
     if json_file is not None and json_file.is_dir():
         raise ValueError(f"--json {json_file} is a folder; name a file.")
+    if json_file is not None and json_file.exists() and not has_parts(json_file, {"model", "config", "compression"}):
+        raise ValueError(f"--json {json_file} exists and is no report of this command: name another file, or move it away.")
     check_folder(json_file and json_file.absolute().parent, "--json")
     if out is not None and out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(f"--out {out} exists and is not an empty folder: name another one, or remove it first.")

@@ -46,7 +46,10 @@ class _Whole(Draft):
 
 class Merge:
     """All drafts in one tree. With K "auto" a draft that costs something is asked where that is expected to earn more than the tree of
-    those that cost nothing, and the tree has as many nodes as pay."""
+    those that cost nothing, and the tree has as many nodes as pay. In a batch where nothing has paid for IDLE rounds, trees are grown in every
+    EVERY-th round only."""
+
+    IDLE, EVERY = 8, 4
 
     def __init__(self, mixture, context: Context):
         self.mixture, self.context, self.grower, self.earnings = mixture, context, Grower(), Earnings(mixture, context)
@@ -54,6 +57,7 @@ class Merge:
         self.costly = [d for d, whole in enumerate(self.wholes) if whole is not None and not self.earnings.free[d]]
         self.branches = 1 if context.stock else mixture.branches
         self.grown: list[Grown] = []
+        self.idle = 0  # rounds in a row that nothing was drafted in
         self.asks: dict[int, list[int]] | None = None
 
     def forget(self) -> None:
@@ -76,7 +80,8 @@ class Merge:
     def plan(self, caps: list[int], room: list[int]) -> list[int]:
         """Per row, how many nodes, at most caps[b]; room: tokens that it may still get."""
         self.room, self.asks = room, {}
-        if not any(caps) or self.earnings.looks_at_plain():
+        self.idle += 1
+        if not any(caps) or self.earnings.looks_at_plain() or len(caps) > 1 and self.idle > self.IDLE and self.idle % self.EVERY:
             return [0] * len(caps)
         self.drawn = self._ask({d: caps for d, free in enumerate(self.earnings.free) if free})
         gains = [self._gains(grown) for grown in self._trees(caps)]
@@ -91,9 +96,8 @@ class Merge:
                     rate = worth / self.earnings.seconds(max(k, nodes), {d: k})
                     if rate > most and self.earnings.covers(max(k, nodes), {d: k}, worth - 1):
                         most, self.asks = rate, {d: own}
-        if not self.asks:
-            return [min(nodes, cap) for cap in caps]
-        return caps
+        self.idle = 0 if nodes or self.asks else self.idle
+        return caps if self.asks else [min(nodes, cap) for cap in caps]
 
     def _tokens(self, b: int, d: int, k: int) -> float:
         return self.earnings.tokens(b, d, self.strengths[d][b], k)[k] if k else 1.0

@@ -29,6 +29,8 @@ def check_path(path: str | Path) -> Path:
         raise ValueError(f"{str(path)!r}: the race is saved as a GIF; the name must end in .gif.")
     if not path.absolute().parent.is_dir():
         raise ValueError(f"{str(path)!r}: its folder does not exist.")
+    if path.exists() and not (path.is_file() and path.read_bytes()[:4] == b"GIF8"):
+        raise ValueError(f"{str(path)!r} exists and is no GIF: name another file.")
     new_figure(1, 1)  # fails here, with the remedy, where matplotlib is missing
     return path
 
