@@ -38,6 +38,7 @@ from hf_specdec.bench.embedded import cache_dir, embedded_folder, gguf_file, loa
 from hf_specdec.bench.forks import first_difference
 from hf_specdec.bench.prompts import load_prompts
 from hf_specdec.bench.terminal import counting
+from hf_specdec.commands.compress import calibration_text
 from hf_specdec.drafts import ModelDraft, NGramRecyclingDraft, PromptLookupDraft
 from hf_specdec.training import load_drafter
 
@@ -162,13 +163,14 @@ def timed(arm) -> Run:
     return run
 
 
-def own_arms(dense, bits: list[int], k: int, longest: int, compiled: bool, activations: str | None) -> dict[str, Run]:
+def own_arms(dense, bits: list[int], k: int, longest: int, compiled: bool, activations: str | None, text: list | None) -> dict[str, Run]:
     """Stock generate, plain and with lookup; ours on every format: plain (K = 0), lookup, n-gram recycling (a tree) and the shipped drafters, eager and,
-    where asked for, compiled. activations: of formats that go with them."""
+    where asked for, compiled. activations: of formats that go with them; text: what those of less than 16 bits are calibrated on."""
     arms = {BASE: generate_arm("", dense), "16 bit: stock bfloat16, lookup": generate_arm("", dense, prompt_lookup_num_tokens=k)}
     for width, name in [(width, OURS[width]) for width in bits]:
         own = activations if mx.FORMATS.get(name) and mx.FORMATS[name].fits_int8 else None
-        model = enable(mx.compress(copy.deepcopy(dense), name, measure=False, lm_head=name, activations=own))
+        lesson = text if width < 16 else None
+        model = enable(mx.compress(copy.deepcopy(dense), name, measure=False, lm_head=name, activations=own, calibration=lesson))
         name = f"{name} x {own}" if own else name
         model.set_attn_implementation("hf_specdec_rows")
         drafts = {"plain": (Nothing(), k), "lookup": (PromptLookupDraft(), k), "recycling": (NGramRecyclingDraft(), k)}
@@ -270,6 +272,7 @@ def main(
     threads: int | None = None,
     compiled: Annotated[bool, typer.Option("--compiled/--eager", help="Ours compiled, too.")] = True,
     activations: Annotated[str | None, typer.Option(help='"mxint8": ours rounds what 8-, 6- and 4-bit weights are multiplied by, as llama.cpp and OpenVINO do.')] = None,
+    calibrate: Annotated[bool, typer.Option(help="Weights of ours of less than 16 bits are calibrated on text that the model writes itself.")] = False,
     out: Path | None = None,
 ):
     """Measure every engine that is there."""
@@ -284,7 +287,8 @@ def main(
     options = {"target": str(embedded_folder()) if engines else target, "threads": torch.get_num_threads(), "ngram": NGRAM,
                "context": max(CONTEXT, longest + 64), "eos": dense.generation_config.eos_token_id}
     with engine_arms(engines, bits, ks, options) as (theirs, versions):
-        arms = own_arms(dense, bits, ks[""], longest, compiled, activations) | theirs
+        text = calibration_text(dense, tokenizer, None) if calibrate else None
+        arms = own_arms(dense, bits, ks[""], longest, compiled, activations, text) | theirs
         keep = (lambda found: out.write_text(json.dumps({"measured": found}) + "\n")) if out else (lambda _: None)
         result = reduce(found := measure(arms, prompts, max_new_tokens, repetitions, keep), groups)
     show(result, prompts)
