@@ -66,13 +66,14 @@ def test_the_full_table_has_60_configurations_and_the_default_one_every_option_a
 
 @pytest.mark.share(1 / 4)
 @pytest.mark.parametrize(("option", "draft", "k", "shape"), CASES, ids=["-".join(map(str, case)) for case in CASES])
-def test_the_first_tokens_follow_the_targets_own_law(option, draft, k, shape):
+def test_the_first_tokens_follow_the_targets_own_law(option, draft, k, shape, generous):
     target, rows, options = small_vocabulary_llama(2, law.VOCAB), PROMPTS[shape], OPTIONS[option]
     n = (PER_PREFIX if option in PREFIX else N) // (1 if FULL else len(rows))
     found, traces = law.counts(target, rows, make(draft, target, VARIANTS), n, TOKENS, k, **options)
     laws = [law.joint(target, row, TOKENS, **options) for row in rows]
     assert law.worst_p_value(found, laws, TOKENS) > law.THRESHOLD
-    assert k == "auto" or sum(trace.proposed for trace in traces) > n / 2, "hardly anything was drafted, so hardly anything was shown"
+    dear = k == "auto" and draft.split(",")[0] in ("model", "early_exit")  # half the size of the target or more
+    assert dear or sum(trace.proposed for trace in traces) > n / 2, "hardly anything was drafted, so hardly anything was shown"
 
 
 def test_the_law_holds_for_a_target_in_bfloat16():

@@ -73,7 +73,7 @@ def drawing_and_guessing(target, row) -> tuple[NGramDraft, RetrievalDraft]:
 
 
 @pytest.mark.parametrize("mode, k", [("choose", 4), ("choose", "auto"), ("merge", 5)])
-def test_how_much_was_drawn_does_not_decide_what_is_judged(mode, k):
+def test_how_much_was_drawn_does_not_decide_what_is_judged(mode, k, generous):
     target, row = small_vocabulary_llama(2, law.VOCAB, spread=0.25), [5, 0, 3, 1, 2]
     assert p_value(target, row, MixtureDraft(drawing_and_guessing(target, row), mode), k, tokens=2) > law.THRESHOLD
 
@@ -137,7 +137,7 @@ def test_a_mixture_in_a_mixture_counts_as_what_was_asked_of_it(seed):
 
 
 @pytest.mark.parametrize("k", [6, "auto"])
-def test_a_mixture_of_one_branch_proposes_chains_while_sampling(k, monkeypatch):
+def test_a_mixture_of_one_branch_proposes_chains_while_sampling(k, generous, monkeypatch):
     target, row = small_vocabulary_llama(2, law.VOCAB), [1, 2, 3, 1, 2]
     shapes, propose = [], MixtureDraft.propose
     monkeypatch.setattr(MixtureDraft, "propose", lambda self, context, k: shapes.append(propose(self, context, k)) or shapes[-1])

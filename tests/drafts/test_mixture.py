@@ -370,7 +370,7 @@ def test_drafts_of_no_cost_go_on_where_a_chosen_chain_ends(right):
 
 @pytest.mark.share(1 / 4)
 @pytest.mark.parametrize("honest", [True, False])
-def test_the_law_holds_where_guesses_go_on_after_drawn_tokens(honest, monkeypatch):
+def test_the_law_holds_where_guesses_go_on_after_drawn_tokens(honest, generous, monkeypatch):
     """One row would take a call per sample: the rows of a batch have room for guesses here as if another row had drafted more. The negative
     control says of its guesses that they were drawn uniformly, and must be caught."""
     target, rows = small_vocabulary_llama(2, law.VOCAB), [[1, 2, 3, 1, 2], [4, 3]]
@@ -385,8 +385,6 @@ def test_the_law_holds_where_guesses_go_on_after_drawn_tokens(honest, monkeypatc
         return made
 
     monkeypatch.setattr(choosing.Choose, "_with_tail", wider)
-    monkeypatch.setattr(Budget, "SHARE", 1e4)  # a text of three tokens has none to spend, and a batch this large would not draft
-    monkeypatch.setattr(RoundCost, "PER_ROW", 0.0)
 
     class OneToken(ModelDraft):
         def propose(self, context, k):
