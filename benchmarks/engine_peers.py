@@ -52,7 +52,6 @@ console = Console(highlight=False, width=130)
 
 # --- theirs -----------------------------------------------------------------------------------------------------------------------
 
-
 class Worker:
     """An engine's process. Raises RuntimeError where it does not answer, or answers with an error."""
 
@@ -153,7 +152,6 @@ def write_gguf(kind: str) -> Path:
 
 # --- ours -------------------------------------------------------------------------------------------------------------------------
 
-
 def timed(arm) -> Run:
     def run(ids: list[int], max_new_tokens: int) -> tuple[list[int], float]:
         begin = time.perf_counter()
@@ -169,10 +167,9 @@ def own_arms(dense, bits: list[int], k: int, longest: int, compiled: bool, activ
     arms = {BASE: generate_arm("", dense), "16 bit: stock bfloat16, lookup": generate_arm("", dense, prompt_lookup_num_tokens=k)}
     for width, name in [(width, OURS[width]) for width in bits]:
         own = activations if mx.FORMATS.get(name) and mx.FORMATS[name].fits_int8 else None
-        lesson = text if width < 16 else None
-        model = enable(mx.compress(copy.deepcopy(dense), name, measure=False, lm_head=name, activations=own, calibration=lesson))
+        model = mx.compress(copy.deepcopy(dense), name, measure=False, lm_head=name, activations=own, calibration=text if width < 16 else None)
         name = f"{name} x {own}" if own else name
-        model.set_attn_implementation("hf_specdec_rows")
+        enable(model).set_attn_implementation("hf_specdec_rows")
         drafts = {"plain": (Nothing(), k), "lookup": (PromptLookupDraft(), k), "recycling": (NGramRecyclingDraft(), k)}
         with suppress(ValueError):  # they are for SmolLM2 alone
             drafts["drafter"] = (ModelDraft(load_drafter("smollm2_drafter", model)), DRAFTED)
