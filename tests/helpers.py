@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_specdec
-from hf_specdec.distributions import draw
+from hf_specdec.law import draw
 from hf_specdec.drafts import Context, Draft
 from hf_specdec.proposal import Proposal
 from hf_specdec.tree import Tree

@@ -16,7 +16,8 @@ from transformers import EpsilonLogitsWarper, MinPLogitsWarper, TemperatureLogit
 import hf_specdec
 from hf_specdec import compiled, passes
 from hf_specdec.cached_model import CachedModel
-from hf_specdec.distributions import Sampler, draw
+from hf_specdec.distributions import Sampler
+from hf_specdec.law import draw
 from hf_specdec.drafts import EarlyExitDraft, MixtureDraft, ModelDraft, PromptLookupDraft
 from hf_specdec.drafts.feature import FeatureDraft
 from hf_specdec.training.drafter import PrunedHead

@@ -6,7 +6,8 @@ from scipy.stats import chisquare, kstest
 from transformers.generation import logits_process as lp
 
 from hf_specdec import compat
-from hf_specdec.distributions import ArgmaxLogitsWarper, Law, LenientGreedyLogitsProcessor, Sampler, draw, likeliest
+from hf_specdec.distributions import ArgmaxLogitsWarper, LenientGreedyLogitsProcessor, Sampler
+from hf_specdec.law import Law, draw, likeliest
 from hf_specdec.noise import Noise
 
 LARGEST = 1 - 2.0**-53

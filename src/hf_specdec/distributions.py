@@ -7,97 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from copy import copy
-from functools import cached_property
-from math import isfinite
+from functools import cache
+from math import inf, isfinite
 
-import numpy as np
 import torch
-from transformers import (EpsilonLogitsWarper, LogitsProcessor, MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper,
-                          TypicalLogitsWarper)
+from transformers import (EpsilonLogitsWarper, LogitsProcessor, MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor, MinPLogitsWarper,
+                          TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, TypicalLogitsWarper)
 
 from . import compat
+from .law import INFINITE, Law, draw
 from .noise import Gumbel
+from .nucleus import Nucleus
 
 Prefix = Callable[[int, int], torch.Tensor | None]
 TRACEABLE = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper, TypicalLogitsWarper, EpsilonLogitsWarper)
-INFINITE = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}  # the bits of infinity
-
-
-class Law:
-    """The target's laws at n nodes of B rows.
-
-    scores: float [B, n, V], processed logits; p = softmax(scores) when sampling, the one-hot of the argmax when greedy
-            (Leviathan et al. 2023, section 2.2: greedy decoding is sampling from a one-hot law).
-    ranking: float [B, n, V], what the argmax is taken of: the scores, in coupled sampling with Gumbel noise added.
-    """
-
-    def __init__(self, scores: torch.Tensor, gumbel: torch.Tensor | None = None):
-        self.scores = scores
-        self.ranking = scores if gumbel is None else scores + gumbel
-
-    @cached_property
-    def argmax(self) -> torch.Tensor:
-        """int64 [B, n]: the most likely token at every node; in coupled sampling, the token drawn."""
-        return likeliest(self.ranking)
-
-    @cached_property
-    def log_norm(self) -> torch.Tensor:
-        """float [B, n]: log of the sum of exp(scores)."""
-        return self.scores.logsumexp(-1)
-
-    def prob_of_next(self, tokens: torch.Tensor) -> torch.Tensor:
-        """float [B, m]: p(tokens[b, j]) at node j, for the first m nodes (a chain: token j follows node j)."""
-        m = tokens.shape[1]
-        return (self.scores[:, :m].gather(-1, tokens[..., None]).squeeze(-1) - self.log_norm[:, :m]).exp()
-
-    def prob_of(self, tokens: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:
-        """float32 [B, m]: p(tokens[b, j]) at node nodes[b, j], both int64 [B, m]; the softmax in greedy decoding, too."""
-        rows = torch.arange(len(nodes), device=nodes.device)[:, None]
-        return (self.scores[rows, nodes, tokens].float() - self.scores.float().logsumexp(-1)[rows, nodes]).exp()
-
-    def probs_at(self, node: torch.Tensor) -> torch.Tensor:
-        """float [B, V]: the law at node[b] of row b (node int64 [B])."""
-        rows = torch.arange(len(node), device=node.device)
-        return self.scores[rows, node].softmax(-1)
-
-
-def likeliest(scores: torch.Tensor) -> torch.Tensor:
-    """int64 [...]: the first index of the largest of scores [..., V], as torch.argmax has it (the first nan, where there is one). On a CPU
-    by NumPy: five times as fast as torch in 16 bit, mostly twenty times, ten times in 32."""
-    if scores.device.type != "cpu":
-        return scores.argmax(-1)
-    wide = scores.detach() if scores.requires_grad else scores
-    if wide.dtype in INFINITE:
-        found = _by_words(wide, INFINITE[wide.dtype])
-        if found is not None:
-            return torch.from_numpy(found)
-        wide = wide.float()
-    return torch.from_numpy(np.asarray(wide.numpy().argmax(-1)))
-
-
-def _by_words(scores: torch.Tensor, infinite: int) -> np.ndarray | None:
-    """`likeliest` of 16-bit numbers as integers, which are in the same order where they are positive; None where a largest one is not, or
-    there is a nan."""
-    words = scores.view(torch.int16).numpy()
-    if not words.size or int(words.view(np.uint16).max()) > 0x8000 + infinite:
-        return None
-    rows = words.reshape(-1, words.shape[-1])
-    found = rows.argmax(-1)
-    good = all(0 < row[best] <= infinite for row, best in zip(rows, found.tolist()))
-    return found.reshape(words.shape[:-1]) if good else None
-
-
-def draw(law: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Tokens int64 [B] from weights float [B, V] (need not sum to 1) by inverse CDF in float64; point masses int64 [B] stay.
-
-    uniform: float64 [B] in [0, 1). A token of zero weight is never drawn.
-    """
-    if not law.is_floating_point():
-        return law
-    cdf = law.cumsum(-1, dtype=torch.float64)
-    total = cdf[:, -1:]
-    target = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cdf, target, right=True).squeeze(-1).clamp(max=law.shape[-1] - 1)
+LEAST = {  # whether a text is too short to end
+    MinLengthLogitsProcessor: lambda own, length: length < own.min_length,
+    MinNewTokensLengthLogitsProcessor: lambda own, length: length - own.prompt_length_to_skip < own.min_new_tokens,
+}
 
 
 class Sampler:
@@ -132,9 +59,12 @@ class Sampler:
         if self.gumbel is not None:
             self.gumbel.keep(rows)
 
-    def text(self, row: list[int], drafted: list[int], device) -> torch.Tensor | None:
-        """int64 [1, L]: a row's tokens and those drafted after them; None where one of these ends the text."""
-        return None if self.eos.intersection(drafted) else torch.tensor([row + drafted], device=device)
+    def text(self, row: list[int] | torch.Tensor, drafted: list[int], device) -> torch.Tensor | None:
+        """int64 [1, L]: a row's tokens, a list or int64 [1, n], and those drafted after them; None where one of these ends the text."""
+        if self.eos.intersection(drafted):
+            return None
+        begin = row if torch.is_tensor(row) else torch.tensor([row], device=device)
+        return torch.cat([begin, begin.new_tensor([drafted])], dim=1) if drafted else begin
 
     def leaves(self, b: int, text: torch.Tensor, token: int, vocab: int) -> bool:
         """Whether the processors of row b that look at prefixes leave `token` of 0 <= token < vocab after this text."""
@@ -151,14 +81,17 @@ class Sampler:
             return None
         return Drawing(processors, self.do_sample, device)
 
-    def __call__(self, logits: torch.Tensor, sizes: Sequence[int], prefix: Prefix, parents: Sequence[int] = ()) -> Law:
+    def __call__(self, logits: torch.Tensor, sizes: Sequence[int], prefix: Prefix, parents: Sequence[int] = (), draft: bool = False) -> Law:
         """logits [B, n, V] -> Law. sizes[b]: how many nodes of row b count; prefix(b, i): what `text` makes of the tokens up to and
-        including node i of row b; parents: of the nodes after the root, where they are all of one tree. Half precision goes to float32 as in
-        transformers' own loops."""
+        including node i of row b; parents: of the nodes after the root, where they are all of one tree; draft: the logits are a draft's. Half
+        precision goes to float32 as in transformers' own loops."""
         if self.exact_scores and logits.dtype in (torch.float16, torch.bfloat16):
             logits = logits.float()
-        if self.rows and self.rows[0]:
-            logits = self._processed(logits, sizes, prefix, parents)
+        processors = self.rows[0] if self.rows else []
+        nucleus = self.do_sample and bool(processors) and Nucleus.fits(processors[-1], logits)
+        logits = self._processed(logits, sizes, prefix, parents, len(processors) - nucleus)
+        if nucleus:
+            return Nucleus(logits, processors[-1], free=draft)
         return Law(logits, None if self.gumbel is None else self._noise(logits, sizes, prefix))
 
     def _noise(self, logits: torch.Tensor, sizes: Sequence[int], prefix: Prefix) -> torch.Tensor:
@@ -171,17 +104,19 @@ class Sampler:
                     noise[b, i] = self.gumbel(b, text.shape[1], logits.shape[-1])
         return noise
 
-    def _processed(self, logits: torch.Tensor, sizes: Sequence[int], prefix: Prefix, parents: Sequence[int]) -> torch.Tensor:
+    def _processed(self, logits: torch.Tensor, sizes: Sequence[int], prefix: Prefix, parents: Sequence[int], count: int) -> torch.Tensor:
+        """The logits after the first `count` processors."""
         batch, n, vocab = logits.shape
+        texts = cache(prefix) if self.needs_prefix else None
         never: set[tuple[int, int]] = set()  # (row, node): no text of the target's
-        for position, processor in enumerate(self.rows[0]):
+        for position, processor in enumerate(self.rows[0][:count] if count else ()):
             if compat.is_prefix_free(processor):
                 logits = processor(None, logits.reshape(batch * n, vocab)).view(batch, n, vocab)
             else:
                 logits = logits.clone()
                 for b in range(batch):
                     for i in range(sizes[b]):
-                        text, above = prefix(b, i), (b, parents[i - 1]) if i and parents else None
+                        text, above = texts(b, i), (b, parents[i - 1]) if i and parents else None
                         if text is None or above in never or above and logits[above][text[0, -1]] == -torch.inf:
                             never.add((b, i))
                         elif (b, i) not in never:
@@ -190,11 +125,20 @@ class Sampler:
 
 
 def _one_row(processor: LogitsProcessor, text: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """Scores [V] of `scores` [1, V], for what follows `text` [1, L]."""
+    if type(processor) in LEAST:
+        return _not_yet(processor, LEAST[type(processor)](processor, text.shape[1]), scores[0])
     found = processor(text, scores)
     if found.shape != scores.shape:
         raise ValueError(f"logits_processor: {type(processor).__name__} was given one row, scores {list(scores.shape)}, and returned {list(found.shape)}. "
                          f"With speculative=True every row is processed alone; make it one that does not know the batch.")
     return found[0]
+
+
+def _not_yet(processor: LogitsProcessor, short: bool, scores: torch.Tensor) -> torch.Tensor:
+    """What a least length gives for scores [V]; transformers' own class looks for the end of text in the whole vocabulary."""
+    ends = processor.eos_token_id
+    return scores.index_fill(0, ends[(0 <= ends) & (ends < len(scores))].to(scores.device), -inf) if short else scores
 
 
 class Drawing:

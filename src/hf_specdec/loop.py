@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cache
 from time import perf_counter
 
 import torch
 
 from .acceptance.base import Acceptance
 from .cached_model import CachedModel
-from .distributions import Law, Sampler, draw
+from .distributions import Sampler
+from .law import Law, draw
 from .drafts.base import Context, Draft
 from .noise import Noise
 from .proposal import Proposal
@@ -70,13 +72,10 @@ class SpeculativeLoop:
 
     def _prefix(self, proposal: Proposal):
         """prefix(b, i): row b up to and including node i, as `Sampler.text` has it."""
-        rows = self.sequences.tokens
-
-        def prefix(row: int, node: int) -> torch.Tensor | None:
-            drafted = [int(proposal.tokens[row, step - 1]) for step in proposal.tree.path(node)]
-            return None if self.sequences.active[row].ended else self.sampler.text(rows[row], drafted, self.context.device)
-
-        return prefix
+        text = cache(lambda b: torch.tensor([self.sequences.tokens[b]], device=self.context.device))
+        drafted = cache(lambda b: [0, *proposal.tokens[b].tolist()])
+        ended, device, path = [row.ended for row in self.sequences.active], self.context.device, proposal.tree.path
+        return lambda b, node: None if ended[b] else self.sampler.text(text(b), [drafted(b)[step] for step in path(node)], device)
 
     def _emit(self, proposal: Proposal, on_path: torch.Tensor, token: torch.Tensor, law: Law, logits: torch.Tensor) -> list[int]:
         """Commit path and token to the rows and to the target's cache, drop the rows that are done; accepted tokens per row.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from .distributions import Law
+    from .law import Law
     from .proposal import Proposal
 
 

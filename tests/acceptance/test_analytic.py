@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from hf_specdec.distributions import Law
+from hf_specdec.law import Law
 from hf_specdec.proposal import Proposal
 from hf_specdec.tree import Tree
 from tests.acceptance.enumeration import block, token_wise_expectation

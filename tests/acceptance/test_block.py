@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_specdec import registry
-from hf_specdec.distributions import Law
+from hf_specdec.law import Law
 from hf_specdec.proposal import Proposal
 from hf_specdec.tree import Tree
 from tests.acceptance.enumeration import block, token_wise_expectation

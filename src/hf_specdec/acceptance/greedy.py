@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..distributions import Law, LenientGreedyLogitsProcessor
+from ..distributions import LenientGreedyLogitsProcessor
+from ..law import Law
 from ..proposal import Proposal, Verdict
 from .base import Acceptance, first_path
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from ..distributions import draw
+from ..law import draw
 
 
 def acceptance_probability(p_x: torch.Tensor, q_x: torch.Tensor | float, lenience: float = 1.0) -> torch.Tensor:

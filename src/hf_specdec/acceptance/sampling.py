@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..distributions import Law
+from ..law import Law
 from ..proposal import Proposal, Verdict
 from .base import Acceptance, chain_path
 from .primitive import acceptance_probability, residual
@@ -33,7 +33,7 @@ class SpeculativeSampling(Acceptance):
 
     def verdict(self, proposal: Proposal, law: Law, coins: torch.Tensor | None) -> Verdict:
         if len(proposal.tree) == 0:
-            node = torch.zeros(len(law.scores), dtype=torch.long, device=law.scores.device)
+            node = torch.zeros(len(proposal.tokens), dtype=torch.long, device=proposal.tokens.device)
             return Verdict(torch.ones((len(node), 1), dtype=torch.bool, device=node.device), law.probs_at(node))
         return self._chain(proposal, law, coins) if proposal.tree.is_chain else self._walk(proposal, law, coins)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..distributions import Law
+from ..law import Law
 from ..proposal import Proposal, Verdict
 from .sampling import SpeculativeSampling
 

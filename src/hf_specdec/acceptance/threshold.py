@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..distributions import Law
+from ..law import Law
 from ..proposal import Proposal, Verdict
 from .base import Acceptance, first_path
 

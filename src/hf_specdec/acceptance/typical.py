@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..distributions import Law
+from ..law import Law
 from .threshold import ThresholdAcceptance
 
 if TYPE_CHECKING:

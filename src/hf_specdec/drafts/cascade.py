@@ -14,7 +14,7 @@ from .. import compat, parts
 from ..acceptance.greedy import GreedyMatching
 from ..acceptance.sampling import SpeculativeSampling
 from ..cached_model import CachedModel
-from ..distributions import draw
+from ..law import draw
 from ..probe import check_batch, check_mode, check_trees
 from ..proposal import Proposal
 from .base import Context, Draft, Run
@@ -88,7 +88,7 @@ class CascadeDraft(Draft):
         logits = self._fit(self.cached.score(self._known(rows), self._known_only(proposal)))
         draft.observe(proposal, logits)
         law = context.sampler(logits, [size + 1 if n else 0 for size, n in zip(proposal.sizes, left)], lambda b, node: self._prefix(proposal, b, node),
-                              proposal.tree.parents)
+                              proposal.tree.parents, draft=True)
         verdict = self.rule.verdict(proposal, law, self.inner.noise("accept", len(proposal.tree)) if self.rule.samples else None)
         token = verdict.next_probs
         if token.is_floating_point():

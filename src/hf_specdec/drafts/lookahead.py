@@ -7,7 +7,7 @@ from collections import deque
 
 import torch
 
-from ..distributions import likeliest
+from ..law import likeliest
 from ..proposal import Proposal
 from .base import Context, Draft
 from .growth import Branches, Grown, together

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from .. import compat, parts
 from ..cached_model import CachedModel
-from ..distributions import draw
+from ..law import draw
 from ..probe import check_batch, check_mode
 from ..proposal import Proposal, Verdict
 from ..seq2seq import Source
@@ -83,7 +83,7 @@ class ModelDraft(Draft):
                 tokens, laws, step = tokens + done[0], laws + done[1], step + len(done[0])
                 continue
             scores = self._scores(context, tokens, k, step)
-            law = context.sampler(scores, [step < own for own in k], lambda b, _: context.text(b, [int(each[b]) for each in tokens]))
+            law = context.sampler(scores, [step < own for own in k], lambda b, _: context.text(b, [int(each[b]) for each in tokens]), draft=True)
             if context.sampler.do_sample:
                 laws.append(law.probs_at(torch.zeros(len(k), dtype=torch.long, device=scores.device)))
                 tokens.append(draw(laws[-1], context.noise(f"draft:{step}", 1)[:, 0]))

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .. import compat
-from ..distributions import Law, draw
+from ..law import Law, draw
 from ..proposal import MAX_NODES, Proposal, Verdict
 from ..tree import Tree
 from ..tree_shapes import DynamicTree, branching, by_depth, from_json, most_nodes
@@ -165,7 +165,7 @@ class ModelTreeDraft(ModelDraft):
             return context.text(b, [token for _, token in path])
 
         depth = tree.depths[level[0]]
-        law = context.sampler(logits, [len(level) if own > depth else 0 for own in k], prefix)
+        law = context.sampler(logits, [len(level) if own > depth else 0 for own in k], prefix, draft=True)
         self.scores = ({} if depth == 0 else self.scores) | {node: law.scores[:, place] for place, node in enumerate(level)}
         return law
 

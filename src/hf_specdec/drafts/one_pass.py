@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ..distributions import draw
+from ..law import draw
 from ..proposal import MAX_NODES, Proposal
 from ..tree import Tree
 from ..tree_shapes import DynamicTree, branching, by_depth, most_nodes, rank_tree
@@ -69,7 +69,7 @@ class OnePassDraft(Draft):
             return context.text(b, [int(step[b]) for step in tokens])
 
         for step in range(min(max(k), len(self.shape))):
-            law = context.sampler(logits[:, step : step + 1], [step < own for own in k], prefix)
+            law = context.sampler(logits[:, step : step + 1], [step < own for own in k], prefix, draft=True)
             if not context.sampler.do_sample:
                 tokens.append(law.argmax[:, 0])
                 continue

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from .. import compat, parts
 from ..cached_model import CachedModel
-from ..distributions import draw, likeliest
+from ..law import draw, likeliest
 from ..probe import check_batch, check_mode
 from ..proposal import Proposal
 from .base import Context, Draft
@@ -94,7 +94,7 @@ class TranslatedDraft(Draft):
         def prefix(b: int, _: int) -> torch.Tensor | None:
             return context.text(b, [int(tokens[b]) for tokens in drawn])
 
-        law = context.sampler(scores, [step < own for own in k], prefix).probs_at(torch.zeros(len(k), dtype=torch.long, device=scores.device))
+        law = context.sampler(scores, [step < own for own in k], prefix, draft=True).probs_at(torch.zeros(len(k), dtype=torch.long, device=scores.device))
         nothing = ~(law.sum(-1, keepdim=True) > 0)  # the processors have left no shared token
         return torch.where(nothing, torch.nn.functional.one_hot(law.new_zeros(len(k), dtype=torch.long), law.shape[-1]), law)
 

@@ -1,0 +1,90 @@
+"""What the target samples from at every drafted position, and how a token is drawn from it.
+
+Glossary: p is the target's law, q the draft's, x a drafted token, V the size of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+import torch
+
+INFINITE = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}  # the bits of infinity
+
+
+class Law:
+    """The target's laws at n nodes of B rows.
+
+    scores: float [B, n, V], processed logits; p = softmax(scores) when sampling, the one-hot of the argmax when greedy
+            (Leviathan et al. 2023, section 2.2: greedy decoding is sampling from a one-hot law).
+    ranking: float [B, n, V], what the argmax is taken of: the scores, in coupled sampling with Gumbel noise added.
+    """
+
+    def __init__(self, scores: torch.Tensor, gumbel: torch.Tensor | None = None):
+        self.scores = scores
+        self.ranking = scores if gumbel is None else scores + gumbel
+
+    @cached_property
+    def argmax(self) -> torch.Tensor:
+        """int64 [B, n]: the most likely token at every node; in coupled sampling, the token drawn."""
+        return likeliest(self.ranking)
+
+    @cached_property
+    def log_norm(self) -> torch.Tensor:
+        """float [B, n]: log of the sum of exp(scores)."""
+        return self.scores.logsumexp(-1)
+
+    def prob_of_next(self, tokens: torch.Tensor) -> torch.Tensor:
+        """float [B, m]: p(tokens[b, j]) at node j, for the first m nodes (a chain: token j follows node j)."""
+        m = tokens.shape[1]
+        return (self.scores[:, :m].gather(-1, tokens[..., None]).squeeze(-1) - self.log_norm[:, :m]).exp()
+
+    def prob_of(self, tokens: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:
+        """float32 [B, m]: p(tokens[b, j]) at node nodes[b, j], both int64 [B, m]; the softmax in greedy decoding, too."""
+        rows = torch.arange(len(nodes), device=nodes.device)[:, None]
+        return (self.scores[rows, nodes, tokens].float() - self.scores.float().logsumexp(-1)[rows, nodes]).exp()
+
+    def probs_at(self, node: torch.Tensor) -> torch.Tensor:
+        """float [B, V]: the law at node[b] of row b (node int64 [B])."""
+        rows = torch.arange(len(node), device=node.device)
+        return self.scores[rows, node].softmax(-1)
+
+
+def likeliest(scores: torch.Tensor) -> torch.Tensor:
+    """int64 [...]: the first index of the largest of scores [..., V], as torch.argmax has it (the first nan, where there is one). On a CPU
+    by NumPy: five times as fast as torch in 16 bit, mostly twenty times, ten times in 32."""
+    if scores.device.type != "cpu":
+        return scores.argmax(-1)
+    wide = scores.detach() if scores.requires_grad else scores
+    if wide.dtype in INFINITE:
+        found = _by_words(wide, INFINITE[wide.dtype])
+        if found is not None:
+            return torch.from_numpy(found)
+        wide = wide.float()
+    return torch.from_numpy(np.asarray(wide.numpy().argmax(-1)))
+
+
+def _by_words(scores: torch.Tensor, infinite: int) -> np.ndarray | None:
+    """`likeliest` of 16-bit numbers as integers, which are in the same order where they are positive; None where a largest one is not, or
+    there is a nan."""
+    words = scores.view(torch.int16).numpy()
+    if not words.size or int(words.view(np.uint16).max()) > 0x8000 + infinite:
+        return None
+    rows = words.reshape(-1, words.shape[-1])
+    found = rows.argmax(-1)
+    good = all(0 < row[best] <= infinite for row, best in zip(rows, found.tolist()))
+    return found.reshape(words.shape[:-1]) if good else None
+
+
+def draw(law: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Tokens int64 [B] from weights float [B, V] (need not sum to 1) by inverse CDF in float64; point masses int64 [B] stay.
+
+    uniform: float64 [B] in [0, 1). A token of zero weight is never drawn.
+    """
+    if not law.is_floating_point():
+        return law
+    cdf = law.cumsum(-1, dtype=torch.float64)
+    total = cdf[:, -1:]
+    target = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cdf, target, right=True).squeeze(-1).clamp(max=law.shape[-1] - 1)
