@@ -14,11 +14,11 @@ from torch.nn import functional as F
 
 from .calibrate import calibrated, read
 from .calibration import sequences_of
+from .compress import check_model
 from .formats import DEFAULT_RULE, Format, check_activations, check_rule, get_format
 from .gptq import compensated
-from .linear import MXLinear
 from .packed import PackedMatrix, quantize
-from .plan import Choice, check_some, plan
+from .plan import Choice, plan
 from .quality import evaluating
 
 CHOICES = ("mxfp4_e2m1", "mxfp6_e2m3")
@@ -46,9 +46,11 @@ def choose_formats(
     Raises ValueError for bits that are fewer than the smallest format's or more than the largest one's, fewer than two formats or two of one size, calibration that is
     empty or not token ids of this model, a model in which nothing can be compressed or that is compressed already; TypeError for a model without logits.
     """
-    options = _check(model, bits, formats, scale_rule, activations)
+    check_rule(scale_rule)
+    options = check_bits(bits, formats)
+    check_activations(activations, options[0])
     choices = plan(model, options[0], skip, None)
-    check_some(choices)
+    check_model(model, choices)
     sequences = sequences_of(model, calibration)
     with torch.no_grad(), evaluating(model):
         _logits(model, sequences[0][:, :1])
@@ -57,21 +59,23 @@ def choose_formats(
     return {name: options[at].name for name, at in allot(found, sizes, [each.bits_per_weight for each in options], bits).items()}
 
 
-def _check(model: nn.Module, bits: float, formats: Sequence[str | Format], scale_rule: str, activations: str | None) -> list[Format]:
-    """The formats, the smallest one first."""
+def check_bits(bits: float, formats: Sequence[str | Format]) -> list[Format]:
+    """The formats, the smallest one first. Raises ValueError for bits outside of theirs and for formats that leave no choice, TypeError for what is no sequence."""
     if isinstance(formats, str) or not isinstance(formats, Sequence):
         raise TypeError(f"formats must be a sequence of formats to choose from, such as {CHOICES}, not {formats!r}.")
-    check_rule(scale_rule)
     options = sorted((get_format(each, "formats") for each in formats), key=lambda each: each.bits_per_weight)
     sizes = [each.bits_per_weight for each in options]
     if len(options) < 2 or len(set(sizes)) < len(options):
         raise ValueError(f"formats={[each.name for each in options]} leaves no choice: give two or more of different sizes.")
     if isinstance(bits, bool) or not isinstance(bits, (int, float)) or not sizes[0] <= bits <= sizes[-1]:
         raise ValueError(f"bits={bits!r} must be a number from {sizes[0]} to {sizes[-1]}, the bits per weight of {options[0].name} and {options[-1].name}.")
-    check_activations(activations, options[0])
-    if any(isinstance(module, MXLinear) for module in model.modules()):
-        raise ValueError("model has MX layers already: choose formats for the dense one; mx.dequantize(model) takes them out.")
     return options
+
+
+def larger(format: str | Format) -> list[str]:
+    """The format, and those of `CHOICES` that take more bits."""
+    first = get_format(format)
+    return [first.name, *(name for name in CHOICES if get_format(name).bits_per_weight > first.bits_per_weight)]
 
 
 def allot(costs: dict[str, list[float]], sizes: dict[str, int], bits: Sequence[float], budget: float) -> dict[str, int]:

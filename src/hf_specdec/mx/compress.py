@@ -13,7 +13,7 @@ from torch import nn
 from .attention import use_for_few
 from .calibrate import calibrated, loses
 from .calibration import sequences_of
-from .formats import DEFAULT_FORMAT, DEFAULT_RULE, Format, check_activations, check_rule, get_format
+from .formats import DEFAULT_FORMAT, DEFAULT_RULE, Format, check_activations, check_rule
 from .linear import MXLinear
 from .plan import Choice, check_skip, check_some, plan, recorded
 from .quantizer import MXConfig, attach
@@ -59,7 +59,7 @@ def compress(
     check_activations(activations, format)
     skip = check_skip(skip)
     choices = plan(model, format, skip, lm_head, layer_formats=layer_formats)
-    _check(model, choices)
+    check_model(model, choices)
     kept = recorded(choices, skip)
     sequences = None if calibration is None else _calibration(model, calibration, choices)
     names, reports, console = [choice.name for choice in choices], {}, Console(stderr=True)
@@ -93,7 +93,8 @@ def _calibration(model: nn.Module, calibration: Iterable, choices: list[Choice])
     return sequences_of(model, calibration)
 
 
-def _check(model: nn.Module, choices: list[Choice]) -> None:
+def check_model(model: nn.Module, choices: list[Choice]) -> None:
+    """ValueError for a model that cannot be compressed as these choices say."""
     if any(isinstance(choice.module, MXLinear) for choice in choices):
         raise ValueError("model has MX layers already; mx.dequantize(model) takes them out.")
     method = getattr(getattr(model, "config", None), "quantization_config", None)
