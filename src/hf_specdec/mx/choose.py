@@ -46,6 +46,8 @@ def choose_formats(
     Raises ValueError for bits that are fewer than the smallest format's or more than the largest one's, fewer than two formats or two of one size, calibration that is
     empty or not token ids of this model, a model in which nothing can be compressed or that is compressed already; TypeError for a model without logits.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a model, got {type(model).__name__}; load one with from_pretrained.")
     check_rule(scale_rule)
     options = check_bits(bits, formats)
     check_activations(activations, options[0])
@@ -137,9 +139,11 @@ def costs(
 
 def _gradients(model: nn.Module, names: list[str], hook: Callable[[str, torch.Tensor, torch.Tensor], None], sequences: Iterable[torch.Tensor]) -> Iterator[None]:
     """For each sequence `hook` on each layer's name, input and gradient of the loss with respect to its output."""
-    embedding, generator, start = model.get_input_embeddings(), torch.Generator().manual_seed(0), []
+    generator, start = torch.Generator().manual_seed(0), []  # start: where gradients may end, all that comes from token ids
+    embeddings = {model.get_input_embeddings(), *(module for module in model.modules() if isinstance(module, nn.Embedding))}
     with ExitStack() as stack, torch.enable_grad(), evaluating(model):
-        stack.callback(embedding.register_forward_hook(lambda module, args, out: start.append(out if out.requires_grad else out.requires_grad_())).remove)
+        for embedding in embeddings:
+            stack.callback(embedding.register_forward_hook(lambda module, args, out: start.append(out if out.requires_grad else out.requires_grad_())).remove)
         for name in names:
             stack.callback(model.get_submodule(name).register_forward_hook(partial(_watch, hook, name)).remove)
         for ids in sequences:
