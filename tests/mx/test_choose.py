@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from hf_specdec import mx
-from hf_specdec.mx.choose import allot, costs, larger
+from hf_specdec.mx.choose import allot, costs, larger, rounded
 from hf_specdec.mx.formats import get_format
 from hf_specdec.mx.plan import plan
 
@@ -76,7 +76,7 @@ def test_more_bits_that_gain_nothing_are_not_spent_and_steps_may_leave_a_format_
 def test_costs_are_the_divergence_of_the_model_with_that_layer_compressed(kind):
     model, sequences = uneven(kind), [ids[None] for ids in TEXT] * 4
     options = [get_format(name) for name in (FOUR, SIX)]
-    found = costs(model, plan(model, FOUR, (), None), options, sequences, "even")
+    found = costs(model, rounded(model, plan(model, FOUR, (), None), options, sequences, "even"), sequences)
     text, ratios = torch.cat(TEXT), []
     for place, name in itertools.product((0, 1), found):
         others = [other for other in found if other != name]
@@ -172,7 +172,7 @@ def test_other_models():
     ({"model": tiny().model}, TypeError, "LlamaModel predicts nothing .*its head"),
 ])
 def test_bad_input_is_refused_before_any_work(arguments, error, words, monkeypatch):
-    monkeypatch.setattr("hf_specdec.mx.choose.costs", lambda *_: pytest.fail("it worked"))
+    monkeypatch.setattr("hf_specdec.mx.choose.rounded", lambda *_: pytest.fail("it worked"))
     with pytest.raises(error, match=words):
         mx.choose_formats(**{"model": tiny(), "bits": 5.0, "calibration": TEXT, "formats": (FOUR, SIX), **arguments})
 
@@ -183,4 +183,4 @@ def test_compressed_models_are_refused():
 
 
 def test_formats_from_one_on():
-    assert larger(FOUR) == [FOUR, SIX] and larger("mxfp6_e3m2") == ["mxfp6_e3m2"]
+    assert larger(FOUR) == [FOUR, SIX, EIGHT] and larger("mxfp6_e3m2") == ["mxfp6_e3m2", EIGHT] and larger(EIGHT) == [EIGHT]

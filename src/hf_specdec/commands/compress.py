@@ -121,6 +121,8 @@ def _check_bits(bits: float, format: str, layer_format: Sequence[str], calibrate
         raise ValueError("--bits chooses the layers' formats: leave --layer-format out, or name them all without --bits.")
     if calibrate is None:
         raise ValueError(f"--bits needs a text to choose by: give --calibrate FILE, or --calibrate {GENERATED}.")
+    if len(larger(format)) < 2:
+        raise ValueError(f"--bits has no meaning with --format {format}: there is no larger format to choose.")
     check_bits(bits, larger(format))
 
 

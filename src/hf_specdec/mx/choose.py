@@ -21,7 +21,7 @@ from .packed import PackedMatrix, quantize
 from .plan import Choice, plan
 from .quality import evaluating
 
-CHOICES = ("mxfp4_e2m1", "mxfp6_e2m3")
+CHOICES = ("mxfp4_e2m1", "mxfp6_e2m3", "mxint8")
 
 
 def choose_formats(
@@ -56,7 +56,7 @@ def choose_formats(
     sequences = sequences_of(model, calibration)
     with torch.no_grad(), evaluating(model):
         _logits(model, sequences[0][:, :1])
-    found = costs(model, choices, options, sequences, scale_rule, activations)
+    found = costs(model, rounded(model, choices, options, sequences, scale_rule, activations), sequences)
     sizes = {name: model.get_submodule(name).weight.numel() for name in found}
     return {name: options[at].name for name, at in allot(found, sizes, [each.bits_per_weight for each in options], bits).items()}
 
@@ -104,24 +104,29 @@ def _hull(costs: Sequence[float], bits: Sequence[float], size: int) -> Iterator[
         yield best, at
 
 
-def costs(
+def rounded(
     model: nn.Module, choices: list[Choice], options: Sequence[Format], sequences: list[torch.Tensor], rule: str, activations: str | None = None
-) -> dict[str, list[float]]:
-    """What each layer costs in each format, in nats per token of `sequences` (int64 `[1, n]` each), by name.
-
-    With g the gradient of the loss of labels sampled from the model's own predictions, with respect to the layer's outputs, and e their errors, both `[n, N]`,
-    1/2 sum over the outputs of (sum over the tokens of g e)^2: the Fisher information is the second derivative of the KL divergence (Martens 2014, arXiv 1412.1193,
-    sections 5 and 9.2), and the rows of a weight are rounded independently of one another, so that what is left out, the products of different rows, is
-    zero in the mean. Each layer is rounded as `compress` rounds it with this calibration, with all the other layers dense.
-    """
-    packed: dict[str, list[PackedMatrix]] = {}
+) -> dict[str, list[PackedMatrix]]:
+    """Each layer in each format, by name, as `compress` rounds it with this calibration where it measures all layers in one stage."""
+    packed = {}
     for choice, inputs, _ in calibrated(model, choices, sequences, activations, _shown):
         if choice.format is not None:
             weight = choice.module.weight.detach()
             packed[choice.name] = [
                 quantize(weight, each, rule) if inputs is None or each.is_dense else compensated(weight, each, rule, inputs) for each in options
             ]
-    sums = {name: torch.zeros(len(options), dtype=torch.float64) for name in packed}
+    return packed
+
+
+def costs(model: nn.Module, packed: dict[str, list[PackedMatrix]], sequences: list[torch.Tensor]) -> dict[str, list[float]]:
+    """What each layer costs in each form it is given in, by name: nats per token of `sequences` (int64 `[1, n]` each), with all the other layers dense.
+
+    1/2 sum over the outputs of (sum over the tokens of g e)^2, with e the errors of the layer's outputs and g the gradient of the loss, of labels sampled from the model's
+    own predictions, with respect to them, float32 `[n, N]` both. The mean of the whole sum's square is the Fisher information in that direction, which is the second
+    derivative of the KL divergence (Martens 2014, arXiv 1412.1193, sections 5 and 9.2). The rows of a weight are rounded independently of one another, so that
+    the products of different rows are zero in the mean: without them, few sequences do.
+    """
+    sums = {name: torch.zeros(len(forms), dtype=torch.float64) for name, forms in packed.items()}
     changes: dict[str, torch.Tensor] = {}
 
     def add(name: str, x: torch.Tensor, gradient: torch.Tensor) -> None:
