@@ -39,12 +39,12 @@ def choose_formats(
     calibration, scale_rule, skip, activations: as in `compress`, which is to be called with the same ones. formats: what there is to choose from. The model, dense,
     is left as it is; beside it, its layers are held in all of the formats, packed.
 
-    What a format costs a layer is estimated as the KL divergence per token, in nats, to second order in the change of its outputs (`costs`); costs of several layers
-    add up. From the smallest format on, the step that gains most per bit is taken as long as one fits: steps along the lower convex hull of a layer's costs, which is
-    optimal up to the last step (Shoham and Gersho 1988, IEEE Trans. ASSP 36(9), section III).
+    What a format costs a layer is estimated as the KL divergence per token, in nats, to second order in the change of its outputs (`costs`); costs of several
+    layers add up. From the smallest format on, the step that gains most per bit is taken as long as one fits: steps along the lower convex hull of a layer's
+    costs, which is optimal up to the last step (Shoham and Gersho 1988, Efficient bit allocation for an arbitrary set of quantizers, IEEE Trans. ASSP 36(9)).
 
-    Raises ValueError for bits that are fewer than the smallest format's or more than the largest one's, fewer than two formats or two of one size, calibration that is
-    empty or not token ids of this model, a model in which nothing can be compressed or that is compressed already; TypeError for a model without logits.
+    Raises ValueError for bits that are fewer than the smallest format's or more than the largest one's, fewer than two formats or two of one size, calibration that
+    is empty or not token ids of this model, a model in which nothing can be compressed or that is compressed already; TypeError for a model without logits.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a model, got {type(model).__name__}; load one with from_pretrained.")
@@ -62,7 +62,7 @@ def choose_formats(
 
 
 def check_bits(bits: float, formats: Sequence[str | Format]) -> list[Format]:
-    """The formats, the smallest one first. Raises ValueError for bits outside of theirs and for formats that leave no choice, TypeError for what is no sequence."""
+    """The formats, the smallest one first. Raises ValueError for bits outside of theirs and for formats that leave no choice, TypeError for no sequence."""
     if isinstance(formats, str) or not isinstance(formats, Sequence):
         raise TypeError(f"formats must be a sequence of formats to choose from, such as {CHOICES}, not {formats!r}.")
     options = sorted((get_format(each, "formats") for each in formats), key=lambda each: each.bits_per_weight)
@@ -121,10 +121,10 @@ def rounded(
 def costs(model: nn.Module, packed: dict[str, list[PackedMatrix]], sequences: list[torch.Tensor]) -> dict[str, list[float]]:
     """What each layer costs in each form it is given in, by name: nats per token of `sequences` (int64 `[1, n]` each), with all the other layers dense.
 
-    1/2 sum over the outputs of (sum over the tokens of g e)^2, with e the errors of the layer's outputs and g the gradient of the loss, of labels sampled from the model's
-    own predictions, with respect to them, float32 `[n, N]` both. The mean of the whole sum's square is the Fisher information in that direction, which is the second
-    derivative of the KL divergence (Martens 2014, arXiv 1412.1193, sections 5 and 9.2). The rows of a weight are rounded independently of one another, so that
-    the products of different rows are zero in the mean: without them, few sequences do.
+    1/2 sum over the outputs of (sum over the tokens of g e)^2, with e the errors of the layer's outputs and g the gradient of the loss, of labels sampled from
+    the model's own predictions, with respect to them, float32 `[n, N]` both. The mean of the whole sum's square is the Fisher information in that direction, the
+    second derivative of the KL divergence (Martens 2020, New insights and perspectives on the natural gradient method, arXiv 1412.1193). The rows of a weight
+    are rounded independently of one another, so that the products of different rows are zero in the mean: without them, few sequences do.
     """
     sums = {name: torch.zeros(len(forms), dtype=torch.float64) for name, forms in packed.items()}
     changes: dict[str, torch.Tensor] = {}
@@ -142,13 +142,15 @@ def costs(model: nn.Module, packed: dict[str, list[PackedMatrix]], sequences: li
     return {name: (total / (2 * tokens)).tolist() for name, total in sums.items()}
 
 
-def _gradients(model: nn.Module, names: list[str], hook: Callable[[str, torch.Tensor, torch.Tensor], None], sequences: Iterable[torch.Tensor]) -> Iterator[None]:
+def _gradients(
+    model: nn.Module, names: list[str], hook: Callable[[str, torch.Tensor, torch.Tensor], None], sequences: Iterable[torch.Tensor]
+) -> Iterator[None]:
     """For each sequence `hook` on each layer's name, input and gradient of the loss with respect to its output."""
     generator, start = torch.Generator().manual_seed(0), []  # start: where gradients may end, all that comes from token ids
     embeddings = {model.get_input_embeddings(), *(module for module in model.modules() if isinstance(module, nn.Embedding))}
     with ExitStack() as stack, torch.enable_grad(), evaluating(model):
         for embedding in embeddings:
-            stack.callback(embedding.register_forward_hook(lambda module, args, out: start.append(out if out.requires_grad else out.requires_grad_())).remove)
+            stack.callback(embedding.register_forward_hook(lambda module, args, out: start.append(out.requires_grad_())).remove)
         for name in names:
             stack.callback(model.get_submodule(name).register_forward_hook(partial(_watch, hook, name)).remove)
         for ids in sequences:

@@ -41,9 +41,9 @@ def plan(
 
     `skip` has module names: whole ones, parts of them (`down_proj`, `mlp`, `layers.0`: all that is inside, too) or patterns (`*.layers.0.*`);
     a warning names those that no module has. `layer_formats` has such names, too, with a format for what they name instead of `format`: of those that fit
-    a layer the last one counts, and ValueError refuses a name of the head alone. The output head (a classifier's, too) is left dense unless `lm_head` names a format for it, and so is a layer whose weight
-    the model reads itself. stored: the model is that of a compressed checkpoint, whose `skip` has all of these by name (`recorded`); with
-    the names of the class that was saved, whose base model or headed model this one may be.
+    a layer the last one counts, and ValueError refuses a name of the head alone. The output head (a classifier's, too) is left dense unless `lm_head` names a
+    format for it, and so is a layer whose weight the model reads itself. stored: the model is that of a compressed checkpoint, whose `skip` has all of these by
+    name (`recorded`); with the names of the class that was saved, whose base model or headed model this one may be.
     """
     fmt, head_format = get_format(format), None if lm_head is None else get_format(lm_head, "lm_head")
     patterns, own_formats, modules, heads = check_skip(skip), check_layer_formats(layer_formats), dict(model.named_modules()), _heads(model)
