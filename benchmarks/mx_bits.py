@@ -82,7 +82,7 @@ def with_forms(model, forms, places: dict[str, int]):
     """A copy of the model, with shared tensors, whose layers have these formats."""
     small = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
     for name, at in places.items():
-        replace(small, name, mx.MXLinear.from_packed(copy.deepcopy(forms[name][at]), small.get_submodule(name)))
+        replace(small, name, copy.deepcopy(forms[name][at]))
     return small
 
 

@@ -40,8 +40,7 @@ def compress(
 ) -> None:
     """Print what was done, write the folder, then measure; arguments are checked before anything is loaded."""
     _check(out, report, text, json_file, calibrate)
-    if bits is not None:
-        _check_bits(bits, format, layer_format, calibrate)
+    _check_bits(bits, format, layer_format, calibrate)
     from .. import mx
     from ..bench.embedded import load_model
     from ..bench.report import save_json
@@ -69,17 +68,14 @@ def compress(
     after = _bytes(model)
     console = Console(highlight=False)
     if sequences is not None:
-        source, tokens = "text of its own" if calibrate == GENERATED else calibrate, sum(ids.numel() for ids in sequences)
-        console.print(f"Calibrated on {source}: {tokens} tokens.", markup=False, soft_wrap=True)
+        _print_source(console, calibrate, sequences)
     _print_layers(console, model.mx_report, every_layer, (before, after))
     if out is not None:
         _save(out, model, tokenizer)
         console.print(f"Saved to {out}. Import hf_specdec.mx before from_pretrained.", markup=False, soft_wrap=True)
     quality = mx.compare(original, model, tokenizer, words) if report else None
     if quality is not None:
-        source = "the shipped text" if text is None else text
-        console.print(f"Predictions on {source}:", style="bold", markup=False, soft_wrap=True)
-        console.print(_quality_table(quality))
+        _print_quality(console, quality, text)
     if json_file is not None:
         result = {"model": target, "config": config.to_dict(), "calibration": calibrate, "bits": bits, "dtype": str(model.dtype).removeprefix("torch.")}
         result |= {"model_bytes_before": before, "model_bytes_after": after, "compression": model.mx_report.to_dict()}
@@ -114,7 +110,9 @@ def _pair(text: str) -> tuple[str, str]:
     return pattern, format
 
 
-def _check_bits(bits: float, format: str, layer_format: Sequence[str], calibrate: str | None) -> None:
+def _check_bits(bits: float | None, format: str, layer_format: Sequence[str], calibrate: str | None) -> None:
+    if bits is None:
+        return
     from ..mx.choose import check_bits, larger
 
     if layer_format:
@@ -190,6 +188,11 @@ def _bytes(model) -> int:
 # ---- what is printed ----
 
 
+def _print_source(console: Console, calibrate: str, sequences: list) -> None:
+    source, tokens = "text of its own" if calibrate == GENERATED else calibrate, sum(ids.numel() for ids in sequences)
+    console.print(f"Calibrated on {source}: {tokens} tokens.", markup=False, soft_wrap=True)
+
+
 def _print_layers(console: Console, report, every_layer: bool, whole: tuple[int, int]) -> None:
     from ..mx.report import COLUMNS, mebibytes
 
@@ -212,12 +215,13 @@ def _numbers(layer) -> int:
     return layer.shape[0] * layer.shape[1]
 
 
-def _quality_table(quality) -> Table:
+def _print_quality(console: Console, quality, text: Path | None) -> None:
+    console.print(f"Predictions on {'the shipped text' if text is None else text}:", style="bold", markup=False, soft_wrap=True)
     table = Table(show_header=False, box=None, padding=(0, 1, 0, 0))
     table.add_column(), table.add_column(justify="right", no_wrap=True)
     for row in quality.rows():
         table.add_row(*row)
-    return table
+    console.print(table)
 
 
 # ---- what is written ----

@@ -17,7 +17,8 @@ from .calibration import sequences_of
 from .compress import check_model
 from .formats import DEFAULT_RULE, Format, check_activations, check_rule, get_format
 from .gptq import compensated
-from .packed import PackedMatrix, quantize
+from .linear import MXLinear
+from .packed import quantize
 from .plan import Choice, plan
 from .quality import evaluating
 
@@ -106,19 +107,18 @@ def _hull(costs: Sequence[float], bits: Sequence[float], size: int) -> Iterator[
 
 def rounded(
     model: nn.Module, choices: list[Choice], options: Sequence[Format], sequences: list[torch.Tensor], rule: str, activations: str | None = None
-) -> dict[str, list[PackedMatrix]]:
+) -> dict[str, list[MXLinear]]:
     """Each layer in each format, by name, as `compress` rounds it with this calibration where it measures all layers in one stage."""
-    packed = {}
+    forms = {}
     for choice, inputs, _ in calibrated(model, choices, sequences, activations, _shown):
         if choice.format is not None:
             weight = choice.module.weight.detach()
-            packed[choice.name] = [
-                quantize(weight, each, rule) if inputs is None or each.is_dense else compensated(weight, each, rule, inputs) for each in options
-            ]
-    return packed
+            packed = (quantize(weight.clone(), each, rule) if inputs is None or each.is_dense else compensated(weight, each, rule, inputs) for each in options)
+            forms[choice.name] = [MXLinear.from_packed(each, choice.module) for each in packed]
+    return forms
 
 
-def costs(model: nn.Module, packed: dict[str, list[PackedMatrix]], sequences: list[torch.Tensor]) -> dict[str, list[float]]:
+def costs(model: nn.Module, forms: dict[str, list[MXLinear]], sequences: list[torch.Tensor]) -> dict[str, list[float]]:
     """What each layer costs in each form it is given in, by name: nats per token of `sequences` (int64 `[1, n]` each), with all the other layers dense.
 
     1/2 sum over the outputs of (sum over the tokens of g e)^2, with e the errors of the layer's outputs and g the gradient of the loss, of labels sampled from
@@ -126,15 +126,15 @@ def costs(model: nn.Module, packed: dict[str, list[PackedMatrix]], sequences: li
     second derivative of the KL divergence (Martens 2020, New insights and perspectives on the natural gradient method, arXiv 1412.1193). The rows of a weight
     are rounded independently of one another, so that the products of different rows are zero in the mean: without them, few sequences do.
     """
-    sums = {name: torch.zeros(len(forms), dtype=torch.float64) for name, forms in packed.items()}
+    sums = {name: torch.zeros(len(own), dtype=torch.float64) for name, own in forms.items()}
     changes: dict[str, torch.Tensor] = {}
 
     def add(name: str, x: torch.Tensor, gradient: torch.Tensor) -> None:
         weight = model.get_submodule(name).weight.detach().float()
-        errors = torch.stack([x @ (weight - each.dequantize()).T for each in packed[name]])
+        errors = torch.stack([x @ (weight - each.dequantize()).T for each in forms[name]])
         changes[name] = changes.get(name, 0) + (gradient.float() * errors).flatten(1, -2).sum(1, dtype=torch.float64)
 
-    for _ in _gradients(model, list(packed), add, _shown(sequences, "Measuring")):
+    for _ in _gradients(model, list(forms), add, _shown(sequences, "Measuring")):
         for name, change in changes.items():
             sums[name] += change.square().sum(1).cpu()
         changes.clear()
