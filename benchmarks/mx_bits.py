@@ -3,7 +3,8 @@
     python benchmarks/mx_bits.py [--bits 4.6 5 5.5] [--calibrate FILE] [--text FILE] [--random 3] [--json FILE]
 
 Beside MXFP4 and MXFP6 throughout: the formats that `mx.choose_formats` gives, of two formats and of three, and the same number of bits in MXFP6 given to the layers
-`down_proj` first, to the first and last blocks first, to `v_proj` and then `down_proj` (which llama.cpp's mixed 4-bit formats favour), or to layers in a random order. All of them rounded with calibration, once for each layer and format.
+`down_proj` first, to the first and last blocks first, to `v_proj` and then `down_proj` (which llama.cpp's mixed 4-bit formats favour), to
+`k_proj` and `v_proj` and then those blocks, or to layers in a random order. All of them rounded with calibration, once for each layer and format.
 Losses and divergences, not times: nothing else has to rest meanwhile.
 """
 
@@ -61,7 +62,9 @@ def contestants(model, found: dict[str, list[float]], options):
     for bits in options.bits:
         for count in (2, 3):
             yield f"costs, {count} formats", allot({name: own[:count] for name, own in found.items()}, sizes, BITS[:count], bits)
-        orders = {"down_proj first": down, "outer blocks first": outer, "v, then down_proj": sorted(down, key=lambda name: not name.endswith("v_proj"))}
+        orders = {"down_proj first": down, "outer blocks first": outer}
+        orders["v, then down_proj"] = sorted(down, key=lambda name: not name.endswith("v_proj"))
+        orders["k and v, then outer"] = sorted(outer, key=lambda name: not name.endswith(("k_proj", "v_proj")))
         orders |= {f"at random ({seed})": random.Random(seed).sample(names, len(names)) for seed in range(options.random)}
         for name, order in orders.items():
             yield name, fill(order, sizes, bits)

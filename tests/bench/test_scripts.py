@@ -201,7 +201,7 @@ def test_formats_by_layer_keep_their_bits_and_are_those_of_compress(tmp_path, mo
     monkeypatch.setattr(sys, "argv", ["mx_bits", "--bits", "5", "--random", "1", "--calibrate", str(text), "--text", str(text), "--json", str(file)])
     bits.main()
     rows = {row["chosen_by"]: row for row in json.loads(file.read_text())["rows"]}
-    assert len(rows) == 8 and all(row["bits"] <= 5 for name, row in rows.items() if name != "mxfp6_e2m3") and "same top token" in capsys.readouterr().out
+    assert len(rows) == 9 and all(row["bits"] <= 5 for name, row in rows.items() if name != "mxfp6_e2m3") and "same top token" in capsys.readouterr().out
     sequences = pieces(tokenizer(text.read_text())["input_ids"])
     chosen = mx.choose_formats(model, 5, sequences)
     small = mx.compress(copy.deepcopy(model), "mxfp4_e2m1", layer_formats=chosen, calibration=sequences)

@@ -40,7 +40,7 @@ def choose_formats(
     calibration, scale_rule, skip, activations: as in `compress`, which is to be called with the same ones. formats: what there is to choose from. The model, dense,
     is left as it is; beside it, its layers are held in all of the formats, packed.
 
-    What a format costs a layer is estimated as the KL divergence per token, in nats, to second order in the change of its outputs (`costs`); costs of several
+    What a format costs a layer is estimated as the KL divergence per token, in nats, to second order in the change of its weights (`costs`); costs of several
     layers add up. From the smallest format on, the step that gains most per bit is taken as long as one fits: steps along the lower convex hull of a layer's
     costs, which is optimal up to the last step (Shoham and Gersho 1988, Efficient bit allocation for an arbitrary set of quantizers, IEEE Trans. ASSP 36(9)).
 
@@ -121,9 +121,9 @@ def rounded(
 def costs(model: nn.Module, forms: dict[str, list[MXLinear]], sequences: list[torch.Tensor]) -> dict[str, list[float]]:
     """What each layer costs in each form it is given in, by name: nats per token of `sequences` (int64 `[1, n]` each), with all the other layers dense.
 
-    1/2 sum over the outputs of (sum over the tokens of g e)^2, with e the errors of the layer's outputs and g the gradient of the loss, of labels sampled from
-    the model's own predictions, with respect to them, float32 `[n, N]` both. The mean of the whole sum's square is the Fisher information in that direction, the
-    second derivative of the KL divergence (Martens 2020, New insights and perspectives on the natural gradient method, arXiv 1412.1193). The rows of a weight
+    1/2 sum over the rows of (sum over the columns of G E)^2, with E the weight's error and G the gradient, with respect to the weight, of the loss of labels
+    sampled from the model's own predictions for a sequence, float32 `[N, K]` both. The mean of the whole sum's square is the Fisher information in that direction,
+    the second derivative of the KL divergence (Martens 2020, New insights and perspectives on the natural gradient method, arXiv 1412.1193). The rows of a weight
     are rounded independently of one another, so that the products of different rows are zero in the mean: without them, few sequences do.
     """
     sums = {name: torch.zeros(len(own), dtype=torch.float64) for name, own in forms.items()}
@@ -131,8 +131,8 @@ def costs(model: nn.Module, forms: dict[str, list[MXLinear]], sequences: list[to
 
     def add(name: str, x: torch.Tensor, gradient: torch.Tensor) -> None:
         weight = model.get_submodule(name).weight.detach().float()
-        errors = torch.stack([x @ (weight - each.dequantize()).T for each in forms[name]])
-        changes[name] = changes.get(name, 0) + (gradient.float() * errors).flatten(1, -2).sum(1, dtype=torch.float64)
+        whole = gradient.float().flatten(0, -2).T @ x.flatten(0, -2)
+        changes[name] = changes.get(name, 0) + torch.stack([(whole * (weight - each.dequantize())).sum(1, dtype=torch.float64) for each in forms[name]])
 
     for _ in _gradients(model, list(forms), add, _shown(sequences, "Measuring")):
         for name, change in changes.items():
