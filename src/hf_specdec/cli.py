@@ -201,6 +201,12 @@ def compress(
     format: Annotated[
         str, typer.Option("--format", help="Of the weights: mxfp6_e2m3, mxfp6_e3m2, mxfp8_e4m3, mxfp8_e5m2, mxfp4_e2m1, mxint8, bf16 or fp32.")
     ] = "mxfp6_e2m3",
+    layer_format: Annotated[
+        list[str] | None, typer.Option("--layer-format", help="PATTERN=FORMAT: what these modules, named as those of --skip, get instead. Repeatable; the last one that fits counts.")
+    ] = None,
+    bits: Annotated[
+        float | None, typer.Option("--bits", help="Bits per weight on average: the layers that need it most get more than --format, by what the text of --calibrate shows.")
+    ] = None,
     scale_rule: Annotated[str, typer.Option("--scale-rule", help="How the scale of a block of 32 weights is rounded: even, floor, ceil or mse.")] = "even",
     skip: Annotated[
         list[str] | None, typer.Option("--skip", help="Leave these modules dense: a name, its last part, or a pattern. Repeatable.")
@@ -222,7 +228,7 @@ def compress(
     """Store a model's weights in an MX format: 4 to 8 bits each, read without unpacking them first."""
     from .commands.compress import compress as run
 
-    run(target, format, scale_rule, skip or [], lm_head, activations, dtype, out, report, text, every_layer, json_file, calibrate)
+    run(target, format, scale_rule, skip or [], lm_head, activations, dtype, out, report, text, every_layer, json_file, calibrate, layer_format or [], bits)
 
 
 @app.command(short_help="Train a draft on text that the target writes itself.")

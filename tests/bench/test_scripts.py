@@ -1,6 +1,7 @@
 """The scripts under benchmarks/ run, on toys and with small counts; their figures are measured elsewhere."""
 
 import ast
+import copy
 import json
 import re
 import sys
@@ -185,3 +186,23 @@ def test_mixture_simulates_the_acceptance_that_it_is_asked_for(rate, accepted):
     assert 0.65 < sum(some[len(row) + i] == i for i in range(1000)) / 1000 < 0.75
     record = {"tokens_per_ms": {"lookup": 2.0, "model": 4.0, "choose": 5.0, "merge": 1.0}}
     assert (mixture.against_best(record, "choose"), mixture.against_best(record, "merge")) == (1.25, 0.25)
+
+
+def test_formats_by_layer_keep_their_bits_and_are_those_of_compress(tmp_path, monkeypatch, capsys):
+    from hf_specdec import mx
+    from hf_specdec.mx.calibration import pieces
+
+    from .conftest import byte_tokenizer, tiny_model
+
+    model, tokenizer, text, file = tiny_model(hidden_size=64), byte_tokenizer(), tmp_path / "text.txt", tmp_path / "bits.json"
+    text.write_text("Neighbouring weights tend to be of similar size. " * 20)
+    bits = script("mx_bits")
+    monkeypatch.setattr(bits, "load_target", lambda dtype: (model, tokenizer))
+    monkeypatch.setattr(sys, "argv", ["mx_bits", "--bits", "5", "--random", "1", "--calibrate", str(text), "--text", str(text), "--json", str(file)])
+    bits.main()
+    rows = {row["chosen_by"]: row for row in json.loads(file.read_text())["rows"]}
+    assert len(rows) == 9 and all(row["bits"] <= 5 for name, row in rows.items() if name != "mxfp6_e2m3") and "same top token" in capsys.readouterr().out
+    sequences = pieces(tokenizer(text.read_text())["input_ids"])
+    chosen = mx.choose_formats(model, 5, sequences)
+    small = mx.compress(copy.deepcopy(model), "mxfp4_e2m1", layer_formats=chosen, calibration=sequences)
+    assert mx.compare(model, small, tokenizer, text.read_text()).kl == pytest.approx(rows["costs, 3 formats"]["kl"], rel=1e-3)

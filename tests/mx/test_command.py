@@ -16,6 +16,7 @@ from hf_specdec.bench import embedded
 from hf_specdec.cli import app
 from hf_specdec.commands import compress as command
 from hf_specdec.mx.calibration import pieces
+from hf_specdec.mx.choose import larger
 
 from ..bench.conftest import byte_tokenizer, tiny_model
 from .models import mx_layers
@@ -125,6 +126,33 @@ def test_a_model_that_chats_writes_what_users_say():
     assert asked == [tokenizer("<user>")["input_ids"]]
 
 
+def test_formats_by_layer(folder, tmp_path):
+    file = tmp_path / "report.json"
+    patterns = ["--layer-format", "down_proj=mxint8", "--layer-format", "*.0.*=mxfp6_e2m3", "--layer-format", "up_proj=bf16"]
+    result = run(folder, "--format", "mxfp4_e2m1", *patterns, "--out", tmp_path / "mx", "--json", file)
+    assert result.exit_code == 0, result.output
+    own = {"down_proj": "mxint8", "*.0.*": "mxfp6_e2m3", "up_proj": "bf16"}
+    expected = mx.compress(AutoModelForCausalLM.from_pretrained(folder, dtype="auto"), "mxfp4_e2m1", layer_formats=own)
+    written, found = AutoModelForCausalLM.from_pretrained(tmp_path / "mx", dtype="auto"), json.loads(file.read_text())
+    assert all(torch.equal(tensor, expected.state_dict()[name]) for name, tensor in written.state_dict().items())
+    assert found["config"] == written.config.quantization_config.to_dict() and found["config"]["layer_formats"] == [list(pair) for pair in own.items()]
+    assert {layer["name"]: layer["format"] for layer in found["compression"]["layers"]} == {layer.name: layer.format for layer in expected.mx_report.layers}
+    assert "model.layers.0-1.mlp.up_proj (2)" in result.stdout and "model.layers.1.mlp.down_proj " in result.stdout and found["bits"] is None
+
+
+def test_formats_chosen_for_a_number_of_bits(folder, tmp_path):
+    text, file = tmp_path / "text.txt", tmp_path / "report.json"
+    text.write_text("Neighbouring weights tend to be of similar size. " * 20)
+    result = run(folder, "--format", "mxfp4_e2m1", "--bits", "5", "--calibrate", text, "--out", tmp_path / "mx", "--json", file, "--skip", "q_proj")
+    assert result.exit_code == 0, result.output
+    dense, sequences = AutoModelForCausalLM.from_pretrained(folder, dtype="auto"), pieces(byte_tokenizer()(text.read_text())["input_ids"])
+    chosen, found = mx.choose_formats(dense, 5.0, sequences, larger("mxfp4_e2m1"), skip=["q_proj"]), json.loads(file.read_text())
+    assert dict(found["config"]["layer_formats"]) == chosen and len(chosen) == 12 and found["bits"] == 5.0
+    layers = [layer for layer in found["compression"]["layers"] if layer["format"]]
+    assert {layer["name"]: layer["format"] for layer in layers} == chosen and {layer["note"] for layer in layers} == {"calibrated"}
+    assert "bits per compressed weight" in result.stdout and 4.25 < float(result.stdout.partition(" bits per compressed weight")[0].rpartition(" ")[2]) <= 5
+
+
 @pytest.mark.parametrize("format, dtype, rounding", [("fp32", "float32", 1e-4), ("bf16", "bfloat16", 1e-3)])
 def test_the_report_on_weights_that_stay_as_they_are_compares_with_the_original(format, dtype, rounding, folder, tmp_path):
     """The original shares its weights with what is compressed. In 16 bit, attention by the kernel rounds otherwise than torch's."""
@@ -152,6 +180,13 @@ def test_wrong_arguments_are_refused_before_anything_is_loaded(folder, tmp_path,
     refused("there is no such file", folder, "--report", "--text", tmp_path / "none.txt")
     refused("--calibrate none.txt: there is no such file; name a file of text, or generated", folder, "--out", out, "--calibrate", "none.txt")
     refused("--calibrate has no meaning with --format bf16", folder, "--out", out, "--calibrate", "generated", "--format", "bf16")
+    refused("--layer-format up_proj: give PATTERN=FORMAT, such as down_proj=mxint8", folder, "--out", out, "--layer-format", "up_proj")
+    refused("layer_formats['up_proj']='mxfp5' is not an MX format", folder, "--out", out, "--layer-format", "up_proj=mxfp5")
+    refused("--bits needs a text to choose by: give --calibrate FILE", folder, "--out", out, "--bits", "5", "--format", "mxfp4_e2m1")
+    chosen = ["--out", out, "--calibrate", "generated", "--format", "mxfp4_e2m1", "--bits"]
+    refused("--bits chooses the layers' formats: leave --layer-format out", folder, *chosen, "5", "--layer-format", "up_proj=mxint8")
+    refused("bits=4.0 must be a number from 4.25", folder, *chosen, "4")
+    refused("--bits has no meaning with --format mxint8: there is no larger format to choose", folder, "--out", out, "--calibrate", "generated", "--bits", "9", "--format", "mxint8")
     refused("its folder does not exist", folder, "--report", "--json", tmp_path / "none" / "x.json")
     (tmp_path / "mine.json").write_text("{}")
     refused("is no report of this command", folder, "--report", "--json", tmp_path / "mine.json")

@@ -210,7 +210,7 @@ def test_the_config_is_written_and_read():
         ({"skip": "lm_head"}, TypeError, "skip must be a sequence"),
         ({"skip": 3}, TypeError, "skip must be a sequence"),
         ({"block_size": 16}, ValueError, "no option 'block_size'.*It has: format"),
-        ({"version": 2}, ValueError, "version 2.*Upgrade hf-specdec"),
+        ({"version": 3}, ValueError, "version 3.*Upgrade hf-specdec"),
         ({"version": 0}, ValueError, "version=0"),
         ({"version": "1"}, ValueError, "version='1'"),
         ({"version": True}, ValueError, "version=True"),
@@ -233,7 +233,7 @@ def both_fail(folder: Path, *words: str) -> None:
 
 
 def test_a_newer_version(folder):
-    both_fail(configured(folder, version=2), "version 2", "up to 1", "Upgrade hf-specdec")
+    both_fail(configured(folder, version=3), "version 3", "up to 2", "Upgrade hf-specdec")
 
 
 def test_unknown_formats_and_options(folder):

@@ -7,6 +7,8 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +35,21 @@ def compress(
     every_layer: bool,
     json_file: Path | None,
     calibrate: str | None = None,
+    layer_format: Sequence[str] = (),
+    bits: float | None = None,
 ) -> None:
     """Print what was done, write the folder, then measure; arguments are checked before anything is loaded."""
     _check(out, report, text, json_file, calibrate)
+    _check_bits(bits, format, layer_format, calibrate)
     from .. import mx
     from ..bench.embedded import load_model
     from ..bench.report import save_json
+    from ..mx.choose import larger
     from ..mx.formats import get_format
 
-    config = mx.MXConfig(format, scale_rule, skip, lm_head, activations=activations)
-    if calibrate and not any(get_format(name).bits < 16 for name in (format, lm_head) if name):
+    configured = partial(mx.MXConfig, format, scale_rule, skip, lm_head, activations=activations)
+    config = configured(layer_formats=map(_pair, layer_format))
+    if calibrate and not any(get_format(name).bits < 16 for name in (format, lm_head, *config.layer_formats.values()) if name):
         raise ValueError(f"--calibrate has no meaning with --format {format}: nothing is rounded.")
     words = _words(text, "--text")
     lesson = None if calibrate == GENERATED else _words(calibrate, "--calibrate")
@@ -55,23 +62,22 @@ def compress(
     before = _bytes(model)
     original = _second(model) if report else None
     sequences = calibration_text(model, tokenizer, lesson) if calibrate else None
-    mx.compress(model, format, skip, scale_rule, lm_head, activations=activations, calibration=sequences)
+    if bits is not None:
+        config = configured(layer_formats=mx.choose_formats(model, bits, sequences, larger(format), scale_rule, skip, activations))
+    mx.compress(model, format, skip, scale_rule, lm_head, activations=activations, calibration=sequences, layer_formats=config.layer_formats)
     after = _bytes(model)
     console = Console(highlight=False)
     if sequences is not None:
-        source, tokens = "text of its own" if calibrate == GENERATED else calibrate, sum(ids.numel() for ids in sequences)
-        console.print(f"Calibrated on {source}: {tokens} tokens.", markup=False, soft_wrap=True)
+        _print_source(console, calibrate, sequences)
     _print_layers(console, model.mx_report, every_layer, (before, after))
     if out is not None:
         _save(out, model, tokenizer)
         console.print(f"Saved to {out}. Import hf_specdec.mx before from_pretrained.", markup=False, soft_wrap=True)
     quality = mx.compare(original, model, tokenizer, words) if report else None
     if quality is not None:
-        source = "the shipped text" if text is None else text
-        console.print(f"Predictions on {source}:", style="bold", markup=False, soft_wrap=True)
-        console.print(_quality_table(quality))
+        _print_quality(console, quality, text)
     if json_file is not None:
-        result = {"model": target, "config": config.to_dict(), "calibration": calibrate, "dtype": str(model.dtype).removeprefix("torch.")}
+        result = {"model": target, "config": config.to_dict(), "calibration": calibrate, "bits": bits, "dtype": str(model.dtype).removeprefix("torch.")}
         result |= {"model_bytes_before": before, "model_bytes_after": after, "compression": model.mx_report.to_dict()}
         save_json({**result, "quality": quality and quality.to_dict()}, json_file)
 
@@ -95,6 +101,27 @@ def _check(out: Path | None, report: bool, text: Path | None, json_file: Path | 
     if out is not None and out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(f"--out {out} exists and is not an empty folder: name another one, or remove it first.")
     check_folder(out, "--out")
+
+
+def _pair(text: str) -> tuple[str, str]:
+    pattern, _, format = text.rpartition("=")
+    if not pattern or not format:
+        raise ValueError(f"--layer-format {text}: give PATTERN=FORMAT, such as down_proj=mxint8.")
+    return pattern, format
+
+
+def _check_bits(bits: float | None, format: str, layer_format: Sequence[str], calibrate: str | None) -> None:
+    if bits is None:
+        return
+    from ..mx.choose import check_bits, larger
+
+    if layer_format:
+        raise ValueError("--bits chooses the layers' formats: leave --layer-format out, or name them all without --bits.")
+    if calibrate is None:
+        raise ValueError(f"--bits needs a text to choose by: give --calibrate FILE, or --calibrate {GENERATED}.")
+    if len(larger(format)) < 2:
+        raise ValueError(f"--bits has no meaning with --format {format}: there is no larger format to choose.")
+    check_bits(bits, larger(format))
 
 
 def _stored_config(target: str) -> dict | None:
@@ -161,6 +188,11 @@ def _bytes(model) -> int:
 # ---- what is printed ----
 
 
+def _print_source(console: Console, calibrate: str, sequences: list) -> None:
+    source, tokens = "text of its own" if calibrate == GENERATED else calibrate, sum(ids.numel() for ids in sequences)
+    console.print(f"Calibrated on {source}: {tokens} tokens.", markup=False, soft_wrap=True)
+
+
 def _print_layers(console: Console, report, every_layer: bool, whole: tuple[int, int]) -> None:
     from ..mx.report import COLUMNS, mebibytes
 
@@ -183,12 +215,13 @@ def _numbers(layer) -> int:
     return layer.shape[0] * layer.shape[1]
 
 
-def _quality_table(quality) -> Table:
+def _print_quality(console: Console, quality, text: Path | None) -> None:
+    console.print(f"Predictions on {'the shipped text' if text is None else text}:", style="bold", markup=False, soft_wrap=True)
     table = Table(show_header=False, box=None, padding=(0, 1, 0, 0))
     table.add_column(), table.add_column(justify="right", no_wrap=True)
     for row in quality.rows():
         table.add_row(*row)
-    return table
+    console.print(table)
 
 
 # ---- what is written ----

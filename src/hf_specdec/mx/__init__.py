@@ -9,6 +9,7 @@ Importing this package registers the quantisation method "mx" (as `hf_specdec.en
 """
 
 from . import passes as _passes  # noqa: F401  (registers itself)
+from .choose import choose_formats as choose_formats
 from .compress import compress
 from .formats import FORMATS as FORMATS
 from .kernels.cpu import kernel_info

@@ -37,7 +37,7 @@ def calibrated(
     layers whose format goes with them, the inputs are rounded before they count.
     """
     yield from ((choice, None, "") for choice in choices if not loses(choice))
-    calls, source = _trace(model, choices, sequences[0])
+    calls, source = _trace(model, choices, sequences[0], activations)
     stages = _stages(_in_order([choice for choice in choices if loses(choice)], calls, source), source)
     choices.clear()  # who compresses a layer is the last to hold it
     for number, stage in enumerate(stages, 1):
@@ -54,18 +54,18 @@ def loses(choice: Choice) -> bool:
     return choice.format is not None and not choice.format.is_dense
 
 
-def _trace(model: nn.Module, choices: list[Choice], ids: torch.Tensor) -> tuple[list[str], dict[str, str]]:
-    """Names of the Linear layers as a pass calls them; and of those that lose, the first one that is given the same tensor (none at all, if a
-    pass calls a layer twice)."""
-    calls, source, last = [], {}, (None, "")
-    rounded = {choice.name for choice in choices if loses(choice)}
+def _trace(model: nn.Module, choices: list[Choice], ids: torch.Tensor, activations: str | None = None) -> tuple[list[str], dict[str, str]]:
+    """Names of the Linear layers as a pass calls them; and of those that lose, the first one that is given the same tensor and rounds it, or not,
+    as it does (none at all, if a pass calls a layer twice)."""
+    calls, source, last = [], {}, {}
+    rounded = {choice.name: bool(activations and choice.format.fits_int8) for choice in choices if loses(choice)}
 
     def note(name: str, x: torch.Tensor) -> None:
-        nonlocal last
         calls.append(name)
         if name in rounded:
-            last = last if x is last[0] else (x, name)
-            source[name] = last[1]
+            if x is not last.get(rounded[name], (None,))[0]:
+                last[rounded[name]] = x, name
+            source[name] = last[rounded[name]][1]
 
     _run(model, {choice.name: choice.module for choice in choices if isinstance(choice.module, nn.Linear)}, note, [ids])
     return calls, source if len(set(calls)) == len(calls) else {}
@@ -120,16 +120,19 @@ def _measure(model, stage: list[Choice], source: dict[str, str], calls: list[str
 
 def _run(model: nn.Module, layers: dict[str, nn.Module], hook: Callable[[str, torch.Tensor], None], sequences: Iterable[torch.Tensor]) -> None:
     """The model on each sequence, and `hook` on each layer's name and input."""
-    inputs, device = ("input_ids",), model.get_input_embeddings().weight.device
-    if getattr(model.config, "is_encoder_decoder", False):
-        inputs += ("decoder_input_ids",)
     with ExitStack() as stack, torch.no_grad(), evaluating(model):
         for name, layer in layers.items():
             call = partial(_call, hook, name)
             stack.callback(layer.register_forward_pre_hook(call, with_kwargs=True).remove)
         for ids in sequences:
             with suppress(_Enough):
-                model(**dict.fromkeys(inputs, ids.to(device)), use_cache=False)
+                read(model, ids)
+
+
+def read(model: nn.Module, ids: torch.Tensor):
+    """What the model returns for token ids `[1, n]`; an encoder-decoder has them on both sides."""
+    sides = ("input_ids", "decoder_input_ids") if getattr(model.config, "is_encoder_decoder", False) else ("input_ids",)
+    return model(**dict.fromkeys(sides, ids.to(model.get_input_embeddings().weight.device)), use_cache=False)
 
 
 def _call(hook, name: str, layer: nn.Module, args: tuple, kwargs: dict) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 from .attention import use_for_few
 from .calibrate import calibrated, loses
 from .calibration import sequences_of
-from .formats import DEFAULT_FORMAT, DEFAULT_RULE, Format, check_activations, check_rule, get_format
+from .formats import DEFAULT_FORMAT, DEFAULT_RULE, Format, check_activations, check_rule
 from .linear import MXLinear
 from .plan import Choice, check_skip, check_some, plan, recorded
 from .quantizer import MXConfig, attach
@@ -30,6 +30,7 @@ def compress(
     measure: bool = True,
     activations: str | None = None,
     calibration: Iterable | None = None,
+    layer_formats: Mapping[str, str | Format] | None = None,
 ) -> nn.Module:
     """Compress a model's `nn.Linear` weights in place and return the model; `model.mx_report` says what was done.
 
@@ -39,6 +40,10 @@ def compress(
     kernels' tiles. `measure=False` leaves out the error of each layer. `activations="mxint8"` has the layers' inputs rounded to MXINT8
     (a head's, too, but for formats that do not go with it, "bf16" say): passes over several tokens get faster, at the price of a further error. On a CPU, attention of "sdpa" becomes `hf_specdec_few`: the
     same numbers but for rounding, by the kernels where a pass has few tokens (`model.set_attn_implementation("sdpa")` undoes it).
+
+    layer_formats: module names, matched as those of `skip`, and a format for what they name: `{"down_proj": "mxint8", "*.layers.0.*": "bf16"}`. Of the names that
+    fit a layer the last one counts, `skip` comes before all of them, and the head's format is `lm_head`'s alone. Where a layer's format does not go with
+    `activations`, its inputs are multiplied as they are. `mx.choose_formats` makes such a dict for a number of bits.
 
     calibration: sequences of token ids, int64 or int32 `[n]` or `[1, n]` or lists, that the model reads, so that rounding makes up for its errors on what the
     layers are given (GPTQ, Frantar et al. 2022, arXiv 2210.17323); `hf_specdec.mx.calibration` has text that the model writes itself. The format stays as it is.
@@ -53,8 +58,8 @@ def compress(
     check_rule(scale_rule)
     check_activations(activations, format)
     skip = check_skip(skip)
-    choices = plan(model, format, skip, lm_head)
-    _check(model, choices)
+    choices = plan(model, format, skip, lm_head, layer_formats=layer_formats)
+    check_model(model, choices)
     kept = recorded(choices, skip)
     sequences = None if calibration is None else _calibration(model, calibration, choices)
     names, reports, console = [choice.name for choice in choices], {}, Console(stderr=True)
@@ -67,7 +72,7 @@ def compress(
     use_for_few(model)
     model.mx_report = CompressionReport([reports[name] for name in names])
     if hasattr(model, "config") and hasattr(model, "save_pretrained"):
-        attach(model, MXConfig(get_format(format).name, scale_rule, kept, lm_head and get_format(lm_head).name, activations=activations))
+        attach(model, MXConfig(format, scale_rule, kept, lm_head, activations=activations, layer_formats=layer_formats))
     return model
 
 
@@ -88,7 +93,8 @@ def _calibration(model: nn.Module, calibration: Iterable, choices: list[Choice])
     return sequences_of(model, calibration)
 
 
-def _check(model: nn.Module, choices: list[Choice]) -> None:
+def check_model(model: nn.Module, choices: list[Choice]) -> None:
+    """ValueError for a model that cannot be compressed as these choices say."""
     if any(isinstance(choice.module, MXLinear) for choice in choices):
         raise ValueError("model has MX layers already; mx.dequantize(model) takes them out.")
     method = getattr(getattr(model, "config", None), "quantization_config", None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -29,30 +29,58 @@ class Choice:
     reason: str = ""
 
 
-def plan(model: nn.Module, format: str | Format, skip: Iterable[str], lm_head: str | Format | None, stored: bool = False) -> list[Choice]:
+def plan(
+    model: nn.Module,
+    format: str | Format,
+    skip: Iterable[str],
+    lm_head: str | Format | None,
+    stored: bool = False,
+    layer_formats: Mapping[str, str | Format] | None = None,
+) -> list[Choice]:
     """A choice for every Linear layer, and for other modules that hold large matrices, in the model's own order.
 
     `skip` has module names: whole ones, parts of them (`down_proj`, `mlp`, `layers.0`: all that is inside, too) or patterns (`*.layers.0.*`);
-    a warning names those that no module has. The output head (a classifier's, too) is left dense unless `lm_head` names a format for it, and so is a layer whose weight
-    the model reads itself. stored: the model is that of a compressed checkpoint, whose `skip` has all of these by name (`recorded`); with
-    the names of the class that was saved, whose base model or headed model this one may be.
+    a warning names those that no module has. `layer_formats` has such names, too, with a format for what they name instead of `format`: of those that fit
+    a layer the last one counts, and ValueError refuses a name of the head alone. The output head (a classifier's, too) is left dense unless `lm_head` names a
+    format for it, and so is a layer whose weight the model reads itself. stored: the model is that of a compressed checkpoint, whose `skip` has all of these by
+    name (`recorded`); with the names of the class that was saved, whose base model or headed model this one may be.
     """
     fmt, head_format = get_format(format), None if lm_head is None else get_format(lm_head, "lm_head")
-    patterns, modules = check_skip(skip), dict(model.named_modules())
+    patterns, own_formats, modules, heads = check_skip(skip), check_layer_formats(layer_formats), dict(model.named_modules()), _heads(model)
     if stored:
-        patterns, head_format = _as_saved(patterns, model), None if _has_new_head(model) else head_format
-    unknown = [pattern for pattern in patterns if not any(_matches(name, (pattern,)) for name in modules)]
-    if unknown and not stored:
-        warnings.warn(f"skip: the model has no module {', '.join(map(repr, unknown))}; nothing is left out for it.", stacklevel=3)
-    heads = _heads(model)
+        head_format = None if _has_new_head(model) else head_format
+        patterns = [each for name in patterns for each in _as_saved(name, model)]
+        own_formats = _in_order((each, own) for name, own in own_formats.items() for each in _as_saved(name, model))
+    else:
+        _check_names(patterns, own_formats, modules, heads)
     bound = {} if stored else _bound(model, heads)
-    return [_choose(name, module, fmt, patterns, heads, head_format, bound) for name, module in modules.items() if _weighs(module)]
+    return [
+        _choose(name, module, _last(name, own_formats, fmt), patterns, heads, head_format, bound)
+        for name, module in modules.items()
+        if _weighs(module)
+    ]
 
 
-def _as_saved(patterns: tuple[str, ...], model: nn.Module) -> tuple[str, ...]:
-    """The patterns as they are, with the prefix that a headed model's names have, and without it."""
+def _check_names(patterns: Iterable[str], own_formats: dict[str, Format], modules: dict[str, nn.Module], heads: set[int]) -> None:
+    """A warning for names that no module has, ValueError for a format of the head alone."""
+    found = {pattern: [name for name in modules if _matches(name, (pattern,))] for pattern in (*patterns, *own_formats)}
+    for argument, names, effect in (("skip", patterns, "nothing is left out for it"), ("layer_formats", own_formats, "nothing gets its format")):
+        unknown = ", ".join(repr(name) for name in names if not found[name])
+        if unknown:
+            warnings.warn(f"{argument}: the model has no module {unknown}; {effect}.", stacklevel=4)
+    for pattern, own in own_formats.items():
+        if found[pattern] and all(id(modules[name]) in heads for name in found[pattern]):
+            raise ValueError(f"layer_formats: {pattern!r} is the output head, which has an argument of its own: pass lm_head={own.name!r}.")
+
+
+def _last(name: str, own_formats: dict[str, Format], otherwise: Format) -> Format:
+    return next((own for pattern, own in reversed(own_formats.items()) if _matches(name, (pattern,))), otherwise)
+
+
+def _as_saved(pattern: str, model: nn.Module) -> tuple[str, ...]:
+    """The pattern as it is, with the prefix that a headed model's names have, and without it."""
     prefix = getattr(model, "base_model_prefix", "") + "."
-    return tuple({each for p in patterns for each in (p, prefix + p, p.removeprefix(prefix))}) if prefix != "." else patterns
+    return (pattern, prefix + pattern, pattern.removeprefix(prefix)) if prefix != "." else (pattern,)
 
 
 def _has_new_head(model: nn.Module) -> bool:
@@ -137,6 +165,27 @@ def check_skip(skip: Iterable[str]) -> tuple[str, ...]:
     return names
 
 
+def check_layer_formats(given: Mapping[str, str | Format] | Iterable | None) -> dict[str, Format]:
+    """Patterns and formats in their order; None is none. Also takes pairs, as a saved config has them: JSON with sorted keys keeps no order.
+
+    Raises TypeError for what holds no names with formats, ValueError for an unknown format.
+    """
+    pairs = given.items() if isinstance(given, Mapping) else () if given is None else given
+    pairs = list(pairs) if isinstance(pairs, Iterable) and not isinstance(pairs, str) else [None]
+    if not all(isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs):
+        raise TypeError(f'layer_formats must be a dict of module names and formats, such as {{"down_proj": "mxint8"}}, not {given!r}.')
+    return _in_order((name, get_format(own, f"layer_formats[{name!r}]")) for name, own in pairs)
+
+
+def _in_order(pairs: Iterable[tuple[str, Format]]) -> dict[str, Format]:
+    """A dict in which a name that comes again stands where it came last."""
+    found: dict[str, Format] = {}
+    for name, own in pairs:
+        found.pop(name, None)
+        found[name] = own
+    return found
+
+
 def check_some(choices: list[Choice]) -> None:
     """ValueError with the reasons, if nothing would be compressed; that of the head alone is said where there is no other."""
     if any(choice.format for choice in choices):
@@ -148,5 +197,5 @@ def check_some(choices: list[Choice]) -> None:
     raise ValueError(f"model has no layer that can be compressed: {', '.join(parts) or 'it has no nn.Linear layers'}.")
 
 
-def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(f".{p}." in f".{name}." or fnmatch.fnmatchcase(name, p) for p in patterns)

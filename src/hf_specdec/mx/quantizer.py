@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from transformers.core_model_loading import ConversionOps
@@ -17,12 +17,12 @@ from .formats import DEFAULT_FORMAT, DEFAULT_RULE, check_activations, check_rule
 from .interface import take_loading_options
 from .linear import MXLinear
 from .packed import PackedMatrix, quantize
-from .plan import check_skip, check_some, plan, recorded
+from .plan import check_layer_formats, check_skip, check_some, plan, recorded
 from .report import CompressionReport, LayerReport, weight_error
 from .stored import check_files
 from .swap import FLOAT64, NOT_FINITE, compress_layer, dense_report, dequantize, replace, untie
 
-VERSION = 1  # of what is saved: the packing and the names of the tensors
+VERSION = 2  # of what is saved, at most: the packing and the names of the tensors; 2 is written for formats by layer alone
 
 make_way()
 
@@ -45,18 +45,19 @@ class MXConfig(QuantizationConfigMixin):
         dequantize: bool = False,
         activations: str | None = None,
         version: int = VERSION,
+        layer_formats: Mapping[str, str] | Iterable | None = None,
         **unknown,
     ):
-        unknown.pop("quant_method", None)
-        if unknown:
-            known = "format, scale_rule, skip, lm_head, dequantize, activations"
-            raise ValueError(f"MXConfig has no option {', '.join(map(repr, unknown))}. It has: {known}.")
         if isinstance(version, bool) or not isinstance(version, int) or version < 1:
             raise ValueError(f"version={version!r} is no version of MX checkpoints; this package writes {VERSION}.")
         if version > VERSION:
             raise ValueError(
                 f"This checkpoint has MX format version {version}; this package reads up to {VERSION}. Upgrade hf-specdec."
             )
+        unknown.pop("quant_method", None)
+        if unknown:
+            known = "format, scale_rule, skip, lm_head, dequantize, activations, layer_formats"
+            raise ValueError(f"MXConfig has no option {', '.join(map(repr, unknown))}. It has: {known}.")
         self.quant_method = METHOD
         self.format = get_format(format).name
         self.scale_rule = check_rule(scale_rule)
@@ -64,11 +65,14 @@ class MXConfig(QuantizationConfigMixin):
         self.lm_head = None if lm_head is None else get_format(lm_head, "lm_head").name
         self.dequantize = bool(dequantize)
         self.activations = check_activations(activations, format)
-        self.version = version
+        self.layer_formats = {name: own.name for name, own in check_layer_formats(layer_formats).items()}
+        self.version = 2 if self.layer_formats else 1
 
     def to_dict(self) -> dict:
-        kept = {name: value for name, value in self.__dict__.items() if name != "dequantize"}
-        return kept if self.activations else {name: value for name, value in kept.items() if name != "activations"}
+        """What is saved; `layer_formats` as a list of pairs, because transformers sorts the keys of dicts."""
+        left_out = {"dequantize"} | {name for name in ("activations", "layer_formats") if not getattr(self, name)}
+        kept = {name: value for name, value in self.__dict__.items() if name not in left_out}
+        return kept | ({"layer_formats": list(map(list, self.layer_formats.items()))} if self.layer_formats else {})
 
     def get_loading_attributes(self) -> dict:
         return {"dequantize": self.dequantize}
@@ -102,7 +106,7 @@ class MXQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model, checkpoint_files=None, **kwargs):
         config = self.quantization_config
-        choices = plan(model, config.format, config.skip, config.lm_head, stored=self.pre_quantized)
+        choices = plan(model, config.format, config.skip, config.lm_head, self.pre_quantized, config.layer_formats)
         if not self.pre_quantized:
             check_some(choices)
             config.skip = recorded(choices, config.skip)
