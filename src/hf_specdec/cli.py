@@ -205,7 +205,7 @@ def compress(
         list[str] | None, typer.Option("--layer-format", help="PATTERN=FORMAT: what these modules, named as those of --skip, get instead. Repeatable; the last one that fits counts.")
     ] = None,
     bits: Annotated[
-        float | None, typer.Option("--bits", help="Bits per weight on average: the layers that need it most get more than --format, by what the text of --calibrate shows.")
+        float | None, typer.Option("--bits", help="Bits per weight on average: layers that need it get more than --format, by what the text of --calibrate shows; none does without it.")
     ] = None,
     scale_rule: Annotated[str, typer.Option("--scale-rule", help="How the scale of a block of 32 weights is rounded: even, floor, ceil or mse.")] = "even",
     skip: Annotated[
