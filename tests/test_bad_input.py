@@ -749,3 +749,17 @@ def test_a_plain_call_after_a_refusal_and_an_interrupt_is_stock():
     with pytest.raises(KeyboardInterrupt):
         call(model, assistant_model=BadDraft(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt())), num_assistant_tokens=2)
     assert plain(model, ROWS) == expected
+
+
+def test_a_compiled_model_is_enabled_before_it_is_compiled():
+    import hf_specdec
+
+    with pytest.raises(TypeError, match="before torch.compile"):
+        hf_specdec.enable(torch.compile(tiny_llama()))
+
+
+def test_a_draft_without_propose_is_named():
+    from hf_specdec.drafts import Draft
+
+    with pytest.raises(NotImplementedError, match="Own has no propose"):
+        call(tiny_llama(), assistant_model=type("Own", (Draft,), {})())

@@ -446,3 +446,8 @@ def test_bench_leaves_out_what_stock_generate_cannot_compile(capsys):
     plain, compiled_one = arms.Arm(arms.PLAIN, lambda rows, n: None), arms.Arm(arms.PLAIN_COMPILED, fails)
     assert bench.that_compile([plain, compiled_one], [[1, 2]], 4) == [plain]
     assert "plain generate, compiled is left out: RuntimeError: no static cache\n" in capsys.readouterr().err
+
+
+def test_a_dash_for_an_underscore_is_recognised_before_any_hub_is_asked(target_folder):
+    done = run("generate", str(target_folder), "--prompt", "x", "--draft", "Prompt-Lookup")
+    assert done.exit_code == 2 and "did you mean prompt_lookup?" in done.output

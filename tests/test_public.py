@@ -119,3 +119,9 @@ def test_no_module_imports_itself_by_way_of_others():
     assert {"loop", "drafts.model", ""} <= FILES.keys() and {"sequences", "drafts.base"} <= imported("loop") and "" not in imported("drafts.model")
     for module in FILES:
         visit(module)
+
+
+def test_the_drafts_are_listed_before_they_are_imported():
+    from hf_specdec import drafts
+
+    assert set(drafts.__all__) <= set(dir(drafts)) and "PromptLookupDraft" in dir(drafts)

@@ -193,7 +193,7 @@ def _reads_both_ways(model: PreTrainedModel, config: Any) -> bool:
 
 def own_mask_refusal(model: PreTrainedModel, role: str) -> str:
     """Why a model that makes its own masks takes no batch and no tree."""
-    return (f"{role}: {type(unwrap(model)).__name__} makes its attention mask or position bias itself (ALiBi, for one), so rows that "
+    return (f"{role}: {type(unwrap(model)).__name__} makes its attention mask or position bias itself (as encoder-decoders and ALiBi do), so rows that "
             f"accept different numbers of tokens, or branches of a tree, cannot share a pass. Generate the rows one by one "
             f"(batch size 1) with chains, or use speculative=False.")
 

@@ -69,7 +69,8 @@ def enable(model):
     for what is no model.
     """
     if not isinstance(compat.unwrap(model), GenerationMixin) or not hasattr(model, "generate"):
-        raise TypeError(f"model: expected a transformers model with generate(), got {type(model).__name__}.")
+        raise TypeError(f"model: expected a transformers model with generate(), got {type(model).__name__}."
+                        + (" Enable the model that was compiled, before torch.compile." if hasattr(model, "_orig_mod") else ""))
     compat.traits_of(compat.unwrap(model), "model")
     check_weights(compat.unwrap(model), "model")
     if not isinstance(model, _Enabled):
@@ -140,7 +141,8 @@ class SpeculativeDecoder:
     """A decoding method for `generate(custom_generate=...)`.
 
     draft: a model, a `Draft`, or None (the config's default draft). config: `SpeculativeConfig`, dict or None.
-    streamer, tokenizer, stop_strings: `generate()` does not hand these to a custom decoding method, so pass them here.
+    streamer, tokenizer, stop_strings: `generate()` does not hand these to a custom decoding method, so pass them here; nor does it hand on
+        assistant_model, whose place is `draft`.
     assistant_tokenizer: the draft model's; needs `tokenizer` beside it. Where the two differ, the model becomes a `TranslatedDraft`.
     trace: the `SpeculationTrace` of the last pass that returned one (with `return_dict_in_generate=True`), else None.
     """

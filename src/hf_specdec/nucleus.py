@@ -4,6 +4,7 @@ of what such a law costs on a CPU, and one node after another is asked for one n
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import inf, isfinite
 
 import numpy as np
@@ -70,11 +71,10 @@ class Nucleus(Law):
         """Whether this is top-p on a CPU, as transformers has it."""
         return type(warper) is TopPLogitsWarper and warper.filter_value == -inf and scores.device.type == "cpu" and scores.dtype == torch.float32
 
-    @property
+    @cached_property
     def scores(self) -> torch.Tensor:
-        if not hasattr(self, "_scores"):
-            self._scores = torch.stack([torch.stack([self._row(b, i) for i in range(self.before.shape[1])]) for b in range(len(self.before))])
-        return self._scores
+        rows, nodes, _ = self.before.shape
+        return torch.stack([torch.stack([self._row(b, i) for i in range(nodes)]) for b in range(rows)])
 
     @property
     def ranking(self) -> torch.Tensor:

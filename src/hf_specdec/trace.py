@@ -120,7 +120,8 @@ class SpeculationTrace:
 
     @property
     def block_efficiency(self) -> float:
-        """Tokens committed per target forward and row, bonus token included; nan without a round."""
+        """Tokens committed per round and row, bonus token included; nan without a round. A round is one target forward, but for the first one where
+        the draft proposes trees: there the prompt has a pass of its own."""
         forwards = sum(len(entries) for entries in self.rounds)
         return self._total("committed") / forwards if forwards else float("nan")
 

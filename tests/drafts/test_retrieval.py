@@ -128,3 +128,9 @@ def test_a_truncated_or_foreign_file_is_refused_by_name(tmp_path):
 def test_bad_arguments_are_named(arguments, words):
     with pytest.raises(ValueError, match=words):
         RetrievalDraft.from_tokens(**arguments)
+
+
+def test_nothing_is_written_to_a_stream_that_is_no_terminal(tmp_path, capfd):
+    draft = RetrievalDraft.from_texts(["w1 w2 w3 w4"], word_tokenizer(range(VOCAB)))
+    draft.save(tmp_path / "store.safetensors")
+    assert capfd.readouterr() == ("", "")

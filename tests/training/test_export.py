@@ -103,3 +103,15 @@ def test_what_vllm_has_no_method_for_is_refused(target, tmp_path):
     with pytest.raises(ValueError, match="not an empty folder"):
         export("prompt_lookup", target, tmp_path / "heads", 4)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_of_mx_weights_is_refused(tmp_path):
+    (tmp_path / "mx").mkdir()
+    (tmp_path / "mx" / "config.json").write_text('{"quantization_config": {"quant_method": "mx", "format": "mxfp6_e2m3"}}')
+    done = CliRunner().invoke(app, ["export", str(tmp_path / "mx"), "--out", str(tmp_path / "out")])
+    assert done.exit_code == 2 and "dequantize=True" in " ".join(done.output.split()) and not (tmp_path / "out").exists()
+
+
+def test_the_line_to_serve_knows_where_the_embedded_target_is(tmp_path):
+    done = CliRunner().invoke(app, ["export", "prompt_lookup", "--out", str(tmp_path / "out")])
+    assert "vllm serve smollm2" not in done.output and "embedded_folder()" in done.output

@@ -103,6 +103,14 @@ def refuse_compressed(target: str, config: Any, remedy: str) -> None:
         raise ValueError(f"{target} is compressed already ({method.get('format')}): {remedy}.")
 
 
+def stored_config(target: str) -> dict | None:
+    """The config.json of a folder; of what is none, or a broken one, loading has to speak."""
+    try:
+        return json.loads((Path(target) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
 def drafts_by_name() -> dict[str, type]:
     """The drafts that a name alone makes: those without weights."""
     from ..registry import DRAFTS, load
@@ -131,6 +139,9 @@ def load_draft(name: str | None, dtype: str, model, tokenizer):
     if is_drafter(name):
         return load(name, model)
     names = f"the names are {', '.join([*known, *shipped()])}"
+    slip = next((other for other in [*DRAFTS, *shipped()] if other == name.lower().replace("-", "_") != name), None)
+    if slip and not folder:
+        raise ValueError(f"--draft {name}: did you mean {slip}?")
     if name in DRAFTS and not folder:
         raise ValueError(f"--draft {name}: a draft of that name is made of weights; name their folder or file, or a draft without any: {names}.")
     try:

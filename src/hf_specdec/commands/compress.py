@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 import shutil
 import tempfile
@@ -15,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from .common import check_folder, has_parts, refuse_compressed
+from .common import check_folder, has_parts, refuse_compressed, stored_config
 
 GENERATED = "generated"
 MARK = "\x1a"  # stands for a user's words
@@ -53,7 +52,7 @@ def compress(
         raise ValueError(f"--calibrate has no meaning with --format {format}: nothing is rounded.")
     words = _words(text, "--text")
     lesson = None if calibrate == GENERATED else _words(calibrate, "--calibrate")
-    refuse_compressed(target, _stored_config(target), "name the original checkpoint")
+    refuse_compressed(target, stored_config(target), "name the original checkpoint")
     needed = "--report" if report else "--calibrate" if calibrate else None
     model, tokenizer = load_model(target, dtype), _tokenizer(target, needed)
     refuse_compressed(target, model.config, "name the original checkpoint")
@@ -122,14 +121,6 @@ def _check_bits(bits: float | None, format: str, layer_format: Sequence[str], ca
     if len(larger(format)) < 2:
         raise ValueError(f"--bits has no meaning with --format {format}: there is no larger format to choose.")
     check_bits(bits, larger(format))
-
-
-def _stored_config(target: str) -> dict | None:
-    """The config.json of a folder; of what is none, or a broken one, loading has to speak."""
-    try:
-        return json.loads((Path(target) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
 
 
 def _words(file: Path | str | None, option: str) -> str | None:

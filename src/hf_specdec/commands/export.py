@@ -8,17 +8,21 @@ from pathlib import Path
 
 import typer
 
-from .common import check_folder
+from .common import check_folder, refuse_compressed, stored_config
+
+EMBEDDED_FOLDER = '"$(python -c "from hf_specdec.bench.embedded import embedded_folder; print(embedded_folder())")"'
 
 
 def export(draft: str, target: str, out: Path, k: int, dtype: str) -> None:
-    from ..bench.embedded import load_model
+    from ..bench.embedded import EMBEDDED, load_model
     from ..training.export import CONFIG, LOOKUP, check
     from ..training.export import export as write
 
     check_folder(out, "--out")
     check(draft, out, k)
+    for name in (draft, target):
+        refuse_compressed(name, stored_config(name), "vLLM does not read that; save what from_pretrained(..., quantization_config=MXConfig(dequantize=True)) gives")
     config = write(draft, None if draft == LOOKUP else load_model(target, dtype), out, k)
     typer.echo(json.dumps(config))
     typer.echo(f"Layout written from vLLM's documentation and source, not loaded here. To serve it:\n"
-               f"vllm serve {shlex.quote(target)} --speculative-config \"$(cat {shlex.quote(str(out / CONFIG))})\"", err=True)
+               f"vllm serve {EMBEDDED_FOLDER if target == EMBEDDED else shlex.quote(target)} --speculative-config \"$(cat {shlex.quote(str(out / CONFIG))})\"", err=True)

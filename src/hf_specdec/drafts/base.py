@@ -149,7 +149,7 @@ class Draft(CandidateGenerator):
     def propose(self, context: Context, k: list[int]) -> Proposal:
         """At most k[b] candidate tokens for row b. More than that, up to 256 nodes, are judged as well, but what lies deeper than
         the row has room for is cut off."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no propose(context, k), which every draft defines.")
 
     def most_nodes(self, k: int) -> int:
         """How many nodes `propose` returns at most where K is k."""

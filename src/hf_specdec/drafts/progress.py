@@ -14,7 +14,8 @@ def progress(what: str, items: Iterable) -> Iterator[Iterable]:
     from rich.progress import Progress
 
     total = len(items) if hasattr(items, "__len__") else None
-    bar = Progress(console=Console(stderr=True), transient=True)
+    console = Console(stderr=True)
+    bar = Progress(console=console, transient=True, disable=not (console.is_terminal or console.is_jupyter))
     task = bar.add_task(what, total=total)
     timer = Timer(1.0, bar.start)
     timer.daemon = True
