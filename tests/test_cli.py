@@ -307,7 +307,7 @@ def test_bench_measures_compiled_passes_without_hooks(target_folder, draft_folde
     for name, row in rows.items():
         assert row["equal"] == 1 and (row["outside_forwards"] is None) == ("compiled" in name)
         assert (row["decoding_speed_up"] is not None) == (clock == "wall" or "compiled" not in name) or "stock" in name or name == "plain generate, compiled"
-    assert models and not any(compiled._refusals.get(model) for model in models) and all(compiled._functions[model] for model in models)
+    assert models and not any(compiled._refusals.get(model) for model in models) and all(compiled._functions[model].made for model in models)
 
 
 @pytest.mark.share(0)

@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch.utils._pytree import tree_leaves
-from transformers import EpsilonLogitsWarper, MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, TypicalLogitsWarper
+from transformers import AttentionInterface, AttentionMaskInterface, EpsilonLogitsWarper, MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, TypicalLogitsWarper
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 import hf_specdec
 from hf_specdec import compiled, passes
@@ -50,7 +52,7 @@ def run(target, rows, draft, k=4, **options):
 
 def compiled_once(model) -> bool:
     """Whether torch has one version of every function."""
-    return all(len(_debug_get_cache_entry_list(function.__wrapped__.__code__)) == 1 for function in compiled._functions[model].values())
+    return all(len(_debug_get_cache_entry_list(function.__wrapped__.__code__)) == 1 for function in compiled._functions[model].made.values())
 
 
 @pytest.mark.share(1 / 4)
@@ -59,7 +61,7 @@ def test_greedy_texts_are_those_of_plain_generate(name, traced, strict):
     target, rows = family(name).model("eager"), repetitive(13) + prompts(7)
     texts = plain(target, rows, max_new_tokens=16)
     assert run(target, rows, PromptLookupDraft(), max_new_tokens=16) == texts
-    assert compiled._functions[target]
+    assert compiled._functions[target].made
 
 
 @pytest.mark.share(0)
@@ -68,7 +70,7 @@ def test_a_draft_model_and_a_tree_are_compiled_too(traced, strict):
     texts = plain(target, rows)
     draft = perturbed(target, 0.05)
     assert run(target, rows, ModelDraft(draft)) == texts
-    assert {key[1] for key in compiled._functions[draft]} == {1, 4, -2} and 8 in {key[1] for key in compiled._functions[target]}
+    assert {key[1] for key in compiled._functions[draft].made} == {1, 4, -2} and 8 in {key[1] for key in compiled._functions[target].made}
     assert run(target, rows, KnowingTreeDraft([row + text for row, text in zip(rows, texts)]), k=10) == texts
     assert run(target, rows[:1], EarlyExitDraft(target, 1)) == texts[:1]
 
@@ -89,11 +91,11 @@ def test_a_draft_that_reads_the_targets_states_is_compiled_and_sees_what_it_sees
         out = speculate(target, rows, draft, 6, max_new_tokens=24, speculative=COMPILED)
         assert generated(out, rows) == plain(target, rows, max_new_tokens=24)
         assert out.speculation.rounds == without.speculation.rounds
-        made.append(set(compiled._functions[target]))
+        made.append(set(compiled._functions[target].made))
     assert name == "online" or made[0] == made[1] and (name == "pass" or any(key[-1] for key in made[0]))  # the second call uses the functions of the first
     if name.startswith("feature"):
-        assert {key[-1] for key in compiled._functions[draft.model]} == {(draft.model.config.num_hidden_layers,)}
-        assert name != "feature" or {-4} <= {key[1] for key in compiled._functions[draft.model]}
+        assert {key[-1] for key in compiled._functions[draft.model].made} == {(draft.model.config.num_hidden_layers,)}
+        assert name != "feature" or {-4} <= {key[1] for key in compiled._functions[draft.model].made}
     hf_specdec.disable(target)
 
 
@@ -104,7 +106,7 @@ def test_a_draft_whose_head_lacks_tokens_is_compiled_too(traced, strict):
     texts, draft, kept = plain(target, rows), perturbed(target, 0.05), torch.arange(0, target.config.vocab_size, 2)
     draft.lm_head = PrunedHead(draft.lm_head.weight[kept].detach().clone(), kept, target.config.vocab_size)
     assert run(target, rows, ModelDraft(draft)) == texts
-    assert compiled._functions[draft]
+    assert compiled._functions[draft].made
 
 
 @pytest.mark.share(1 / 4)
@@ -114,8 +116,8 @@ def test_a_mixture_with_a_draft_model_is_compiled_too(mode, k, traced, strict):
     texts, draft = plain(target, rows), perturbed(target, 0.05)
     out = speculate(target, rows, MixtureDraft([PromptLookupDraft(), ModelDraft(draft)], mode=mode), k, speculative={"compile": True})
     hf_specdec.disable(target)
-    assert generated(out, rows) == texts and compiled._functions[target]
-    assert k == "auto" or compiled._functions[draft]  # by the clock it may never be asked
+    assert generated(out, rows) == texts and compiled._functions[target].made
+    assert k == "auto" or compiled._functions[draft].made  # by the clock it may never be asked
 
 
 @pytest.mark.parametrize("name", SHARE[1:2] if not FULL else NAMES[:4])
@@ -134,24 +136,51 @@ def test_what_lies_behind_the_text_is_never_seen(name, tree, traced, strict):
     check_scores(model, cached, rows, proposal(tree, 3, seed=9))
 
 
-@pytest.mark.skipif(not FULL, reason="make test-all")
-def test_the_cache_grows_from_one_power_of_two_to_the_next(traced, strict, monkeypatch):
+@pytest.mark.parametrize("compile", ["model", "layers"])
+@pytest.mark.parametrize("name", ["Llama", "Gemma 3 (text)", "Llama 4 (text, chunked)"])
+def test_a_cache_that_grows_needs_no_other_functions(name, compile, traced, strict, monkeypatch):
     monkeypatch.setattr("hf_specdec.kv_cache.FEWEST", 32)
     monkeypatch.setattr("hf_specdec.kv_cache.SLACK", 4)
+    monkeypatch.setattr(compiled, "FLAT", 0)
+    target, rows = family(name).model("eager"), prompts(20)
+    out = speculate(target, rows, PromptLookupDraft(), 4, speculative={"seed": 0, "compile": compile}, max_new_tokens=60)
+    hf_specdec.disable(target)
+    assert generated(out, rows) == plain(target, rows, max_new_tokens=60)
+    made = compiled._by_layers[target].functions if compile == "layers" else compiled._functions[target]
+    assert {own[1] for own in made.tried if isinstance(own[1], int)} >= {32, 64, 128} and len(made.made) == len(made.slots) and not made.apart
+
+
+@pytest.mark.parametrize("compile", ["model", "layers"])
+def test_a_model_that_asks_how_many_slots_there_are_gets_functions_for_each_number(compile, traced, strict, monkeypatch):
+    def attention(module, query, key, value, attention_mask, **kwargs):
+        few = key.shape[2] <= 40
+        return sdpa_attention_forward(module, query if few else query * 1.0, key, value, attention_mask, **kwargs)
+
+    AttentionInterface.register("asks_for_slots", attention)
+    AttentionMaskInterface.register("asks_for_slots", sdpa_mask)
+    monkeypatch.setattr("hf_specdec.kv_cache.FEWEST", 32)
+    monkeypatch.setattr("hf_specdec.kv_cache.SLACK", 4)
+    monkeypatch.setattr(compiled, "FLAT", 0)
     target, rows = family("Llama").model("eager"), prompts(20)
-    assert run(target, rows, PromptLookupDraft(), max_new_tokens=24) == plain(target, rows, max_new_tokens=24)
-    assert {key[2] for key in compiled._functions[target]} == {32, 64}
+    target.set_attn_implementation("asks_for_slots")
+    texts = plain(target, rows, max_new_tokens=60)
+    for _ in range(2):
+        out = speculate(target, rows, PromptLookupDraft(), 4, speculative={"seed": 0, "compile": compile}, max_new_tokens=60)
+        hf_specdec.disable(target)
+        assert generated(out, rows) == texts
+    made = compiled._by_layers[target].functions if compile == "layers" else compiled._functions[target]
+    assert made.apart and {own[1] for own in made.made if own[0] in made.apart} >= {64, 128}
 
 
 def test_later_calls_use_the_functions_of_the_first_and_notice_another_dtype(traced, strict):
     target, rows = family("Llama").model("eager"), prompts(9)
     run(target, rows, PromptLookupDraft())
-    before = dict(compiled._functions[target])
+    before = dict(compiled._functions[target].made)
     run(target, rows, PromptLookupDraft())
-    assert compiled._functions[target] == before
+    assert compiled._functions[target].made == before
     target.double()
     assert run(target, rows, PromptLookupDraft()) == plain(target, rows)
-    assert len(compiled._functions[target]) == 2 * len(before)
+    assert len(compiled._functions[target].made) == 2 * len(before)
 
 
 def test_a_model_that_was_changed_between_calls_is_compiled_again(traced, strict):
@@ -167,13 +196,13 @@ def test_guards_are_evaluated_once_a_call(traced, strict, monkeypatch):
     target, rows = family("Llama").model("eager"), prompts(9)
     run(target, rows, PromptLookupDraft())
     calls = {}
-    for key, function in compiled._functions[target].items():
+    for key, function in compiled._functions[target].made.items():
         def counted(*given, key=key, function=function):
             calls[key] = calls.get(key, 0) + 1
             return function(*given)
 
         counted.__wrapped__ = function.__wrapped__
-        compiled._functions[target][key] = counted
+        compiled._functions[target].made[key] = counted
     run(target, rows, PromptLookupDraft())
     assert calls and set(calls.values()) == {1}
 
@@ -203,10 +232,10 @@ def test_hooks_that_are_gone_are_no_reason_in_the_next_call(traced):
     hook = target.model.layers[0].register_forward_hook(lambda *_: None)
     with pytest.warns(UserWarning, match="forward hooks"):
         run(target, rows, PromptLookupDraft())
-    assert not compiled._functions[target]
+    assert not compiled._functions[target].made
     hook.remove()
     run(target, rows, PromptLookupDraft())
-    assert compiled._functions[target]
+    assert compiled._functions[target].made
 
 
 def test_a_refusal_dies_with_its_model(traced, monkeypatch):
@@ -227,7 +256,7 @@ def test_the_compiler_gives_the_same_texts():
         pytest.skip("no C++ compiler")
     target, rows = family("Llama").model("eager"), prompts(9)
     assert run(target, rows, PromptLookupDraft()) == plain(target, rows)
-    assert compiled._functions[target]
+    assert compiled._functions[target].made
 
 
 @pytest.mark.share(0)
@@ -235,10 +264,10 @@ def test_warming_up_compiles_what_a_call_needs(traced, strict):
     target, rows = enabled(family("Llama").model("eager")), repetitive(13)[:1]
     draft, config = perturbed(target, 0.05), {"num_assistant_tokens": 3}
     assert hf_specdec.warmup(target, draft, config, max_length=100) == 5
-    made = {model: dict(compiled._functions[model]) for model in (target, draft)}
-    assert {key[:3] for key in made[target]} == {key[:3] for key in made[draft]} - {(1, -2, 256)} == {(1, 1, 256), (1, 4, 256)}
+    made = {model: dict(compiled._functions[model].made) for model in (target, draft)}
+    assert {key[:2] for key in made[target]} == {key[:2] for key in made[draft]} - {(1, -2)} == {(1, 1), (1, 4)}
     assert run(target, rows, ModelDraft(draft), k=3) == plain(target, rows)
-    assert all(compiled._functions[model] == functions for model, functions in made.items()) and all(map(compiled_once, made))
+    assert all(compiled._functions[model].made == functions for model, functions in made.items()) and all(map(compiled_once, made))
 
 
 @pytest.mark.share(1 / 3)
@@ -249,11 +278,11 @@ def test_warming_up_for_sampling_compiles_what_draws(sampling, traced, strict):
     if not sampling:
         target.generation_config.do_sample, target.generation_config.stop_strings = True, ["stop"]
     hf_specdec.warmup(target, draft, {"num_assistant_tokens": 3}, max_length=100, sampling=sampling or None)
-    made = {model: dict(compiled._functions[model]) for model in (target, draft)}
+    made = {model: dict(compiled._functions[model].made) for model in (target, draft)}
     assert any(key[1] < 0 for key in made[draft]) == ("no_repeat_ngram_size" not in sampling)
     target.generation_config.stop_strings = None
     run(target, rows, ModelDraft(draft), k=3, max_new_tokens=20, **{"do_sample": True, **sampling, **({"temperature": 0.6} if "temperature" in sampling else {})})
-    assert all(compiled._functions[model] == functions for model, functions in made.items()) and all(map(compiled_once, made))
+    assert all(compiled._functions[model].made == functions for model, functions in made.items()) and all(map(compiled_once, made))
 
 
 @pytest.mark.share(1 / 4)
@@ -263,9 +292,9 @@ def test_warming_up_for_a_draft_compiles_what_its_calls_need(name, traced, stric
     draft = make(name, target)
     hf_specdec.warmup(target, draft, {"num_assistant_tokens": 3}, max_length=100)
     models = [target, *(run.model for run in draft.models())]
-    made = [dict(compiled._functions[model]) for model in models]
+    made = [dict(compiled._functions[model].made) for model in models]
     assert run(target, rows, draft, k=3) == plain(target, rows)
-    assert [dict(compiled._functions[model]) for model in models] == made and all(made) and all(map(compiled_once, models))
+    assert [dict(compiled._functions[model].made) for model in models] == made and all(made) and all(map(compiled_once, models))
 
 
 @torch.no_grad()
@@ -340,7 +369,7 @@ def test_sampled_texts_and_their_rounds_are_those_without_compiling(name, length
                           speculative={"seed": seed, "compile": compile, **own}, **options) for compile in (False, True)]
         assert generated(outs[0], rows) == generated(outs[1], rows) and outs[0].speculation.rounds == outs[1].speculation.rounds
     hf_specdec.disable(target)
-    made = sorted(key[1] for key in compiled._functions[draft.model] if key[1] < 0)
+    made = sorted(key[1] for key in compiled._functions[draft.model].made if key[1] < 0)
     assert bool(made) == (not own and set(options) <= {"top_p"})
 
 
@@ -349,7 +378,7 @@ def test_another_temperature_is_no_other_function_and_another_top_k_is(traced, s
     draft, counts = perturbed(target, 0.05), []
     for options in ({"temperature": 0.7}, {"temperature": 0.7}, {"temperature": 1.3}, {"temperature": 1.3, "top_k": 5}, {"temperature": 0.9, "top_k": 5}):
         speculate(target, rows, ModelDraft(draft), 3, speculative=COMPILED, do_sample=True, max_new_tokens=16, **options)
-        counts.append(sum(key[1] < 0 for key in compiled._functions[draft]))
+        counts.append(sum(key[1] < 0 for key in compiled._functions[draft].made))
     assert counts == [1, 1, 1, 2, 2]
     assert compiled_once(draft)
     hf_specdec.disable(target)
@@ -375,7 +404,7 @@ def test_a_row_at_the_end_of_the_drafts_context_gets_no_position_beyond_it(name,
     rows = prompts(60, 20)
     out = speculate(target, rows, ModelDraft(draft), 8, speculative=COMPILED, max_new_tokens=12)
     assert generated(out, rows) == plain(target, rows, max_new_tokens=12) and not compiled._refusals.get(draft)
-    assert {-4} <= {key[1] for key in compiled._functions[draft]}
+    assert {-4} <= {key[1] for key in compiled._functions[draft].made}
     hf_specdec.disable(target)
 
 
@@ -387,7 +416,7 @@ def test_what_has_to_be_decided_after_every_token_is_drafted_step_by_step(k, tra
     for options, together in ways.values():
         draft = perturbed(target, 0.05)
         speculate(target, rows, ModelDraft(draft), max(k), speculative=COMPILED, **options)
-        assert (min(key[1] for key in compiled._functions[draft]) < 0) == together
+        assert (min(key[1] for key in compiled._functions[draft].made) < 0) == together
     hf_specdec.disable(target)
 
 
@@ -456,7 +485,7 @@ def test_on_a_gpu_every_pass_is_a_cuda_graph(dtype, strict):
     texts, draft = plain(target, rows), perturbed(target, 0.05)
     for _ in range(3):
         assert run(target, rows, ModelDraft(draft)) == texts or dtype != torch.float32
-    assert min(key[1] for key in compiled._functions[draft]) < 0 and not counters["inductor"]["cudagraph_skips"]
+    assert min(key[1] for key in compiled._functions[draft].made) < 0 and not counters["inductor"]["cudagraph_skips"]
 
 
 @pytest.mark.parametrize(("wrong", "name"), [({"max_length": 0}, "max_length"), ({"batch": True}, "batch"), ({"nodes": 64}, "nodes"),

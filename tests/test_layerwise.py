@@ -49,7 +49,7 @@ def run(target, rows, draft, k=4, speculative=LAYERS, **options):
 
 def functions(model) -> list[str]:
     """What was compiled for the model's layers."""
-    return sorted(function.__wrapped__.__name__.rsplit("_", 1)[0] for function in compiled._by_layers[model].functions.values())
+    return sorted(function.__wrapped__.__name__.rsplit("_", 1)[0] for function in compiled._by_layers[model].functions.made.values())
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -82,7 +82,7 @@ def test_prompts_of_all_lengths_share_a_function(strict):
         rows = prompts(length)
         assert run(target, rows, PromptLookupDraft(), max_new_tokens=3) == plain(target, rows, max_new_tokens=3)
     assert functions(target).count("from_start") == 1
-    starts = [f for f in compiled._by_layers[target].functions.values() if f.__wrapped__.__name__.startswith("from_start")]
+    starts = [f for f in compiled._by_layers[target].functions.made.values() if f.__wrapped__.__name__.startswith("from_start")]
     assert all(passes.unguarded(function) is not function for function in starts)  # never compiled for a second length
 
 
@@ -91,7 +91,7 @@ def test_whole_passes_begin_with_prompts_by_layers(strict):
     for length in (20, 33):
         rows = prompts(length)
         assert run(target, rows, PromptLookupDraft(), speculative={"seed": 0, "compile": "model"}) == plain(target, rows)
-    assert functions(target) == ["from_start"] and compiled._functions[target]
+    assert functions(target) == ["from_start"] and compiled._functions[target].made
 
 
 def test_ragged_prompts_have_another_one(strict):
@@ -185,7 +185,7 @@ def test_few_layers_are_compiled_whole(monkeypatch, strict):
     monkeypatch.setattr(compiled, "FLAT", 4)
     target, rows = built("Llama", num_hidden_layers=4), prompts(20)
     assert run(target, rows, PromptLookupDraft()) == plain(target, rows)
-    assert target not in compiled._by_layers and compiled._functions[target]
+    assert target not in compiled._by_layers and compiled._functions[target].made
 
 
 @pytest.mark.parametrize("compile", [1, "layer", None])
@@ -252,5 +252,5 @@ def test_the_attention_of_compressed_models_does_not_ask_for_the_length_of_a_pro
     for length in (20, 63, 65, 90):
         for _ in range(2):
             run(target, prompts(length), PromptLookupDraft(), max_new_tokens=3)
-    made = [function for function in compiled._by_layers[target].functions.values() if function.__wrapped__.__name__.startswith("from_start")]
+    made = [function for function in compiled._by_layers[target].functions.made.values() if function.__wrapped__.__name__.startswith("from_start")]
     assert len(made) == 1 and passes.unguarded(made[0]) is not made[0] and not compiled._by_layers[target].changes

@@ -89,7 +89,7 @@ class CompiledPasses:
     def __init__(self, model: PreTrainedModel, role: str, way: bool | str = True):
         self.model, self.role = model, role
         self.way = way if isinstance(way, str) else WAYS[compat.device_of(model).type != "cpu"]
-        self.functions: dict[tuple, Callable] = _functions.setdefault(model, {})
+        self.functions: passes.Functions = _functions.setdefault(model, passes.Functions())
         self.layerwise = self._layerwise()
         self.by_layers = self.way == "layers" and self.layerwise is not None
         self.checked: dict[tuple, Callable] = {}
@@ -127,10 +127,10 @@ class CompiledPasses:
         masks = {name: _longer(mask, 2, more) for name, mask in masks.items()}
         embeds = None if embeds is None else _longer(embeds, 1, more)
         given = (pad(tokens, (0, more)), embeds, _longer(position_ids, 1, more), masks.get(None, masks), slots)
-        key = (tokens.shape[0], plan.width, plan.capacity, tokens.device, keys[0].dtype, len(keys), type(self.model), embeds is None, reads)
+        key = (tokens.shape[0], plan.width, tokens.device, keys[0].dtype, len(keys), type(self.model), embeds is None, reads)
         given = (self.model, *_dense(given), keys, values)
         run = self._run_by_layers if self.by_layers else self._run
-        done = run(key, forward, tokens.shape[0] * plan.width, reads, given)
+        done = run(key, forward, tokens.shape[0] * plan.width, plan.capacity, reads, given)
         if done is None:
             return None
         logits, states = done
@@ -176,45 +176,44 @@ class CompiledPasses:
         plan, layers = cache.plan, [layer.settled() for layer in cache.layers]
         keys, values = [layer.keys for layer in layers], [layer.values for layer in layers]
         slots = plan.slots if len(tokens) > 1 else plan.slots[0]
-        key = (tokens.shape[0], -plan.width, plan.capacity, tokens.device, keys[0].dtype, len(keys), type(self.model), vocab, embeds and embeds[0],
+        key = (tokens.shape[0], -plan.width, tokens.device, keys[0].dtype, len(keys), type(self.model), vocab, embeds and embeds[0],
                drawing.settings, reads)
         tokens, embeds, positions, mask, slots, uniform = _dense((tokens, embeds, position_ids, attention_mask, slots, uniform))
         given = (self.model, tokens, embeds, positions, mask, slots, keys, values, vocab, drawing, uniform)
-        return self._run(key, several, tokens.shape[0], reads, given)
+        return self._run(key, several, tokens.shape[0], plan.capacity, reads, given)
 
-    def _run(self, key: tuple, function: Callable, places: int, reads: tuple[int, ...], given: tuple):
+    def _run(self, key: tuple, function: Callable, places: int, capacity: int, reads: tuple[int, ...], given: tuple):
         """The compiled `function` of these arguments, while the layers `reads` are noted; None where it does not compile."""
         device = given[1].device
-        self.untried = key not in self.functions
-        if self.untried:
-            self.functions[key] = passes.alone(function, device, places)
+        key, own = key if device.type == "cpu" else (key, capacity), (key, capacity)  # a CUDA graph is for one number of slots
+        self.untried = own not in self.functions.tried
         if device.type == "cuda":
             torch.compiler.cudagraph_mark_step_begin()  # else every pass is a graph behind the graphs of all passes before it
         try:
             with watched(read_at(compat.unwrap(self.model), reads), note):
-                if key not in self.checked:
-                    done = passes.compiling(self.functions[key], *given)
-                    self.checked[key] = passes.unguarded(self.functions[key])
+                if own not in self.checked:
+                    sizes = _sizes(given[4], *given[6:8]) if device.type == "cpu" else ()
+                    self.checked[own], done = self.functions.ask(key, capacity, lambda _: passes.alone(function, device, places, sizes=sizes), given)
                 else:
-                    run = self.checked[key]
+                    run = self.checked[own]
                     done = self.runner(run, *given) if places <= self.most else run(*given)
         except Exception as error:  # whatever tracing or the compiler says: the pass can be run without them
-            self.functions.pop(key)
             self._refuse(error)
             return None
+        self.functions.tried.add(own)
         return tree_map_only(torch.Tensor, torch.clone, done) if device.type == "cuda" else done  # the next graph writes where this one did
 
-    def _run_by_layers(self, key: tuple, function: Callable, places: int, reads: tuple[int, ...], given: tuple):
+    def _run_by_layers(self, key: tuple, function: Callable, places: int, capacity: int, reads: tuple[int, ...], given: tuple):
         """`_run` of `forward`, whose layers are compiled."""
         model, tokens, embeds, positions, mask, slots, keys, values = given
         cache = FixedCache(keys, values, slots)
-        self.untried = key not in self.layerwise.tried
+        self.untried = (key, capacity) not in self.layerwise.tried
         try:
-            with watched(read_at(compat.unwrap(model), reads), note), self.layerwise.running(key, cache, places):
+            with watched(read_at(compat.unwrap(model), reads), note), self.layerwise.running(key, cache, places, capacity):
                 team = places <= self.most and not self.untried
                 arguments = (cache, model, tokens, embeds, positions, mask)
                 done = self.runner(over, *arguments) if team else over(*arguments)
-            self.layerwise.tried.add(key)
+            self.layerwise.tried.add((key, capacity))
             return done
         except Exception as error:
             self._refuse(error)
@@ -270,6 +269,11 @@ class FixedBuffers:
 
     def _key(self, purpose: Hashable, shape: Sequence[int], like: torch.Tensor) -> tuple:
         return self.role, purpose, tuple(shape), like.dtype, like.device, torch.is_inference_mode_enabled()  # such tensors are of no use outside
+
+
+def _sizes(mask, keys: list[torch.Tensor], values: list[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
+    """The tensors of a pass that have the slots of its cache along a dimension, and that."""
+    return [(part, 3) for part in (mask.values() if isinstance(mask, dict) else [mask])] + [(part, 2) for part in (*keys, *values)]
 
 
 def _dense(given: tuple) -> tuple:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten
 from transformers import Cache
 
 from .kv_cache import Kept, OneLayer
-from .passes import alone, compiling, unguarded
+from .passes import Functions, alone
 
 NUMBERS = ("layer_idx", "layer_id", "layer_index", "layer_number", "idx")  # what tells layers of a kind apart
 PLAIN = (bool, int, float, str, type(None), torch.dtype, tuple, list)
@@ -68,9 +68,8 @@ class NotCompiled(Exception):
 class Made:
     """What was compiled for one model so far: it outlives the call."""
 
-    functions: dict[tuple, Callable] = field(default_factory=dict)
+    functions: Functions = field(default_factory=Functions)
     kinds: dict[Hashable, int] = field(default_factory=dict)
-    tried: set[Hashable] = field(default_factory=set)  # passes whose logits were compared
     changes: Counter[Hashable] = field(default_factory=Counter)  # of prompts: how often guards have had their function compiled again
 
 
@@ -81,28 +80,28 @@ class Layerwise:
     """
 
     def __init__(self, layers: list[nn.Module], made: Made, device: torch.device):
-        self.layers, self.made, self.tried, self.changes, self.device = layers, made.functions, made.tried, made.changes, device
+        self.layers, self.made, self.tried, self.changes, self.device = layers, made.functions, made.functions.tried, made.changes, device
         self.kinds = [made.kinds.setdefault(kind, len(made.kinds)) for kind in kinds(layers)]
         self.stand_ins = [self._stand_in(i, layer) for i, layer in enumerate(layers)]
         self.checked: dict[tuple, Callable] = {}  # functions without guards
-        self.steps: dict[Hashable, list] = {}  # by key of a pass: function and place of the cache per layer
-        self.thread = self.key = self.cache = self.places = None
+        self.steps: dict[tuple[Hashable, int], list] = {}  # by key of a pass and slots: function and place of the cache per layer
+        self.thread = self.key = self.cache = self.places = self.slots = None
 
     @contextmanager
-    def running(self, key: Hashable, cache: Cache, places: int | None) -> Iterator[None]:
-        """Inside, a forward in this thread that is given `cache` runs its layers by compiled functions: a `FixedCache` over `places` tokens,
-        or with None an empty cache of any kind over the first tokens of a text. key: what decides of shapes and arguments."""
-        self.thread, self.key, self.cache, self.places = get_ident(), key, cache, places
+    def running(self, key: Hashable, cache: Cache, places: int | None, slots: int = 0) -> Iterator[None]:
+        """Inside, a forward in this thread that is given `cache` runs its layers by compiled functions: a `FixedCache` of `slots` over `places`
+        tokens, or with None an empty cache of any kind over the first tokens of a text. key: what else decides of shapes and arguments."""
+        self.thread, self.key, self.cache, self.places, self.slots = get_ident(), key, cache, places, slots
         if places is None:  # guards may ask for the length of the text: they are evaluated in every such pass
-            self.checked = {own: run for own, run in self.checked.items() if own[0] != key}
-        if places is None or key not in self.steps:
-            self.steps[key] = [None] * len(self.layers)
+            self.checked = {own: run for own, run in self.checked.items() if own[0][0] != key}
+        if places is None or (key, slots) not in self.steps:
+            self.steps[key, slots] = [None] * len(self.layers)
         for layer, stand_in in zip(self.layers, self.stand_ins):
             layer.__dict__["forward"] = stand_in
         try:
             yield
         except BaseException:
-            del self.steps[key]
+            del self.steps[key, slots]
             raise
         finally:
             for layer in self.layers:
@@ -118,7 +117,7 @@ class Layerwise:
         return forward
 
     def _run(self, i: int, layer: nn.Module, args: tuple, kwargs: dict):
-        run, at = self.steps[self.key][i] or (None, self._place(args, kwargs))
+        run, at = self.steps[self.key, self.slots][i] or (None, self._place(args, kwargs))
         if isinstance(at, str):
             del kwargs[at]
         else:
@@ -129,7 +128,7 @@ class Layerwise:
             given += (own.keys, own.values, own.slots)
         if run is None:
             run, done = self._function(i, given)
-            self.steps[self.key][i] = run, at
+            self.steps[self.key, self.slots][i] = run, at
         else:
             done = run(*given)
         if self.places is not None:
@@ -146,28 +145,22 @@ class Layerwise:
         return found[0]
 
     def _function(self, i: int, given: tuple) -> tuple[Callable, Any]:
-        """The function for these arguments of layer i, and what it gives. The first layer of its kind is asked for with guards, once a call (nothing
-        they look at changes within one), or in every pass over the first tokens of a text, whose length they may look at."""
+        """The function for these arguments of layer i, and what it gives. The first layer of its kind is asked for with guards, once a call and number of
+        slots (nothing they look at changes within one), or in every pass over the first tokens of a text, whose length they may look at."""
         leaves, structure = tree_flatten(given[1:4])
         key = (self.key, self.kinds[i], str(structure), *(part if isinstance(part, PLAIN) else type(part) for part in leaves))
-        if key in self.checked:
-            return self.checked[key], self.checked[key](*given)
-        done = compiling(self.made[key], *given) if key in self.made else None
-        if done is None or unguarded(self.made[key]) is self.made[key]:  # what guards look at has changed, and torch has compiled it again
-            changed = self.made.pop(key, None) is not None
-            self.made[key] = self._compile(leaves, changed)
-            done = compiling(self.made[key], *given)
-        self.checked[key] = unguarded(self.made[key])
-        return self.checked[key], done
+        own = (key, self.slots)
+        if own in self.checked:
+            return self.checked[own], self.checked[own](*given)
+        self.checked[own], done = self.made.ask(key, self.slots, lambda changed: self._compile(given, leaves, changed), given)
+        return self.checked[own], done
 
-    def _compile(self, leaves: list, changed: bool) -> Callable:
+    def _compile(self, given: tuple, leaves: list, changed: bool) -> Callable:
+        tensors = [part for part in leaves if isinstance(part, torch.Tensor)]
         if self.places is not None:
-            return alone(at_slots, self.device, self.places, whole=False)
-        sizes = [(part, dim) for part in leaves if isinstance(part, torch.Tensor) for dim, size in enumerate(part.shape) if size == TRIAL]
+            masks = [part for part in tensors if part.dim() == 4 and part.shape[-1] == self.slots]
+            return alone(at_slots, self.device, self.places, whole=False, sizes=[(mask, 3) for mask in masks] + [(part, 2) for part in given[4:6]])
+        sizes = [(part, dim) for part in tensors for dim, size in enumerate(part.shape) if size == TRIAL]
         if not sizes:
             raise NotCompiled(changed)
-        from torch._dynamo import maybe_mark_dynamic  # a second to import
-
-        for part, dim in sizes:
-            maybe_mark_dynamic(part, dim)
-        return alone(from_start, self.device, TRIAL, whole=False, dynamic=None)
+        return alone(from_start, self.device, TRIAL, whole=False, sizes=sizes)

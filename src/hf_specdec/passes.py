@@ -3,9 +3,11 @@ kernels on a CPU do (`mx.passes`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from itertools import count
 from types import FunctionType
+from typing import Any
 
 import torch
 from torch.fx import GraphModule
@@ -84,11 +86,45 @@ def shows_versions() -> bool:
     return True
 
 
-def alone(function: Callable, device: torch.device, places: int, whole: bool = True, dynamic: bool | None = False) -> Callable:
-    """`function` of a whole pass, or of a part of one, over `places` tokens, compiled, as one of its own: what torch keeps by its code is then one entry."""
+@dataclass
+class Functions:
+    """What was compiled for one model so far. One function serves caches of every number of slots, where torch lets it."""
+
+    made: dict[tuple, Callable] = field(default_factory=dict)
+    slots: dict[tuple, int] = field(default_factory=dict)  # of the cache that each was made with
+    apart: set[tuple] = field(default_factory=set)  # keys of passes that want a function for each number of slots
+    tried: set[Hashable] = field(default_factory=set)  # passes whose logits were compared with those of the same pass uncompiled
+
+    def ask(self, key: tuple, slots: int, make: Callable[[bool], Callable], given: tuple) -> tuple[Callable, Any]:
+        """The function for these arguments, without guards, and what it gives with them. make: called as make(whether there was one, and what its
+        guards look at has changed) where there is none."""
+        own = (key, slots) if key in self.apart else key
+        run = self.made.get(own)
+        done = None if run is None else compiling(run, *given)
+        if run is None or (unguarded(run) is run and shows_versions()):  # torch has compiled it again
+            if self.made.pop(own, None) is not None and own == key and self.slots[key] != slots:
+                self.apart.add(key)
+                own = (key, slots)
+            run = make(run is not None)
+            done = compiling(run, *given)
+            self.made[own], self.slots[own] = run, slots
+        return unguarded(run), done
+
+    def clear(self) -> None:
+        self.made.clear()
+
+
+def alone(function: Callable, device: torch.device, places: int, whole: bool = True, sizes: Sequence[tuple[torch.Tensor, int]] = ()) -> Callable:
+    """`function` of a whole pass, or of a part of one, over `places` tokens, compiled, as one of its own: what torch keeps by its code is then one entry.
+    sizes: tensors among its arguments, and dimensions of theirs, that may be of another size later."""
+    if sizes:
+        from torch._dynamo import maybe_mark_dynamic  # a second to import
+
+        for part, dim in sizes:
+            maybe_mark_dynamic(part, dim)
     code = function.__code__.replace(co_name=f"{function.__name__}_{next(_numbers)}")
     function = FunctionType(code, function.__globals__, code.co_name)
-    return torch.compile(function, fullgraph=True, dynamic=dynamic, **options(device, places, whole))
+    return torch.compile(function, fullgraph=True, dynamic=None if sizes else False, **options(device, places, whole))
 
 
 def compiling(function: Callable, *given):

@@ -275,7 +275,7 @@ def test_one_layer_compiled_for_all_agrees_with_eager_ones_in_prompts_of_any_len
             assert by_layers.compiled.usable and by_layers.compiled.by_layers
         assert not calls or kernel_passes.c_interface() is None
     assert max(errors) < 0.03
-    made = [function.__wrapped__.__name__ for function in compiled._by_layers[model].functions.values()]
+    made = [function.__wrapped__.__name__ for function in compiled._by_layers[model].functions.made.values()]
     assert sum(name.startswith("from_start") for name in made) == 1
 
 
