@@ -29,12 +29,9 @@ _TENTATIVE_CALLS_BREAK = {  # and the argument that asks for each
     lp.AlternatingCodebooksLogitsProcessor: "logits_processor",
 }
 _COUNTED_FROM_THE_PADDED_START = {
-    lp.MinLengthLogitsProcessor: "min_length",
-    lp.MinNewTokensLengthLogitsProcessor: "prompt_length_to_skip",
-    lp.ForcedEOSTokenLogitsProcessor: "max_length",
-    lp.ExponentialDecayLengthPenalty: "regulation_start",
-    lp.SuppressTokensAtBeginLogitsProcessor: "begin_index",
-    lp.RepetitionPenaltyLogitsProcessor: "prompt_ignore_length",
+    lp.MinLengthLogitsProcessor: "min_length", lp.MinNewTokensLengthLogitsProcessor: "prompt_length_to_skip",
+    lp.ForcedEOSTokenLogitsProcessor: "max_length", lp.ExponentialDecayLengthPenalty: "regulation_start",
+    lp.SuppressTokensAtBeginLogitsProcessor: "begin_index", lp.RepetitionPenaltyLogitsProcessor: "prompt_ignore_length",
 }
 
 
@@ -174,8 +171,9 @@ def _refuse_what_cannot_roll_back(model: PreTrainedModel, config: Any, name: str
     if getattr(model, "_is_stateful", False) or strange:
         what = f"layers of type {strange}" if strange else "a recurrent state"
         raise ValueError(f"{name} has {what}, which cannot be rolled back after a rejected token. Use speculative=False.")
-    if kind in _OWN_WAYS or not model.config.is_encoder_decoder and CACHE not in inspect.signature(model.forward).parameters:
-        raise ValueError(f"{name} {_OWN_WAYS.get(kind, f'takes no cache (no {CACHE}=)')}, so its passes cannot be ours. Use speculative=False.")
+    own_way = "reads the cache of its last loop itself" if getattr(config, "recurrent_kv_cache_mode", "") == "last_loop" else _OWN_WAYS.get(kind)
+    if own_way or not model.config.is_encoder_decoder and CACHE not in inspect.signature(model.forward).parameters:
+        raise ValueError(f"{name} {own_way or f'takes no cache (no {CACHE}=)'}, so its passes cannot be ours. Use speculative=False.")
     if not model.config.is_encoder_decoder and _reads_both_ways(model, config):
         raise ValueError(f"{name} reads its text in both directions (is_decoder=False, is_causal=False or use_bidirectional_attention in its config), so a "
                          f"drafted token would change what is before it. Use speculative=False, or load it as a decoder.")
@@ -267,8 +265,7 @@ def check_cache(cache: Any, config: Any, rows: int) -> None:
     layers = read_cache(cache)
     wanted = getattr(config, "decoder_layers", None) or _cached_layers(config)
     if layers and wanted not in (0, len(layers)):
-        raise ValueError(f"{CACHE} holds {len(layers)} layers and the target has {wanted}. Pass a cache that the target has filled, or "
-                         f"leave it out.")
+        raise ValueError(f"{CACHE} holds {len(layers)} layers and the target has {wanted}. Pass a cache that the target has filled, or leave it out.")
     if layers and len(layers[0][0]) != rows:
         raise ValueError(f"{CACHE} holds {len(layers[0][0])} rows and the call has {rows} (num_return_sequences and num_beams count, as in a "
                          f"plain call). Pass a cache of the same rows (batch_repeat_interleave repeats them), or leave it out.")
@@ -276,7 +273,15 @@ def check_cache(cache: Any, config: Any, rows: int) -> None:
 
 def _cached_layers(config: Any) -> int:
     """How many layers of a model keep keys and values of their own; 0 where transformers does not say."""
-    return sum("Dummy" not in type(layer).__name__ for layer in DynamicCache(config=config).layers)
+    return sum("Dummy" not in type(layer).__name__ for layer in _empty_cache(config).layers)
+
+
+def _empty_cache(config: Any) -> DynamicCache:
+    """The cache that plain generate begins with; Dory's forward adds one for every further pass through its middle layers."""
+    cache, loops = DynamicCache(config=config), getattr(config, "n_recurrent_loops", 1)
+    middle = cache.layers[config.n_input_layers :][: config.n_recurrent_layers] if loops > 1 else []
+    cache.layers += [copy.deepcopy(layer) for layer in middle * (loops - 1)]
+    return cache
 
 
 def read_cache(cache: DynamicCache) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
@@ -289,7 +294,7 @@ def read_cache(cache: DynamicCache) -> list[tuple[torch.Tensor, torch.Tensor, in
 def write_cache(config: Any, layers: list[tuple[torch.Tensor, torch.Tensor]], into: DynamicCache | None) -> DynamicCache:
     """A `DynamicCache` that holds keys and values [B, H, n, D] per layer; `into` is refilled in place if given. config: None for a
     decoder whose config counts the layers of its encoder."""
-    fresh = DynamicCache(config=config) if config is not None else DynamicCache()
+    fresh = _empty_cache(config) if config is not None else DynamicCache()
     if hasattr(fresh, "activate_past_recording"):
         fresh.activate_past_recording()
     for index, (keys, values) in enumerate(layers):
