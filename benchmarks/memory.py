@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_specdec import enable
 from hf_specdec.bench.arms import padded
 from hf_specdec.bench.terminal import counting
+from hf_specdec.compat import CACHE
 
 VOCABULARY, WARM_UP = 128, 100
 
@@ -48,7 +49,7 @@ class Slots:
         model.register_forward_hook(self._look, with_kwargs=True)
 
     def _look(self, module, args, kwargs, output) -> None:
-        slots = kwargs["past_key_values"].layers[0].keys.shape[2]
+        slots = kwargs[CACHE].layers[0].keys.shape[2]
         self.seen += 1
         self.largest_excess = max(self.largest_excess, slots - self.allowed)
 

@@ -22,6 +22,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_specdec import mx
+from hf_specdec.compat import CACHE
 from hf_specdec.mx import MXLinear
 
 SHAPES = {
@@ -84,11 +85,11 @@ def shape(options) -> dict:
 
 
 def forward(model, rows: int):
-    cache = model(torch.arange(1, 65)[None], use_cache=True).past_key_values
+    cache = model(torch.arange(1, 65)[None], use_cache=True)[CACHE]
     tokens = torch.arange(1, rows + 1)[None]
 
     def run():
-        model(tokens, past_key_values=cache, use_cache=True)
+        model(tokens, **{CACHE: cache}, use_cache=True)
         cache.crop(-rows)
 
     return run

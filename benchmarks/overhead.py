@@ -30,6 +30,7 @@ from hf_specdec import enable
 from hf_specdec.bench.arms import generation_settings
 from hf_specdec.bench.meter import measured
 from hf_specdec.bench.terminal import counting
+from hf_specdec.compat import CACHE
 
 K, VOCABULARY, PROMPT = 4, 256, 16
 Measure = Callable[[], float]
@@ -57,12 +58,12 @@ def bare(target, draft, prompt: torch.Tensor, rounds: int) -> float:
     """Milliseconds per round inside the forwards alone."""
     caches, total = {id(model): DynamicCache() for model in (target, draft)}, 0.0
     for model in (target, draft):
-        model(input_ids=prompt, past_key_values=caches[id(model)], use_cache=True)
+        model(input_ids=prompt, **{CACHE: caches[id(model)]}, use_cache=True)
     one, block = prompt[:, :1], prompt[:, : K + 1]
     for _ in range(rounds):
         for model, ids in [(draft, one)] * K + [(target, block)]:
             begin = time.process_time()
-            model(input_ids=ids, past_key_values=caches[id(model)], use_cache=True)
+            model(input_ids=ids, **{CACHE: caches[id(model)]}, use_cache=True)
             total += time.process_time() - begin
         caches[id(draft)].crop(-(K - 1))
         caches[id(target)].crop(-K)

@@ -28,6 +28,7 @@ from hf_specdec.bench.report import save_json
 from hf_specdec.bench.runner import environment
 from hf_specdec.bench.terminal import counting
 from hf_specdec.commands.common import load_draft, parse_k
+from hf_specdec.compat import CACHE
 
 console = Console(highlight=False)
 
@@ -111,11 +112,11 @@ def _step(model, ids: torch.Tensor, width: int, steps: int) -> float:
         begin = perf_counter()
         model(input_ids=ids, use_cache=True, logits_to_keep=1)
         return perf_counter() - begin
-    cache = model(input_ids=ids[:, :-width], use_cache=True, logits_to_keep=1).past_key_values
+    cache = model(input_ids=ids[:, :-width], use_cache=True, logits_to_keep=1)[CACHE]
     spent = []
     for _ in range(steps + 1):
         begin = perf_counter()
-        model(input_ids=ids[:, -width:], past_key_values=cache, use_cache=True)
+        model(input_ids=ids[:, -width:], **{CACHE: cache}, use_cache=True)
         spent.append(perf_counter() - begin)
         cache.crop(-width)
     return statistics.median(spent[1:])

@@ -30,6 +30,7 @@ from transformers import (
 import hf_specdec
 from hf_specdec import SpeculativeConfig, SpeculativeDecoder, registry
 from hf_specdec.commands.common import drafts_by_name
+from hf_specdec.compat import CACHE
 from hf_specdec.drafts import Draft, ModelDraft, NGramDraft, PromptLookupDraft, UniformDraft
 from hf_specdec.kv_cache import SlotPlan
 from hf_specdec.proposal import Proposal
@@ -357,14 +358,14 @@ CALLS = {
     "empty prompt and mask": (lambda m: dict(inputs=dict(input_ids=EMPTY, attention_mask=EMPTY)), ("input_ids", "at least one token")),
     "one empty row": (lambda m: dict(inputs=a_row_of_padding()), ("input_ids", "at least one")),
     "prompt beyond the context": (lambda m: dict(inputs=padded(prompts(257))), ("input_ids", "257", "256", "Shorten the prompt")),
-    "static cache": (lambda m: dict(past_key_values=StaticCache(config=m.config, max_cache_len=64)),
-                     ("past_key_values", "StaticCache", "Pass a DynamicCache")),
+    "static cache": (lambda m: {CACHE: StaticCache(config=m.config, max_cache_len=64)},
+                     (CACHE, "StaticCache", "Pass a DynamicCache")),
     "static cache by name": (lambda m: dict(cache_implementation="static"), ("cache_implementation", "Leave cache_implementation unset")),
     "offloaded cache by name": (lambda m: dict(cache_implementation="offloaded"), ("cache_implementation", "Leave cache_implementation unset")),
-    "quantised cache": (lambda m: dict(past_key_values=quantised()), ("past_key_values", "QuantizedCache", "Pass a DynamicCache")),
+    "quantised cache": (lambda m: {CACHE: quantised()}, (CACHE, "QuantizedCache", "Pass a DynamicCache")),
     "static cache by config": (lambda m: dict(generation_config=GenerationConfig(cache_implementation="offloaded_static", max_new_tokens=5)),
                                ("cache_implementation", "Leave cache_implementation unset")),
-    "cache longer than the prompt": (lambda m: dict(past_key_values=filled(m)), ("past_key_values", "input_ids", "must be the whole conversation")),
+    "cache longer than the prompt": (lambda m: {CACHE: filled(m)}, (CACHE, "input_ids", "must be the whole conversation")),
     **{f"{name} cache by name": (lambda m, name=name: dict(cache_implementation=name), ("cache_implementation", name, "Leave cache_implementation unset"))
        for name in ("sliding_window", "quantized", "paged", "dynamic_full")},
     "contrastive search": (lambda m: dict(penalty_alpha=0.6, top_k=4), ("penalty_alpha=0.6", "contrastive search", "use speculative=False")),
@@ -469,8 +470,8 @@ def test_arguments_by_position_are_arguments_all_the_same():
 def test_a_refused_cache_is_handed_back_as_it_was():
     model = enabled(tiny_llama())
     cache = filled(model)
-    with refused(model, words=("past_key_values",)):
-        call(model, past_key_values=cache)
+    with refused(model, words=(CACHE,)):
+        call(model, **{CACHE: cache})
     assert cache.get_seq_length() == 14 and all(not layer.keys.any() for layer in cache.layers)
 
 
@@ -710,13 +711,13 @@ def test_an_exception_leaves_the_callers_cache_as_it_was(error, monkeypatch):
     model, row = enabled(tiny_llama()), ROWS[0]
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(input_ids=torch.tensor([row[:-2]]), past_key_values=cache, use_cache=True)
+        model(input_ids=torch.tensor([row[:-2]]), **{CACHE: cache}, use_cache=True)
     before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
     draft = PromptLookupDraft()
     with left_alone(model), breaking(monkeypatch, draft, "propose", error, after=2), pytest.raises(error, match="stopped"):
-        call(model, assistant_model=draft, num_assistant_tokens=3, max_new_tokens=20, past_key_values=cache)
+        call(model, assistant_model=draft, num_assistant_tokens=3, max_new_tokens=20, **{CACHE: cache})
     assert all(torch.equal(layer.keys, k) and torch.equal(layer.values, v) for layer, (k, v) in zip(cache.layers, before, strict=True))
-    out = call(model, max_new_tokens=20, past_key_values=cache)
+    out = call(model, max_new_tokens=20, **{CACHE: cache})
     assert out[0, len(row):].tolist() == plain(model, ROWS)[0]
 
 

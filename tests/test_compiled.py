@@ -18,6 +18,7 @@ from transformers.masking_utils import sdpa_mask
 import hf_specdec
 from hf_specdec import compiled, passes
 from hf_specdec.cached_model import CachedModel
+from hf_specdec.compat import CACHE
 from hf_specdec.distributions import Sampler
 from hf_specdec.law import draw
 from hf_specdec.drafts import EarlyExitDraft, MixtureDraft, ModelDraft, PromptLookupDraft
@@ -438,7 +439,7 @@ def test_buffers_go_from_call_to_call_and_what_was_returned_stays(kept, traced, 
     for prompt in (rows, prompts(11), rows):
         out = speculate(target, prompt, PromptLookupDraft(), 4, speculative=COMPILED)
         assert generated(out, prompt) == plain(target, prompt)
-        outs.append((out.past_key_values, [layer.keys.clone() for layer in out.past_key_values.layers]))
+        outs.append((out[CACHE], [layer.keys.clone() for layer in out[CACHE].layers]))
     assert len({part.data_ptr() for part in taken}) == (len(taken) // 3 if kept else len(taken)) and generated(out, rows) == texts
     assert all(torch.equal(layer.keys, keys) for cache, own in outs for layer, keys in zip(cache.layers, own))
     assert len(compiled._idle.get(target, {})) == (len(taken) // 3 if kept else 0)

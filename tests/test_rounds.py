@@ -11,6 +11,7 @@ import torch
 from transformers import DynamicCache
 
 import hf_specdec.call
+from hf_specdec.compat import CACHE
 from hf_specdec.drafts import MixtureDraft, ModelDraft, NGramDraft, PromptLookupDraft, RecyclingDraft, SuffixAutomatonDraft, UniformDraft
 from hf_specdec.kv_cache import SLACK
 from hf_specdec.loop import SpeculativeLoop
@@ -120,7 +121,7 @@ def watch(monkeypatch):
 def prefilled(model, tokens: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Keys and values [H, n, D] per layer of a fresh pass over `tokens`."""
     cache = DynamicCache()
-    model(input_ids=torch.tensor([tokens]), past_key_values=cache, use_cache=True)
+    model(input_ids=torch.tensor([tokens]), **{CACHE: cache}, use_cache=True)
     return [(layer.keys[0], layer.values[0]) for layer in cache.layers]
 
 
@@ -223,7 +224,7 @@ def test_the_cache_that_comes_back_is_that_of_a_fresh_prefill(draft):
     width = max(map(len, ROWS))
     for b, (row, new) in enumerate(zip(ROWS, generated(out, ROWS))):
         pad, n = width - len(row), len(row) + len(new) - 1
-        found = [(layer.keys[b, :, pad : pad + n], layer.values[b, :, pad : pad + n]) for layer in out.past_key_values.layers]
+        found = [(layer.keys[b, :, pad : pad + n], layer.values[b, :, pad : pad + n]) for layer in out[CACHE].layers]
         assert_same_cache(found, prefilled(target, (row + new)[:-1]))
 
 

@@ -13,6 +13,7 @@ import hf_specdec
 from hf_specdec.bench.arms import Answer, generate_arm
 from hf_specdec.bench.forks import Judge, first_difference
 from hf_specdec.bench.meter import measured
+from hf_specdec.compat import CACHE
 from hf_specdec.drafts.model import ModelDraft
 
 from . import memory
@@ -183,14 +184,14 @@ def timed_forward(model, width: int) -> Callable[[], float]:
     if model.config.is_encoder_decoder:  # the decoder alone, over a source as long as what is cached of its own text
         inputs, name = {"encoder_outputs": model.get_encoder()(text[:CONTEXT][None], return_dict=True)}, "decoder_input_ids"
     with torch.no_grad():
-        cache = model(**{name: text[:CONTEXT][None]}, **inputs, use_cache=True).past_key_values
+        cache = model(**{name: text[:CONTEXT][None]}, **inputs, use_cache=True)[CACHE]
     tokens = {name: text[CONTEXT:][None]}
 
     @torch.no_grad()
     def forward() -> float:
         _wait(model)
         begin = time.perf_counter()
-        model(**tokens, **inputs, past_key_values=cache, use_cache=True)
+        model(**tokens, **inputs, **{CACHE: cache}, use_cache=True)
         _wait(model)
         seconds = time.perf_counter() - begin
         cache.crop(-width)

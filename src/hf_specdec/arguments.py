@@ -111,7 +111,7 @@ def check_call(model, input_ids, processors, generation, model_kwargs: dict, tra
             raise ValueError(f"{name}=True: not available from a pass that scores several tokens. Drop it, or use speculative=False.")
     _check_inputs(model, model_kwargs, traits)
     mask, positions = model_kwargs.get(traits.mask_name), model_kwargs.get("position_ids")
-    cache = model_kwargs.get("past_key_values")
+    cache = model_kwargs.get(compat.CACHE)
     _check_mask(mask, generation, input_ids.shape, cache, traits)
     real = torch.ones_like(input_ids).bool() if mask is None else mask[:, -input_ids.shape[1]:].bool()
     longest = int(real.sum(-1).max())
@@ -122,7 +122,7 @@ def check_call(model, input_ids, processors, generation, model_kwargs: dict, tra
     elif cache is not None:
         compat.check_cache(cache, compat.unwrap(model).config, input_ids.shape[0])
         if cache.get_seq_length() >= input_ids.shape[1]:
-            raise ValueError(f"past_key_values holds {cache.get_seq_length()} tokens and input_ids {input_ids.shape[1]}; input_ids must be "
+            raise ValueError(f"{compat.CACHE} holds {cache.get_seq_length()} tokens and input_ids {input_ids.shape[1]}; input_ids must be "
                              f"the whole conversation, with at least one token that is not cached yet.")
     _check_positions(positions, real)
     lengths.check_rope(compat.unwrap(model), generation.max_length, "target")
@@ -134,7 +134,7 @@ def check_call(model, input_ids, processors, generation, model_kwargs: dict, tra
 
 def _check_inputs(model, model_kwargs: dict, traits: compat.ModelTraits) -> None:
     """Model inputs that the loop does not know are refused, but for those that say that there are no images."""
-    known = {"attention_mask", "past_key_values", "use_cache", "logits_to_keep", "cache_position", "output_attentions",
+    known = {"attention_mask", compat.CACHE, "use_cache", "logits_to_keep", "cache_position", "output_attentions",
              "output_hidden_states", *(("encoder_outputs", "decoder_attention_mask") if traits.encoder == "own" else ("position_ids",))}
     kinds = ("mm_token_type_ids", "token_type_ids") if hasattr(compat.unwrap(model).config, "vision_config") else ("mm_token_type_ids",)
     for name, value in model_kwargs.items():
@@ -150,7 +150,7 @@ def _check_mask(mask: torch.Tensor | None, generation, shape: torch.Size, cache,
     if given == shape:
         return
     if cache is not None and cache.get_seq_length():
-        raise ValueError(f"input_ids has {shape[1]} tokens a row and {traits.mask_name} {given[-1]}: with past_key_values, input_ids must be the whole "
+        raise ValueError(f"input_ids has {shape[1]} tokens a row and {traits.mask_name} {given[-1]}: with {compat.CACHE}, input_ids must be the whole "
                          f"conversation, as the draft and the processors read it, not its new tokens alone.")
     raise ValueError(f"{traits.mask_name} has the shape {list(given)} and input_ids {list(shape)}: give one number per token, 0 for padding, or leave it out.")
 

@@ -151,7 +151,7 @@ class BeamCall(Call):
         if self.decoder.streamer is not None:
             raise ValueError(f"{beams}: beams cannot be streamed, which of them wins is known at the end. Drop streamer, or use num_beams=1.")
         if self.given:
-            raise ValueError(f"{beams}: past_key_values cannot be given to a speculative beam search. Leave it out, or use speculative=False.")
+            raise ValueError(f"{beams}: {compat.CACHE} cannot be given to a speculative beam search. Leave it out, or use speculative=False.")
         if draft.name not in (*AFRESH, *KEPT):
             raise ValueError(f"{beams}: the draft {draft.name!r} does not follow beams that branch; those that do are {sorted((*AFRESH, *KEPT))}. Pass one of "
                              f"them, or use num_beams=1.")

@@ -179,7 +179,7 @@ class CachedModel:
         inputs = self._positions_and_masks(width, tree, sizes, first)
         keep = wanted is not None and self.traits.logits_to_keep
         inputs |= {"logits_to_keep": wanted} if keep else {}
-        inputs |= {"past_key_values": self.cache, "use_cache": True, "return_dict": True}
+        inputs |= {compat.CACHE: self.cache, "use_cache": True, "return_dict": True}
         inputs |= {"input_ids": tokens} if embeds is None else {"inputs_embeds": embeds}
         if self.compiled is not None and not any(starts):
             logits, states = self.compiled.start(self.run, inputs, layers, self._trial) or (None, [])

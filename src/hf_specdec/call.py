@@ -62,13 +62,13 @@ class Call:
         self.max_new = generation_config.max_length - input_ids.shape[1]
         self.original_processors = processors
         self.processors = compat.processors_per_row(processors, input_ids, self.prompts)
-        self.cache = model_kwargs.get("past_key_values")
+        self.cache = model_kwargs.get(compat.CACHE)
         self.given = self.cache is not None and (
             decoder.cache_is_given or self.cache.get_seq_length() > 0 or getattr(self.cache, "_is_user_defined", False)
         )
         if self.source is not None:
             if self.given:
-                raise ValueError(f"past_key_values: the {type(self.cache).__name__} of an encoder-decoder model cannot be continued with "
+                raise ValueError(f"{compat.CACHE}: the {type(self.cache).__name__} of an encoder-decoder model cannot be continued with "
                                  f"speculative=True. Leave it out, and pass decoder_input_ids for a text to be continued.")
             self.cache = None  # transformers' own, made for nothing
 
@@ -140,7 +140,7 @@ class Call:
             sequences=ids,
             scores=_stacked([row.scores for row in sequences.rows]) if loop.want_scores else None,
             logits=_stacked([row.logits for row in sequences.rows]) if loop.want_logits else None,
-            past_key_values=cache,
+            **{compat.CACHE: cache},
         )
         output.speculation = loop.trace
         return output

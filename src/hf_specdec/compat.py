@@ -14,6 +14,8 @@ import torch
 from transformers import CompileConfig, DynamicCache, GenerationMixin, LogitsProcessor, PreTrainedModel
 from transformers.generation import logits_process as lp
 
+CACHE = "cache" if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters else "past_key_values"  # "cache" since 5.24
+
 # --- logits processors ------------------------------------------------------------------------------------------------
 
 _PREFIX_FREE = (
@@ -27,12 +29,9 @@ _TENTATIVE_CALLS_BREAK = {  # and the argument that asks for each
     lp.AlternatingCodebooksLogitsProcessor: "logits_processor",
 }
 _COUNTED_FROM_THE_PADDED_START = {
-    lp.MinLengthLogitsProcessor: "min_length",
-    lp.MinNewTokensLengthLogitsProcessor: "prompt_length_to_skip",
-    lp.ForcedEOSTokenLogitsProcessor: "max_length",
-    lp.ExponentialDecayLengthPenalty: "regulation_start",
-    lp.SuppressTokensAtBeginLogitsProcessor: "begin_index",
-    lp.RepetitionPenaltyLogitsProcessor: "prompt_ignore_length",
+    lp.MinLengthLogitsProcessor: "min_length", lp.MinNewTokensLengthLogitsProcessor: "prompt_length_to_skip",
+    lp.ForcedEOSTokenLogitsProcessor: "max_length", lp.ExponentialDecayLengthPenalty: "regulation_start",
+    lp.SuppressTokensAtBeginLogitsProcessor: "begin_index", lp.RepetitionPenaltyLogitsProcessor: "prompt_ignore_length",
 }
 
 
@@ -62,8 +61,8 @@ def processors_per_row(processors: Sequence[LogitsProcessor], input_ids: torch.T
 def _for_row(processor: LogitsProcessor, row: int, input_ids: torch.Tensor, prompt: list[int]) -> LogitsProcessor:
     batch, pad = len(input_ids), input_ids.shape[1] - len(prompt)
     if isinstance(processor, lp.PrefixConstrainedLogitsProcessor) and batch > 1:
-        own, allowed = copy.copy(processor), processor._prefix_allowed_tokens_fn
-        own._prefix_allowed_tokens_fn, own._num_beams = lambda _, tokens: allowed(row, tokens), 1
+        own, allowed, index = copy.copy(processor), processor._prefix_allowed_tokens_fn, row // processor._num_beams
+        own._prefix_allowed_tokens_fn, own._num_beams = lambda _, tokens: allowed(index, tokens), 1
         return own
     if isinstance(processor, (lp.EncoderRepetitionPenaltyLogitsProcessor, lp.EncoderNoRepeatNGramLogitsProcessor)):
         return _for_prompt(processor, row, input_ids, input_ids.new_tensor([prompt]))
@@ -96,8 +95,7 @@ def _for_prompt(processor: LogitsProcessor, row: int, input_ids: torch.Tensor, p
 
 # --- what a model accepts ---------------------------------------------------------------------------------------------
 
-_KNOWN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
-_KNOWN_BLOCKS = {"attention"}
+_KNOWN_LAYERS, _KNOWN_BLOCKS = {"full_attention", "sliding_attention", "chunked_attention"}, {"attention"}
 _OWN_MASK = {"bloom", "mpt", "gpt_neo"}
 _OWN_WAYS = {"moshi": "keeps its window by a cache that forgets", "cpmant": "puts a prompt of its own before every pass",
              "paligemma": "reads its whole prompt in both directions"}
@@ -173,8 +171,9 @@ def _refuse_what_cannot_roll_back(model: PreTrainedModel, config: Any, name: str
     if getattr(model, "_is_stateful", False) or strange:
         what = f"layers of type {strange}" if strange else "a recurrent state"
         raise ValueError(f"{name} has {what}, which cannot be rolled back after a rejected token. Use speculative=False.")
-    if kind in _OWN_WAYS or not model.config.is_encoder_decoder and "past_key_values" not in inspect.signature(model.forward).parameters:
-        raise ValueError(f"{name} {_OWN_WAYS.get(kind, 'takes no cache')}, so its passes cannot be ours. Use speculative=False.")
+    own_way = "reads the cache of its last loop itself" if getattr(config, "recurrent_kv_cache_mode", "") == "last_loop" else _OWN_WAYS.get(kind)
+    if own_way or not model.config.is_encoder_decoder and CACHE not in inspect.signature(model.forward).parameters:
+        raise ValueError(f"{name} {own_way or f'takes no cache (no {CACHE}=)'}, so its passes cannot be ours. Use speculative=False.")
     if not model.config.is_encoder_decoder and _reads_both_ways(model, config):
         raise ValueError(f"{name} reads its text in both directions (is_decoder=False, is_causal=False or use_bidirectional_attention in its config), so a "
                          f"drafted token would change what is before it. Use speculative=False, or load it as a decoder.")
@@ -219,7 +218,6 @@ def _masks(config: Any) -> tuple[tuple[str | None, str, int], ...]:
 
 # --- transformers' own beam search --------------------------------------------------------------------------------------
 
-
 class _Beams(GenerationMixin):
     """A "model" for transformers' beam search that asks `logits` instead of running anything; there is no cache to reorder."""
 
@@ -260,23 +258,30 @@ def mask_width(generation: Any, otherwise: int) -> int:
 
 
 def check_cache(cache: Any, config: Any, rows: int) -> None:
-    """Refuse a caller's `past_key_values` that is not a plain `DynamicCache`, or was filled with other `rows` or by another model."""
+    """Refuse a caller's cache that is not a plain `DynamicCache`, or was filled with other `rows` or by another model."""
     if not isinstance(cache, DynamicCache) or any("Quantized" in type(part).__name__ for part in (cache, *cache.layers)):
-        raise ValueError(f"past_key_values: {type(cache).__name__} cannot be read and rolled back. Pass a DynamicCache (or leave it out), and "
+        raise ValueError(f"{CACHE}: {type(cache).__name__} cannot be read and rolled back. Pass a DynamicCache (or leave it out), and "
                          f"leave cache_implementation unset.")
     layers = read_cache(cache)
     wanted = getattr(config, "decoder_layers", None) or _cached_layers(config)
     if layers and wanted not in (0, len(layers)):
-        raise ValueError(f"past_key_values holds {len(layers)} layers and the target has {wanted}. Pass a cache that the target has filled, or "
-                         f"leave it out.")
+        raise ValueError(f"{CACHE} holds {len(layers)} layers and the target has {wanted}. Pass a cache that the target has filled, or leave it out.")
     if layers and len(layers[0][0]) != rows:
-        raise ValueError(f"past_key_values holds {len(layers[0][0])} rows and the call has {rows} (num_return_sequences and num_beams count, as in a "
+        raise ValueError(f"{CACHE} holds {len(layers[0][0])} rows and the call has {rows} (num_return_sequences and num_beams count, as in a "
                          f"plain call). Pass a cache of the same rows (batch_repeat_interleave repeats them), or leave it out.")
 
 
 def _cached_layers(config: Any) -> int:
     """How many layers of a model keep keys and values of their own; 0 where transformers does not say."""
-    return sum("Dummy" not in type(layer).__name__ for layer in DynamicCache(config=config).layers)
+    return sum("Dummy" not in type(layer).__name__ for layer in _empty_cache(config).layers)
+
+
+def _empty_cache(config: Any) -> DynamicCache:
+    """The cache that plain generate begins with; Dory's forward adds one for every further pass through its middle layers."""
+    cache, loops = DynamicCache(config=config), getattr(config, "n_recurrent_loops", 1)
+    middle = cache.layers[config.n_input_layers :][: config.n_recurrent_layers] if loops > 1 else []
+    cache.layers += [copy.deepcopy(layer) for layer in middle * (loops - 1)]
+    return cache
 
 
 def read_cache(cache: DynamicCache) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
@@ -289,7 +294,7 @@ def read_cache(cache: DynamicCache) -> list[tuple[torch.Tensor, torch.Tensor, in
 def write_cache(config: Any, layers: list[tuple[torch.Tensor, torch.Tensor]], into: DynamicCache | None) -> DynamicCache:
     """A `DynamicCache` that holds keys and values [B, H, n, D] per layer; `into` is refilled in place if given. config: None for a
     decoder whose config counts the layers of its encoder."""
-    fresh = DynamicCache(config=config) if config is not None else DynamicCache()
+    fresh = _empty_cache(config) if config is not None else DynamicCache()
     if hasattr(fresh, "activate_past_recording"):
         fresh.activate_past_recording()
     for index, (keys, values) in enumerate(layers):

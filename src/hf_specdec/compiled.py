@@ -50,7 +50,7 @@ def over(cache: FixedCache, model, tokens, embeds, positions, mask):
     """`forward` with its cache made."""
     given = {"input_ids": tokens} if embeds is None else {"inputs_embeds": embeds}
     SHOWN.clear()
-    logits = model(**given, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True, return_dict=True).logits
+    logits = model(**given, position_ids=positions, attention_mask=mask, use_cache=True, return_dict=True, **{compat.CACHE: cache}).logits
     states = tuple(SHOWN)
     SHOWN.clear()
     return logits, states
@@ -67,7 +67,7 @@ def several(model, tokens, embeds, positions, mask, slots, keys, values, vocab, 
         masks = {name: each[:, :, i : i + 1] for name, each in mask.items()} if isinstance(mask, dict) else mask[:, :, i : i + 1]
         cache = FixedCache(keys, values, slots[..., i : i + 1])
         SHOWN.clear()
-        logits = model(**given, position_ids=positions[:, i : i + 1], attention_mask=masks, past_key_values=cache, use_cache=True, return_dict=True).logits
+        logits = model(**given, position_ids=positions[:, i : i + 1], attention_mask=masks, use_cache=True, return_dict=True, **{compat.CACHE: cache}).logits
         states = SHOWN[-1] if SHOWN else None
         token, law = drawing(logits[:, -1, :vocab], uniform[:, i])
         tokens = token[:, None]
@@ -151,7 +151,7 @@ class CompiledPasses:
                 return None
         self.untried = key not in self.layerwise.tried
         try:
-            with watched(read_at(compat.unwrap(self.model), reads)) as states, self.layerwise.running(key, inputs["past_key_values"], None):
+            with watched(read_at(compat.unwrap(self.model), reads)) as states, self.layerwise.running(key, inputs[compat.CACHE], None):
                 logits = run(**inputs).logits
             self.layerwise.tried.add(key)
             return logits, states

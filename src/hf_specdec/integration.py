@@ -115,7 +115,7 @@ def _generate(model, stock, *args, speculative=None, assistant_model=None, **kwa
     check_arguments(kwargs, own)
     decoder = SpeculativeDecoder(assistant_model, config, **bound)
     decoder.load(model)
-    decoder.put_prompt, decoder.cache_is_given = True, kwargs.get("past_key_values") is not None
+    decoder.put_prompt, decoder.cache_is_given = True, any(kwargs.get(name) is not None for name in (compat.CACHE, "past_key_values"))
     with decoder.stop_strings_taken_over(compat.unwrap(model), kwargs) as kwargs:
         output = stock(custom_generate=decoder, **kwargs)
     if getattr(output, "sequences", None) is not None and getattr(output, "speculation", None) is None:

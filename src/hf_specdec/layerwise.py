@@ -117,6 +117,8 @@ class Layerwise:
         return forward
 
     def _run(self, i: int, layer: nn.Module, args: tuple, kwargs: dict):
+        if self.places is None and self.steps[self.key, self.slots][i] is not None:
+            raise ValueError("its layers run more than once in a pass")
         run, at = self.steps[self.key, self.slots][i] or (None, self._place(args, kwargs))
         if isinstance(at, str):
             del kwargs[at]

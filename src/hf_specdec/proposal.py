@@ -40,8 +40,11 @@ class Proposal:
         return cls(Tree.chain(n), tokens, probs, [n] * batch if sizes is None else sizes, source)
 
     @classmethod
-    def from_lists(cls, rows: list[list[int]], device, source: str | list[str] = "") -> "Proposal":
-        """Point-mass chains of different lengths, one list of token ids per row."""
+    def from_lists(cls, rows: list[list[int]], device, source: str | list[str] = "", vocab_size: int | None = None) -> "Proposal":
+        """Point-mass chains of different lengths, one list of token ids per row, which an id of `vocab_size` or above ends: a prompt may
+        have tokens that the target reads and cannot write."""
+        if vocab_size is not None:
+            rows = [row[: next((i for i, token in enumerate(row) if token >= vocab_size), len(row))] for row in rows]
         sizes = [len(row) for row in rows]
         width = max(sizes, default=0)
         padded = [row + [0] * (width - len(row)) for row in rows]

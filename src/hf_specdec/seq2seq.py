@@ -95,11 +95,12 @@ class Decoder:
         self.name = "decoder_input_ids" if own else "input_ids"
         self.given = {"attention_mask": source.mask} if own and source.mask is not None else {}
 
-    def __call__(self, input_ids: torch.Tensor, past_key_values, attention_mask=None, **inputs):
+    def __call__(self, input_ids: torch.Tensor, attention_mask=None, **inputs):
         """One row, a chain: the mask of ones that it comes with says nothing that the model does not know."""
-        if self.cache is None or self.cache.self_attention_cache is not past_key_values:
-            self.cache = EncoderDecoderCache(past_key_values, self.cross)
-        return self.model(**{self.name: input_ids}, encoder_outputs=self.source.outputs, past_key_values=self.cache, **self.given, **inputs)
+        own = inputs.pop(compat.CACHE)
+        if self.cache is None or self.cache.self_attention_cache is not own:
+            self.cache = EncoderDecoderCache(own, self.cross)
+        return self.model(**{self.name: input_ids, compat.CACHE: self.cache}, encoder_outputs=self.source.outputs, **self.given, **inputs)
 
     def with_cross(self, cache: DynamicCache) -> EncoderDecoderCache:
         """The cache that plain generate returns: the decoder's own `cache`, and that of the source."""

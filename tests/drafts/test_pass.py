@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import hf_specdec
+from hf_specdec.compat import CACHE
 from hf_specdec.drafts.pass_draft import PassDraft
 
 from .. import encoder_decoders
@@ -57,8 +58,8 @@ def test_the_cache_handed_back_is_that_of_plain_generate():
     target, row = tiny_llama(3), [5, 6, 7, 8]
     out = speculate(target, [row], PassDraft(look_ahead(target), target), 4)
     ids = out.sequences[:, :-1]
-    reference = target(input_ids=ids, use_cache=True).past_key_values
-    for own, other in zip(out.past_key_values.layers, reference.layers):
+    reference = target(input_ids=ids, use_cache=True)[CACHE]
+    for own, other in zip(out[CACHE].layers, reference.layers):
         torch.testing.assert_close(own.keys, other.keys, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(own.values, other.values, atol=1e-4, rtol=1e-4)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import BartConfig, BartForConditionalGeneration
 
+from hf_specdec.compat import CACHE
 from hf_specdec.drafts import ModelTreeDraft, PromptLookupDraft, RecyclingDraft, SuffixAutomatonDraft, UniformDraft
 from hf_specdec.tree_shapes import DynamicTree
 
@@ -127,8 +128,8 @@ def test_what_is_no_plain_beam_search_is_refused_by_name(options, words):
 def test_a_cache_of_the_caller_and_models_without_masks_are_refused():
     from transformers import DynamicCache
 
-    with pytest.raises(ValueError, match="num_beams=2.*past_key_values"):
-        MODEL.generate(**padded(prompts(6)), num_beams=2, max_new_tokens=4, speculative=True, past_key_values=DynamicCache())
+    with pytest.raises(ValueError, match=f"num_beams=2.*{CACHE}"):
+        MODEL.generate(**padded(prompts(6)), num_beams=2, max_new_tokens=4, speculative=True, **{CACHE: DynamicCache()})
     bloom = enabled(build("bloom", attn="eager", vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4))
     with pytest.raises(ValueError, match="BloomForCausalLM makes its attention mask"):
         bloom.generate(**padded(prompts(6)), num_beams=2, max_new_tokens=4, speculative=True)

@@ -1,10 +1,11 @@
-"""past_key_values in and out: a second turn continues from what the first has cached, under our generate and under plain generate."""
+"""A cache in and out: a second turn continues from what the first has cached, under our generate and under plain generate."""
 
 import pytest
 import torch
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
 import hf_specdec
+from hf_specdec.compat import CACHE
 from tests.architectures import FAMILIES
 from tests.helpers import ScriptedDraft, build, enabled, padded, perturbed, plain, prompts, repetitive, speculate, tiny_llama
 
@@ -23,13 +24,13 @@ def options(new: int, **more) -> dict:
 
 def ours(model, ids, cache, new=SECOND, draft=None, **more):
     mask = more.pop("attention_mask", torch.ones_like(ids))
-    return enabled(model).generate(input_ids=ids, attention_mask=mask, past_key_values=cache, speculative=True, assistant_model=draft,
+    return enabled(model).generate(input_ids=ids, attention_mask=mask, **{CACHE: cache}, speculative=True, assistant_model=draft,
                                    num_assistant_tokens=4, **options(new, **more))
 
 
 def stock(model, ids, cache=None, new=SECOND, **more):
     mask = more.pop("attention_mask", torch.ones_like(ids))
-    return model.generate(input_ids=ids, attention_mask=mask, past_key_values=cache, **options(new, **more))
+    return model.generate(input_ids=ids, attention_mask=mask, **{CACHE: cache}, **options(new, **more))
 
 
 def next_turn(sequences, seed=8):
@@ -45,7 +46,7 @@ def test_two_turns_with_the_returned_cache_equal_plain_generate_from_scratch(nam
     drafting = perturbed(model) if draft == "model" else None
     first = ours(model, ids, None, FIRST, drafting)
     again = next_turn(first.sequences)
-    second = ours(model, again, first.past_key_values, draft=drafting)
+    second = ours(model, again, first[CACHE], draft=drafting)
     assert torch.equal(first.sequences, stock(model, ids, new=FIRST).sequences)
     assert torch.equal(second.sequences, stock(model, again).sequences)
 
@@ -55,8 +56,8 @@ def test_the_returned_cache_continues_under_plain_generate(name):
     model, ids = made(name), torch.tensor(repetitive(14))
     first = ours(model, ids, None, FIRST, perturbed(model))
     again = next_turn(first.sequences)
-    assert isinstance(first.past_key_values, DynamicCache)
-    assert torch.equal(stock(model, again, first.past_key_values).sequences, stock(model, again).sequences)
+    assert isinstance(first[CACHE], DynamicCache)
+    assert torch.equal(stock(model, again, first[CACHE]).sequences, stock(model, again).sequences)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -64,7 +65,7 @@ def test_a_cache_from_plain_generate_continues_under_ours(name):
     model, ids = made(name), torch.tensor(repetitive(14))
     first = stock(model, ids, new=FIRST)
     again = next_turn(first.sequences)
-    assert torch.equal(ours(model, again, first.past_key_values, draft=perturbed(model)).sequences, stock(model, again).sequences)
+    assert torch.equal(ours(model, again, first[CACHE], draft=perturbed(model)).sequences, stock(model, again).sequences)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -72,7 +73,7 @@ def test_an_explicit_cache_is_filled_in_place_over_two_turns(name):
     model, ids = made(name), torch.tensor(repetitive(14))
     cache = DynamicCache(config=model.config)
     first = ours(model, ids, cache, FIRST)
-    assert first.past_key_values is cache and cache.get_seq_length() == first.sequences.shape[1] - 1
+    assert first[CACHE] is cache and cache.get_seq_length() == first.sequences.shape[1] - 1
     again = next_turn(first.sequences)
     second = ours(model, again, cache)
     assert torch.equal(second.sequences, stock(model, again).sequences)
@@ -82,7 +83,7 @@ def test_an_explicit_cache_is_filled_in_place_over_two_turns(name):
 def test_an_explicit_cache_is_filled_where_only_the_tensor_is_asked_for():
     model, ids = made("Llama"), torch.tensor(repetitive(14))
     cache = DynamicCache()
-    out = enabled(model).generate(input_ids=ids, past_key_values=cache, speculative=True, max_new_tokens=FIRST, do_sample=False, pad_token_id=0)
+    out = enabled(model).generate(input_ids=ids, **{CACHE: cache}, speculative=True, max_new_tokens=FIRST, do_sample=False, pad_token_id=0)
     assert cache.get_seq_length() == out.shape[1] - 1
     again = next_turn(out)
     assert torch.equal(stock(model, again, cache).sequences, stock(model, again).sequences)
@@ -92,15 +93,15 @@ def test_a_cache_filled_through_the_decoder_object_continues_too():
     model, ids = made("Llama"), torch.tensor(repetitive(14))
     cache = DynamicCache()
     decoder = hf_specdec.SpeculativeDecoder(perturbed(model))
-    out = model.generate(input_ids=ids, past_key_values=cache, custom_generate=decoder, **options(FIRST))
+    out = model.generate(input_ids=ids, **{CACHE: cache}, custom_generate=decoder, **options(FIRST))
     again = next_turn(out.sequences)
-    assert torch.equal(stock(model, again, out.past_key_values).sequences, stock(model, again).sequences)
+    assert torch.equal(stock(model, again, out[CACHE]).sequences, stock(model, again).sequences)
 
 
 @pytest.mark.parametrize("name", ["Llama", "GPT-2", "GPT-BigCode (one K/V head)"])
 def test_the_returned_keys_and_values_are_plain_generates(name):
     model, ids = made(name), torch.tensor(repetitive(14))
-    mine, theirs = ours(model, ids, None, FIRST, perturbed(model)).past_key_values, stock(model, ids, new=FIRST).past_key_values
+    mine, theirs = ours(model, ids, None, FIRST, perturbed(model))[CACHE], stock(model, ids, new=FIRST)[CACHE]
     assert len(mine.layers) == len(theirs.layers)
     for a, b in zip(mine.layers, theirs.layers):
         assert torch.allclose(a.keys, b.keys, atol=1e-4) and torch.allclose(a.values, b.values, atol=1e-4)
@@ -109,10 +110,10 @@ def test_the_returned_keys_and_values_are_plain_generates(name):
 def test_the_returned_cache_can_be_cropped():
     model, ids = made("Llama"), torch.tensor(repetitive(14))
     first = ours(model, ids, None, FIRST)
-    whole = first.past_key_values.get_seq_length()
+    whole = first[CACHE].get_seq_length()
     again = next_turn(first.sequences[:, :20])
-    first.past_key_values.crop(-(whole - 20))
-    assert torch.equal(stock(model, again, first.past_key_values).sequences, stock(model, again).sequences)
+    first[CACHE].crop(-(whole - 20))
+    assert torch.equal(stock(model, again, first[CACHE]).sequences, stock(model, again).sequences)
 
 
 @pytest.mark.parametrize("place", [0, 3, 6])
@@ -121,14 +122,14 @@ def test_after_eos_in_a_block_the_cache_holds_the_text_and_nothing_of_the_rest_o
     (text,) = plain(model, row)
     first = speculate(model, row, ScriptedDraft.knowing([row[0] + text]), 7, eos_token_id=text[place])
     again = next_turn(first.sequences)
-    assert first.past_key_values.get_seq_length() == first.sequences.shape[1] - 1
-    assert torch.equal(ours(model, again, first.past_key_values).sequences, stock(model, again).sequences)
+    assert first[CACHE].get_seq_length() == first.sequences.shape[1] - 1
+    assert torch.equal(ours(model, again, first[CACHE]).sequences, stock(model, again).sequences)
 
 
 def test_a_cache_of_all_but_the_last_token_is_enough():
     model, ids = made("Llama"), torch.tensor(repetitive(14))
     with torch.no_grad():
-        cache = model(input_ids=ids[:, :-1], use_cache=True).past_key_values
+        cache = model(input_ids=ids[:, :-1], use_cache=True)[CACHE]
     assert torch.equal(ours(model, ids, cache).sequences, stock(model, ids).sequences)
 
 
@@ -136,7 +137,7 @@ def test_scores_of_a_second_turn_are_those_of_its_own_tokens():
     model, ids = made("Llama"), torch.tensor(repetitive(14))
     first = ours(model, ids, None, FIRST)
     again = next_turn(first.sequences)
-    mine, theirs = ours(model, again, first.past_key_values, output_scores=True), stock(model, again, output_scores=True)
+    mine, theirs = ours(model, again, first[CACHE], output_scores=True), stock(model, again, output_scores=True)
     assert all(torch.allclose(a, b, atol=1e-3) for a, b in zip(mine.scores, theirs.scores, strict=True))
 
 
@@ -152,7 +153,7 @@ def test_a_ragged_batch_goes_on_in_a_second_turn(name, then):
     again = next_turn(first.sequences)
     mask = torch.cat([inputs["attention_mask"], torch.ones(3, again.shape[1] - 13, dtype=torch.long)], dim=1)
     run = ours if then == "ours" else stock
-    second = run(model, again, first.past_key_values, attention_mask=mask)
+    second = run(model, again, first[CACHE], attention_mask=mask)
     texts = [ids[keep.bool()].tolist() for ids, keep in zip(again, mask)]
     assert second.sequences[:, again.shape[1]:].tolist() == plain(model, texts, max_new_tokens=SECOND)
 
@@ -167,7 +168,7 @@ def test_rows_that_ended_early_go_on_in_a_second_turn_with_their_padding_masked(
     again = next_turn(first.sequences)
     texts = [ids[keep.bool()].tolist() for ids, keep in zip(again, mask)]
     assert len(set(first.speculation.new_tokens)) > 1
-    second = ours(model, again, first.past_key_values, attention_mask=mask)
+    second = ours(model, again, first[CACHE], attention_mask=mask)
     assert second.sequences[:, again.shape[1]:].tolist() == plain(model, texts, max_new_tokens=SECOND)
 
 
@@ -201,7 +202,7 @@ def test_whichever_row_ends_first_the_next_turn_goes_on_and_no_pass_is_made_for_
     again = next_turn(first.sequences)
     assert again.shape[1] == width + most + 5
     texts = [ids[keep.bool()].tolist() for ids, keep in zip(again, mask)]
-    second = ours(model, again, first.past_key_values, attention_mask=mask)
+    second = ours(model, again, first[CACHE], attention_mask=mask)
     assert second.sequences[:, again.shape[1]:].tolist() == plain(model, texts, max_new_tokens=SECOND)
 
 
@@ -223,7 +224,7 @@ def test_a_call_with_use_cache_false_gives_the_same_text():
 def filled(model, ids) -> DynamicCache:
     cache = DynamicCache()
     with torch.no_grad():
-        model(input_ids=ids, past_key_values=cache)
+        model(input_ids=ids, **{CACHE: cache})
     return cache
 
 
@@ -231,7 +232,7 @@ def filled(model, ids) -> DynamicCache:
 def test_a_cache_of_another_number_of_rows_is_refused(held, rows):
     model, ids = tiny_llama(6), torch.tensor(repetitive(14))
     cache = filled(model, ids[:, :9].repeat(held, 1))
-    with pytest.raises(ValueError, match=f"past_key_values holds {held} rows and the call has {rows}.*leave it out"):
+    with pytest.raises(ValueError, match=f"{CACHE} holds {held} rows and the call has {rows}.*leave it out"):
         ours(model, ids.repeat(rows, 1), cache)
     assert cache.get_seq_length() == 9 and len(cache.layers[0].keys) == held
 
@@ -240,17 +241,17 @@ def test_a_cache_serves_several_returned_sequences_once_it_holds_as_many_rows_as
     model, ids = tiny_llama(6), torch.tensor(repetitive(14))
     alike = dict(do_sample=True, top_k=1, num_return_sequences=3, pad_token_id=0, max_new_tokens=SECOND)
     cache = filled(model, ids[:, :9])
-    with pytest.raises(ValueError, match="past_key_values holds 1 rows and the call has 3.*batch_repeat_interleave"):
-        enabled(model).generate(ids, past_key_values=cache, speculative=True, **alike)
+    with pytest.raises(ValueError, match=f"{CACHE} holds 1 rows and the call has 3.*batch_repeat_interleave"):
+        enabled(model).generate(ids, **{CACHE: cache}, speculative=True, **alike)
     cache.batch_repeat_interleave(3)
-    out = enabled(model).generate(ids, past_key_values=cache, speculative=True, **alike)
+    out = enabled(model).generate(ids, **{CACHE: cache}, speculative=True, **alike)
     assert out[:, 14:].tolist() == plain(model, ids.tolist(), max_new_tokens=SECOND) * 3
 
 
 @pytest.mark.parametrize("layers", [1, 3])
 def test_a_cache_of_another_number_of_layers_is_refused(layers):
     model, ids = tiny_llama(6), torch.tensor(repetitive(14))
-    with pytest.raises(ValueError, match=f"past_key_values holds {layers} layers and the target has 2.*leave it out"):
+    with pytest.raises(ValueError, match=f"{CACHE} holds {layers} layers and the target has 2.*leave it out"):
         ours(model, ids, filled(tiny_llama(6, num_hidden_layers=layers), ids[:, :9]))
 
 
@@ -283,5 +284,5 @@ def test_layers_that_read_anothers_keys_and_values_have_no_part_in_the_cache(sha
     for turn in range(3):
         out = (stock if turn == 0 else ours)(model, ids, cache)
         assert torch.equal(out.sequences, stock(model, ids).sequences)
-        ids, cache = next_turn(out.sequences), out.past_key_values
+        ids, cache = next_turn(out.sequences), out[CACHE]
     assert torch.equal(stock(model, ids, cache).sequences, stock(model, ids).sequences)

@@ -8,6 +8,7 @@ from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteria
 from transformers.generation import GenerateEncoderDecoderOutput
 
 import hf_specdec
+from hf_specdec.compat import CACHE
 from hf_specdec.drafts import Context, ModelDraft, PromptLookupDraft, RecyclingDraft, SuffixAutomatonDraft, UniformDraft
 from tests import encoder_decoders
 from tests.conformance.builders import ngram
@@ -224,7 +225,7 @@ def test_the_output_has_the_fields_of_plain_generates():
     for name in ("scores", "logits"):
         assert len(ours[name]) == 15 and all(torch.allclose(a, b, atol=1e-4) for a, b in zip(ours[name], theirs[name]))
     for part in ("self_attention_cache", "cross_attention_cache"):
-        for a, b in zip(getattr(ours.past_key_values, part).layers, getattr(theirs.past_key_values, part).layers):
+        for a, b in zip(getattr(ours[CACHE], part).layers, getattr(theirs[CACHE], part).layers):
             assert torch.allclose(a.keys, b.keys, atol=1e-4) and torch.allclose(a.values, b.values, atol=1e-4)
 
 
@@ -292,8 +293,8 @@ def test_beams_trees_caches_and_decoder_padding_are_refused():
     text = plain(model, inputs)
     refused("num_beams=4.*num_beams=1", lambda: speculate(model, inputs, num_beams=4))
     refused("branches of a tree.*chains", lambda: speculate(model, inputs, KnowingTreeDraft(text.tolist()), 10))
-    cache = model.generate(**inputs, max_new_tokens=4, return_dict_in_generate=True).past_key_values
-    refused("past_key_values: the EncoderDecoderCache.*decoder_input_ids", lambda: speculate(model, inputs, past_key_values=cache, decoder_input_ids=text))
+    cache = model.generate(**inputs, max_new_tokens=4, return_dict_in_generate=True)[CACHE]
+    refused(f"{CACHE}: the EncoderDecoderCache.*decoder_input_ids", lambda: speculate(model, inputs, **{CACHE: cache}, decoder_input_ids=text))
     padded = dict(decoder_input_ids=torch.tensor([[0, 0, 9]]), decoder_attention_mask=torch.tensor([[0, 1, 1]]))
     refused("decoder_attention_mask.*without", lambda: speculate(model, inputs, **padded))
     refused("inputs_embeds.*input_ids", lambda: speculate(model, {"inputs_embeds": torch.zeros(1, 3, 32)}))

@@ -11,6 +11,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 
 import hf_specdec
 from hf_specdec import SpeculativeDecoder
+from hf_specdec.compat import CACHE
 from hf_specdec.drafts import CascadeDraft, Draft, MixtureDraft, ModelDraft, PromptLookupDraft, RecyclingDraft
 from hf_specdec.proposal import Proposal
 from tests.helpers import VOCAB, build, generated, padded, perturbed, plain, prompts, repetitive, speculate, tiny_llama
@@ -168,10 +169,10 @@ def test_a_second_turn_needs_the_whole_conversation(new):
     more = torch.tensor(prompts(new, seed=9))
     mask = torch.ones((1, first.sequences.shape[1] + new), dtype=torch.long)
     with pytest.raises(ValueError, match="whole conversation"):
-        model.generate(input_ids=more, attention_mask=mask, past_key_values=copy.deepcopy(first.past_key_values), max_new_tokens=6, do_sample=False,
+        model.generate(input_ids=more, attention_mask=mask, **{CACHE: copy.deepcopy(first[CACHE])}, max_new_tokens=6, do_sample=False,
                        pad_token_id=0, speculative=True)
     whole = torch.cat([first.sequences, more], dim=1)
-    out = model.generate(input_ids=whole, attention_mask=mask, past_key_values=first.past_key_values, max_new_tokens=6, do_sample=False, pad_token_id=0,
+    out = model.generate(input_ids=whole, attention_mask=mask, **{CACHE: first[CACHE]}, max_new_tokens=6, do_sample=False, pad_token_id=0,
                          speculative=True)
     assert out[0, whole.shape[1]:].tolist() == plain(model, [whole[0].tolist()], max_new_tokens=6)[0]
 

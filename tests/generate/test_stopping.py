@@ -8,6 +8,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import MaxLengthCriteria, PreTrainedTokenizerFast, StoppingCriteria, StoppingCriteriaList
 
+from hf_specdec.compat import CACHE
 from tests.helpers import (
     VOCAB, KnowingTreeDraft, ScriptedDraft, enabled, generated, padded, perturbed, plain, prompts, repetitive, speculate, tiny_llama,
 )
@@ -211,7 +212,7 @@ def test_a_criterion_that_wants_scores_gets_one_per_token_so_far():
 def test_the_cache_returned_by_a_call_that_a_criterion_has_ended_holds_no_more_than_the_text():
     target, row = tiny_llama(6), ROWS[:1]
     out = speculate(target, row, knowing(target, row)[0], 7, stopping_criteria=StoppingCriteriaList([AfterCalls(4)]))
-    assert out.past_key_values.get_seq_length() == out.sequences.shape[1] - 1
+    assert out[CACHE].get_seq_length() == out.sequences.shape[1] - 1
 
 
 # --- stop strings -----------------------------------------------------------------------------------------------------------

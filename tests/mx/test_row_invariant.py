@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hf_specdec import disable, enable, mx
+from hf_specdec.compat import CACHE
 from hf_specdec.drafts import ModelDraft, ModelTreeDraft, PromptLookupDraft, UniformDraft
 from hf_specdec.mx.activation import RowActivation, needs_table
 from hf_specdec.mx.kernels import cpu
@@ -92,8 +93,8 @@ def test_logits_are_the_same_bits_at_every_width(kind, path):
             for width in (1, 2, 7, 33):
                 cache, got = None, []
                 for part in ids.split(width, 1):
-                    step = model(input_ids=part, past_key_values=cache, use_cache=True)
-                    cache, got = step.past_key_values, [*got, step.logits]
+                    step = model(input_ids=part, **{CACHE: cache}, use_cache=True)
+                    cache, got = step[CACHE], [*got, step.logits]
                 assert torch.equal(torch.cat(got, 1), whole), width
     finally:
         cpu.set_kernel_path(None)
@@ -108,8 +109,8 @@ def test_the_control_torchs_attention_is_not_row_invariant():
         whole = model(input_ids=ids, use_cache=False).logits
         cache, steps = None, []
         for token in ids.split(1, 1):
-            out = model(input_ids=token, past_key_values=cache, use_cache=True)
-            cache, steps = out.past_key_values, [*steps, out.logits]
+            out = model(input_ids=token, **{CACHE: cache}, use_cache=True)
+            cache, steps = out[CACHE], [*steps, out.logits]
     assert not torch.equal(whole, torch.cat(steps, 1))
 
 

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 import hf_specdec
+from hf_specdec.compat import CACHE
 from hf_specdec.drafts.feature import FeatureDraft
 from hf_specdec.drafts.features import hidden_states
 from hf_specdec.drafts.medusa import MedusaDraft
@@ -146,7 +147,7 @@ def test_conversation_goes_on_from_a_cache(target):
     longer = torch.cat([first.sequences, torch.tensor([[3, 4]])], dim=1)
     settings = dict(max_new_tokens=10, do_sample=False, pad_token_id=0)
     expected = model.generate(input_ids=longer, **settings)
-    found = model.generate(input_ids=longer, past_key_values=first.past_key_values, assistant_model=FeatureDraft(made(model), model),
+    found = model.generate(input_ids=longer, **{CACHE: first[CACHE]}, assistant_model=FeatureDraft(made(model), model),
                            speculative={"num_assistant_tokens": 3}, **settings)
     assert torch.equal(found, expected)
 

@@ -79,8 +79,8 @@ class LookaheadDraft(Draft):
 
     def _guessed(self, state: _Row, row: list[int]) -> list[int]:
         """The window: the last iterate where it reaches, else some token of the row, always the same one for a position."""
-        last = state.iterates[-1] if state.iterates else {}
-        return [last.get(position, row[7 * position % len(row)]) for position in range(len(row), len(row) + self.window)]
+        most, last = self.context.vocab_size - 1, state.iterates[-1] if state.iterates else {}
+        return [last.get(position, min(row[7 * position % len(row)], most)) for position in range(len(row), len(row) + self.window)]
 
     def observe(self, proposal: Proposal, logits: torch.Tensor) -> None:
         """What the target says after the root and after every node of the window is the next iterate."""

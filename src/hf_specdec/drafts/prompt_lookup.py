@@ -63,7 +63,7 @@ class PromptLookupDraft(Draft):
 
     def propose(self, context: Context, k: list[int]) -> Proposal:
         rows = [self._continuation(row, n, end, own) for row, (n, end), own in zip(context.texts, self.matches, k)]
-        return Proposal.from_lists(rows, context.device, self.name)
+        return Proposal.from_lists(rows, context.device, self.name, context.vocab_size)
 
     def _continuation(self, row: list[int], n: int, end: int, k: int) -> list[int]:
         """What followed the match; where it runs into the present, the text is taken to go on repeating itself."""

@@ -53,7 +53,7 @@ class RecyclingDraft(Draft):
         return [0 if self._known(b, row[-1]) else -1 for b, row in enumerate(context.rows)]
 
     def _known(self, b: int, token: int) -> bool:
-        return bool(self.matrices) and self.matrices[b][token, 0] != UNKNOWN
+        return bool(self.matrices) and token < len(self.matrices[b]) and self.matrices[b][token, 0] != UNKNOWN
 
     def propose(self, context: Context, k: list[int]) -> Proposal:
         tree = best_first(max(k, default=0), 1 if context.stock else self.branches)
@@ -67,7 +67,7 @@ class RecyclingDraft(Draft):
 
     def _filled(self, b: int, root: int, tree: Tree) -> list[int]:
         """The tokens of the nodes: the successor, of the node's rank, of its parent's token."""
-        matrix, tokens = self.matrices[b], [root]
+        matrix, tokens = self.matrices[b], [root if root < len(self.matrices[b]) else UNKNOWN]
         for parent, rank in zip(tree.parents, tree.ranks):
             token = tokens[parent]
             tokens.append(int(matrix[token, rank]) if token != UNKNOWN and rank < matrix.shape[1] else UNKNOWN)
@@ -79,7 +79,7 @@ class RecyclingDraft(Draft):
         self.matrices = self.matrices or self._new(self.context.texts, vocab)
         best = logits[..., :vocab].topk(self.matrices[0].shape[1]).indices.int().cpu().numpy()
         for b, (row, drafted, size) in enumerate(zip(self.context.rows, proposal.tokens.tolist(), proposal.sizes)):
-            nodes = {token: node for node, token in reversed(list(enumerate([row[-1], *drafted[:size]])))}
+            nodes = {token: node for node, token in reversed(list(enumerate([row[-1], *drafted[:size]]))) if token < vocab}
             self.matrices[b][list(nodes)] = best[b, list(nodes.values())]
 
     def _new(self, rows: list[list[int]], vocab: int) -> list[np.ndarray]:

@@ -196,7 +196,7 @@ class SuffixAutomatonDraft(Draft):
         trees = [row.nodes(min(own, row.match**2 + 1), self.branches, context.vocab_size) if own and row.match >= self.min_match else []
                  for row, own in zip(self.rows, k)]
         if self.branches == 1 or context.stock:
-            return Proposal.from_lists([_first_branch(nodes) for nodes in trees], context.device, self.name)
+            return Proposal.from_lists([_first_branch(nodes) for nodes in trees], context.device, self.name, context.vocab_size)
         return _one_shape(trees, k, context.device, self.name)
 
     def place(self, b: int) -> tuple | None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
+from .. import compat
 from ..drafts import features
 from . import drafter
 from .batches import Batch, split
@@ -53,7 +54,7 @@ class FeatureStudent(nn.Module):
             positions = torch.arange(length, device=tokens.device)[None].expand(batch, -1)
             for step in range(unroll or self.unroll):
                 out = base(inputs_embeds=features.inputs(self.draft, hidden, tokens[:, 1:]), position_ids=positions, use_cache=True,
-                           attention_mask=unrolled_mask(length, step, states), past_key_values=cache).last_hidden_state
+                           attention_mask=unrolled_mask(length, step, states), **{compat.CACHE: cache}).last_hidden_state
                 logits.append(getattr(head, "few", head)(out.flatten(0, 1)[place]).float())
                 hidden = torch.cat([torch.zeros_like(out[:, :1]), out[:, :-1]], dim=1)
         return logits
