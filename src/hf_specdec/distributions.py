@@ -15,7 +15,7 @@ from transformers import (EpsilonLogitsWarper, LogitsProcessor, MinLengthLogitsP
                           TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, TypicalLogitsWarper)
 
 from . import compat
-from .law import INFINITE, Law, draw
+from .law import INFINITE, Law, draw, likeliest
 from .noise import Gumbel
 from .nucleus import Nucleus
 
@@ -107,7 +107,7 @@ class Sampler:
     def _processed(self, logits: torch.Tensor, sizes: Sequence[int], prefix: Prefix, parents: Sequence[int], count: int) -> torch.Tensor:
         """The logits after the first `count` processors."""
         batch, n, vocab = logits.shape
-        texts = cache(prefix) if self.needs_prefix else None
+        raw, texts = logits, cache(prefix) if self.needs_prefix else None
         never: set[tuple[int, int]] = set()  # (row, node): no text of the target's
         for position, processor in enumerate(self.rows[0][:count] if count else ()):
             if compat.is_prefix_free(processor):
@@ -121,7 +121,22 @@ class Sampler:
                             never.add((b, i))
                         elif (b, i) not in never:
                             logits[b, i] = _one_row(self.rows[b][position], text, logits[b, i : i + 1])
+        for b, i in sorted(never):  # a later processor may have let in again what one has ruled out, and greedy decoding takes a token where none is left
+            text, above = texts(b, i), (b, parents[i - 1]) if i and parents else None
+            if text is None or above is None or above in never:
+                continue
+            if logits[above][text[0, -1]] > -torch.inf or likeliest(logits[above]) == text[0, -1]:
+                never.remove((b, i))
+                logits[b, i] = self._alone(self.rows[b][:count], text, raw[b, i : i + 1])
         return logits
+
+    @staticmethod
+    def _alone(processors: Sequence[LogitsProcessor], text: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Scores [V] of one node's logits [1, V], for what follows `text` [1, L]."""
+        scores = logits.clone()
+        for processor in processors:
+            scores = processor(None, scores) if compat.is_prefix_free(processor) else _one_row(processor, text, scores)[None]
+        return scores[0]
 
 
 def _one_row(processor: LogitsProcessor, text: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

@@ -129,6 +129,45 @@ def test_forced_bos_token_comes_after_a_single_token():
     assert plain(target, row, **options)[0][0] == 9
 
 
+class Revived(LogitsProcessor):
+    """Lets in again what the processors before it have ruled out."""
+
+    def __call__(self, input_ids, scores):
+        return scores.masked_fill(scores == -torch.inf, 3.0)
+
+
+LET_IN = {  # a token that one processor rules out and a later one lets in again, or that is taken because none is left
+    "forced first": dict(forced_bos_token_id=9, bad_words_ids=[[9]], repetition_penalty=1.6),
+    "a user's own": dict(bad_words_ids=[[token] for token in range(1, 30)], logits_processor=LogitsProcessorList([Revived(), Favour()])),
+    "none is left": dict(bad_words_ids=[[0, token] for token in range(VOCAB)], sequence_bias=[[[5, 0], 50.0], [[0, 0, 7], 9.0]]),
+    "none is left, numbers are made finite": dict(suppress_tokens=[3], remove_invalid_values=True, no_repeat_ngram_size=1,
+                                                  prefix_allowed_tokens_fn=lambda row, ids: [int(ids[-1])]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("draft", ["scripted", "tree"])
+@pytest.mark.parametrize("options", LET_IN.values(), ids=LET_IN)
+def test_a_token_that_is_let_in_again_has_its_text_processed_like_any_other(options, draft):
+    target, rows = tiny_llama(1), [[5]]
+    texts = plain(target, rows, **options)
+    known = [row + text for row, text in zip(rows, texts)]
+    out = speculate(target, rows, ScriptedDraft.knowing(known) if draft == "scripted" else KnowingTreeDraft(known), 6, output_scores=True, **options)
+    assert generated(out, rows) == texts and out.speculation.accepted > 3
+    ids = torch.tensor(rows)
+    scores = target.generate(input_ids=ids, max_new_tokens=20, do_sample=False, pad_token_id=0, return_dict_in_generate=True, output_scores=True,
+                             **options).scores
+    for ours, stock in zip(out.scores, scores, strict=True):
+        torch.testing.assert_close(ours, stock, atol=1e-4, rtol=1e-4, equal_nan=True)
+
+
+def test_what_is_suppressed_at_the_beginning_comes_behind_the_forced_token_of_a_row_that_has_one():
+    target, rows = tiny_llama(1), prompts(5, 1)
+    options = dict(forced_bos_token_id=9, begin_suppress_tokens=list(range(1, 40)), max_new_tokens=6)
+    texts = plain(target, rows, **options)
+    assert generated(speculate(target, rows, None, 4, **options), rows) == texts
+    assert texts[1][0] == 9 and texts[1][1] not in range(1, 40)
+
+
 # --- what a processor of the user's own sees --------------------------------------------------------------------------------
 
 
