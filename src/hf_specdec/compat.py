@@ -253,7 +253,6 @@ def compiled_decoding() -> dict[str, Any]:
 
 # --- transformers' own caches -----------------------------------------------------------------------------------------
 
-
 def mask_width(generation: Any, otherwise: int) -> int:
     """Columns of an attention mask that transformers has dropped because it hides nothing."""
     return getattr(generation, "_mask_length", otherwise)
@@ -262,20 +261,14 @@ def mask_width(generation: Any, otherwise: int) -> int:
 def check_cache(cache: Any, config: Any, rows: int) -> None:
     """Refuse a caller's cache that is not a plain `DynamicCache`, or was filled with other `rows` or by another model."""
     if not isinstance(cache, DynamicCache) or any("Quantized" in type(part).__name__ for part in (cache, *cache.layers)):
-        raise ValueError(f"{CACHE}: {type(cache).__name__} cannot be read and rolled back. Pass a DynamicCache (or leave it out), and "
-                         f"leave cache_implementation unset.")
+        raise ValueError(f"{CACHE}: {type(cache).__name__} cannot be read and rolled back. Pass a DynamicCache, or none and no cache_implementation.")
     layers = read_cache(cache)
-    wanted = getattr(config, "decoder_layers", None) or _cached_layers(config)
+    wanted = getattr(config, "decoder_layers", None) or sum("Dummy" not in type(layer).__name__ for layer in _empty_cache(config).layers)
     if layers and wanted not in (0, len(layers)):
         raise ValueError(f"{CACHE} holds {len(layers)} layers and the target has {wanted}. Pass a cache that the target has filled, or leave it out.")
     if layers and len(layers[0][0]) != rows:
         raise ValueError(f"{CACHE} holds {len(layers[0][0])} rows and the call has {rows} (num_return_sequences and num_beams count, as in a "
                          f"plain call). Pass a cache of the same rows (batch_repeat_interleave repeats them), or leave it out.")
-
-
-def _cached_layers(config: Any) -> int:
-    """How many layers of a model keep keys and values of their own; 0 where transformers does not say."""
-    return sum("Dummy" not in type(layer).__name__ for layer in _empty_cache(config).layers)
 
 
 def _empty_cache(config: Any) -> DynamicCache:
