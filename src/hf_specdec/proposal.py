@@ -41,14 +41,11 @@ class Proposal:
 
     @classmethod
     def from_lists(cls, rows: list[list[int]], device, source: str | list[str] = "", vocab_size: int | None = None) -> "Proposal":
-        """Point-mass chains of different lengths, one list of token ids per row, which an id of `vocab_size` or above ends: a prompt may
-        have tokens that the target reads and cannot write."""
+        """Point-mass chains, one list of token ids per row, which an id of `vocab_size` or above ends: the target may read and not write it."""
         if vocab_size is not None:
             rows = [row[: next((i for i, token in enumerate(row) if token >= vocab_size), len(row))] for row in rows]
-        sizes = [len(row) for row in rows]
-        width = max(sizes, default=0)
-        padded = [row + [0] * (width - len(row)) for row in rows]
-        tokens = torch.tensor(padded, dtype=torch.long, device=device).reshape(len(rows), width)
+        width, sizes = max(map(len, rows), default=0), list(map(len, rows))
+        tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows], dtype=torch.long, device=device).reshape(len(rows), width)
         return cls.chain(tokens, None, sizes, source)
 
     def only_valid(self, accepted: torch.Tensor) -> torch.Tensor:
