@@ -6,7 +6,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -105,11 +105,8 @@ def _reset_peak(model) -> None:
     if model.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(model.device)
     elif sys.platform == "linux":
-        try:
-            with open("/proc/self/clear_refs", "w") as handle:
-                handle.write("5")  # the high-water mark of this process starts again
-        except OSError:
-            pass
+        with suppress(OSError), open("/proc/self/clear_refs", "w") as handle:
+            handle.write("5")  # the high-water mark of this process starts again
 
 
 def _peak(model) -> int | None:
