@@ -138,7 +138,8 @@ class CachedModel:
         sizes = [len(tokens) for tokens in rows]
         tokens = self._padded(rows, 0)
         last = torch.full((len(rows), 1), tokens.shape[1] - 1, device=self.device)
-        self._forward(tokens, None, [max(size, 1) for size in sizes], last)
+        meant = [size or int(not length) for size, length in zip(sizes, self.lengths)]  # without one, the position of the last token: there may be no other
+        self._forward(tokens, None, meant, last)
         self.lengths = [length + size for length, size in zip(self.lengths, sizes)]
 
     def _padded(self, rows: list[list[int]], extra: int) -> torch.Tensor:

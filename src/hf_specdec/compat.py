@@ -27,12 +27,9 @@ _TENTATIVE_CALLS_BREAK = {  # and the argument that asks for each
     lp.AlternatingCodebooksLogitsProcessor: "logits_processor",
 }
 _COUNTED_FROM_THE_PADDED_START = {
-    lp.MinLengthLogitsProcessor: "min_length",
-    lp.MinNewTokensLengthLogitsProcessor: "prompt_length_to_skip",
-    lp.ForcedEOSTokenLogitsProcessor: "max_length",
-    lp.ExponentialDecayLengthPenalty: "regulation_start",
-    lp.SuppressTokensAtBeginLogitsProcessor: "begin_index",
-    lp.RepetitionPenaltyLogitsProcessor: "prompt_ignore_length",
+    lp.MinLengthLogitsProcessor: "min_length", lp.MinNewTokensLengthLogitsProcessor: "prompt_length_to_skip",
+    lp.ForcedEOSTokenLogitsProcessor: "max_length", lp.ExponentialDecayLengthPenalty: "regulation_start",
+    lp.SuppressTokensAtBeginLogitsProcessor: "begin_index", lp.RepetitionPenaltyLogitsProcessor: "prompt_ignore_length",
 }
 
 
@@ -56,10 +53,11 @@ def processors_per_row(processors: Sequence[LogitsProcessor], input_ids: torch.T
     are shifted by the row's padding, and what belongs to one row is bound to it. prompts: the rows without padding."""
     if not processors:
         return []
-    return [[_for_row(processor, row, input_ids, prompt) for processor in processors] for row, prompt in enumerate(prompts)]
+    forced = any(isinstance(processor, lp.ForcedBOSTokenLogitsProcessor) for processor in processors)
+    return [[_for_row(processor, row, input_ids, prompt, forced) for processor in processors] for row, prompt in enumerate(prompts)]
 
 
-def _for_row(processor: LogitsProcessor, row: int, input_ids: torch.Tensor, prompt: list[int]) -> LogitsProcessor:
+def _for_row(processor: LogitsProcessor, row: int, input_ids: torch.Tensor, prompt: list[int], forced: bool) -> LogitsProcessor:
     batch, pad = len(input_ids), input_ids.shape[1] - len(prompt)
     if isinstance(processor, lp.PrefixConstrainedLogitsProcessor) and batch > 1:
         own, allowed = copy.copy(processor), processor._prefix_allowed_tokens_fn
@@ -72,6 +70,7 @@ def _for_row(processor: LogitsProcessor, row: int, input_ids: torch.Tensor, prom
     if value is None or (pad == 0 and not torch.is_tensor(value)):
         return processor
     own = copy.copy(processor)
+    pad -= attribute == "begin_index" and forced and len(prompt) == 1  # the text of such a row begins behind the forced token
     if torch.is_tensor(value) and value.ndim == 1 and len(value) == batch:
         value = value[row : row + 1]
     setattr(own, attribute, (value - pad).clamp(min=0) if torch.is_tensor(value) else max(value - pad, 0))

@@ -142,6 +142,15 @@ def test_chances_by_hand(rows, tree, tokens, chances):
     torch.testing.assert_close(found.chances, torch.tensor(chances), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"do_sample": True, "acceptance": "coupled"}], ids=str)
+@pytest.mark.parametrize("siblings", [None, "likeliest"])
+def test_a_tree_may_have_more_branches_than_the_vocabulary_has_tokens(options, siblings):
+    target, rows = small_vocabulary_llama(vocab=2), [[1, 0, 1], [0]]
+    out = speculate(target, rows, ModelTreeDraft(perturbed(target), (3, 2, 1), siblings=siblings), 6, max_new_tokens=9, **options)
+    assert out.speculation.accepted and list(map(len, generated(out, rows))) == [9, 9]
+    assert options or generated(out, rows) == plain(target, rows, max_new_tokens=9)
+
+
 def test_the_model_passes_once_per_level_and_reuses_the_accepted_path():
     target = tiny_llama(3)
     draft = ModelTreeDraft(copy.deepcopy(target), (2, 2, 1))

@@ -89,6 +89,19 @@ def test_rows_of_a_batch_reach_the_limit_one_by_one(name):
     assert generated(out, rows) == plain(model, rows, max_new_tokens=4)
 
 
+def test_the_cache_of_rows_that_end_at_the_limit_and_before_comes_back():
+    model, rows = build("gpt2", vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=24), prompts(23, 23)
+    texts = plain(model, rows, max_new_tokens=2)
+    first, draft = [text[0] for text in texts], ScriptedDraft.knowing([row + text for row, text in zip(rows, texts)])
+    assert first[0] != first[1]
+    stock = model.generate(**padded(rows), max_new_tokens=2, do_sample=False, pad_token_id=0, eos_token_id=first[0], return_dict_in_generate=True)
+    out = speculate(model, rows, draft, 4, max_new_tokens=2, eos_token_id=first[0])
+    assert torch.equal(out.sequences, stock.sequences)
+    for ours, theirs in zip(out.past_key_values.layers, stock.past_key_values.layers, strict=True):
+        torch.testing.assert_close(ours.keys, theirs.keys, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(ours.values, theirs.values, atol=1e-5, rtol=1e-5)
+
+
 def test_rotary_models_go_on_beyond_the_limit_as_in_a_plain_call():
     model, (row,) = made("Llama"), prompts(LIMIT)
     out = speculate(model, [row], longer(model, row, 12), 4, max_new_tokens=12)

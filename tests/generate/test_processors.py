@@ -160,6 +160,14 @@ def test_a_token_that_is_let_in_again_has_its_text_processed_like_any_other(opti
         torch.testing.assert_close(ours, stock, atol=1e-4, rtol=1e-4, equal_nan=True)
 
 
+def test_what_is_suppressed_at_the_beginning_comes_behind_the_forced_token_of_a_row_that_has_one():
+    target, rows = tiny_llama(1), prompts(5, 1)
+    options = dict(forced_bos_token_id=9, begin_suppress_tokens=list(range(1, 40)), max_new_tokens=6)
+    texts = plain(target, rows, **options)
+    assert generated(speculate(target, rows, None, 4, **options), rows) == texts
+    assert texts[1][0] == 9 and texts[1][1] not in range(1, 40)
+
+
 # --- what a processor of the user's own sees --------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ import hf_specdec
 from hf_specdec import SpeculativeDecoder
 from hf_specdec.drafts import CascadeDraft, Draft, MixtureDraft, ModelDraft, PromptLookupDraft, RecyclingDraft
 from hf_specdec.proposal import Proposal
-from tests.helpers import VOCAB, build, generated, padded, perturbed, plain, prompts, repetitive, speculate, tiny_llama
+from tests.helpers import VOCAB, ScriptedDraft, build, generated, padded, perturbed, plain, prompts, repetitive, speculate, tiny_llama
 
 ROWS = repetitive(13) + prompts(7, seed=2)
 
@@ -210,11 +210,13 @@ class Nothing(LogitsProcessor):
         return torch.full_like(scores, self.value)
 
 
+@pytest.mark.parametrize("acceptance", ["auto", "block", "coupled", "spectr"])
 @pytest.mark.parametrize("value", [-torch.inf, torch.nan])
-def test_nothing_to_draw_from_is_an_error_and_no_short_answer(value):
+def test_nothing_to_draw_from_is_an_error_and_no_short_answer(value, acceptance):
     model = hf_specdec.enable(tiny_llama(3))
-    with pytest.raises(RuntimeError, match="row 0: the target's probabilities are nan, or its processors have left no token"):
-        ours(model, ROWS, do_sample=True, logits_processor=LogitsProcessorList([Nothing(value)]))
+    for draft in (None, ScriptedDraft(lambda row: [0, 0, 0])):
+        with pytest.raises(RuntimeError, match="row 0: the target's probabilities are nan, or its processors have left no token"):
+            ours(model, ROWS, do_sample=True, acceptance=acceptance, assistant_model=draft, logits_processor=LogitsProcessorList([Nothing(value)]))
 
 
 # --- one draft, two calls -----------------------------------------------------------------------------------------------------

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import torch
+
+from ..law import Law
+from ..proposal import Proposal, Verdict
 from .greedy import GreedyMatching
 
 
@@ -18,3 +22,20 @@ class CoupledSampling(GreedyMatching):
 
     coupled = True
     lenient = False
+
+    def verdict(self, proposal: Proposal, law: Law, coins: torch.Tensor | None = None) -> Verdict:
+        """Where there is no law (nan, or no token is left) nothing is accepted, and the token is -1, as in sampling."""
+        found = super().verdict(proposal, law, coins)
+        last = (found.on_path * torch.arange(found.on_path.shape[1], device=found.on_path.device)).amax(-1, keepdim=True)
+        drawn = self._possible(law, last, found.next_probs[:, None])[:, 0]
+        return Verdict(found.on_path, torch.where(drawn, found.next_probs, -1))
+
+    def _accepts(self, law: Law, before: slice | torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        nodes = torch.arange(law.ranking.shape[1], device=tokens.device)[before].expand(tokens.shape)
+        return super()._accepts(law, before, tokens) & self._possible(law, nodes, tokens)
+
+    @staticmethod
+    def _possible(law: Law, nodes: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Whether tokens[b, j] has a chance at node nodes[b, j]: bool [B, m]."""
+        rows = torch.arange(len(nodes), device=nodes.device)[:, None]
+        return law.ranking[rows, nodes, tokens] > -torch.inf

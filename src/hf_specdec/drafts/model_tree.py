@@ -91,7 +91,9 @@ class ModelTreeDraft(ModelDraft):
             for place, parent in enumerate(level):
                 children = [node for node, own in enumerate(tree.parents, start=1) if own == parent]
                 if laws is None and children:
-                    tokens[:, torch.tensor(children) - 1] = law.ranking[:, place, : context.vocab_size].topk(len(children)).indices
+                    best = law.ranking[:, place, : context.vocab_size]
+                    ranks = torch.arange(len(children), device=best.device).clamp(max=best.shape[-1] - 1)  # a vocabulary may be smaller still
+                    tokens[:, torch.tensor(children) - 1] = best.topk(int(ranks[-1]) + 1).indices[:, ranks]
                 elif children:
                     self._draw(context, law.probs_at(torch.full((len(k),), place, device=context.device)), children, tokens, laws)
             level = range(level.stop, level.stop + sum(own in level for own in tree.parents))
