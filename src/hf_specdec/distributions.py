@@ -111,7 +111,7 @@ class Sampler:
         never: set[tuple[int, int]] = set()  # (row, node): no text of the target's
         for position, processor in enumerate(self.rows[0][:count] if count else ()):
             if compat.is_prefix_free(processor):
-                logits = processor(None, logits.reshape(batch * n, vocab)).view(batch, n, vocab)
+                logits = _all_nodes(processor, logits.reshape(batch * n, vocab)).view(batch, n, vocab)
             else:
                 logits = logits.clone()
                 for b in range(batch):
@@ -135,8 +135,22 @@ class Sampler:
         """Scores [V] of one node's logits [1, V], for what follows `text` [1, L]."""
         scores = logits.clone()
         for processor in processors:
-            scores = processor(None, scores) if compat.is_prefix_free(processor) else _one_row(processor, text, scores)[None]
+            scores = _all_nodes(processor, scores) if compat.is_prefix_free(processor) else _one_row(processor, text, scores)[None]
         return scores[0]
+
+
+def _all_nodes(processor: LogitsProcessor, scores: torch.Tensor) -> torch.Tensor:
+    """Scores [m, V] of m nodes. Some of transformers' processors refuse what has no token left, which may be a node that nobody comes to: it stays as it is."""
+    try:
+        return processor(None, scores)
+    except ValueError:
+        alive = scores.amax(-1) > -torch.inf
+        if alive.all():
+            raise
+        done = scores.clone()
+        if alive.any():
+            done[alive] = processor(None, scores[alive])
+        return done
 
 
 def _one_row(processor: LogitsProcessor, text: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

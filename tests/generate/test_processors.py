@@ -168,6 +168,23 @@ def test_what_is_suppressed_at_the_beginning_comes_behind_the_forced_token_of_a_
     assert texts[1][0] == 9 and texts[1][1] not in range(1, 40)
 
 
+@pytest.mark.parametrize("cutoff", [dict(eta_cutoff=1e-3), dict(typical_p=0.9), dict(min_p=0.1, epsilon_cutoff=1e-3)], ids=str)
+def test_a_guess_behind_which_no_token_is_left_does_no_harm(cutoff):
+    """9 is as unlikely as can be, and the text cannot go on behind it."""
+    target, rows = tiny_llama(1), prompts(6, 4)
+    options = dict(bad_words_ids=[[9, token] for token in range(VOCAB)], sequence_bias=[[[9], -30.0]], do_sample=True, max_new_tokens=6)
+    for draft in (ScriptedDraft(lambda row: [9, 9, 9]), ScriptedDraft(lambda row: [3, 9])):
+        assert all(9 not in text for text in generated(speculate(target, rows, draft, 4, seed=1, **options, **cutoff), rows))
+
+
+@pytest.mark.parametrize("kind", ["confidence", "expected_gain"])
+def test_a_draft_that_has_no_token_left_can_stop_by_its_confidence(kind):
+    target, rows = tiny_llama(1), prompts(6, seed=2)
+    options = dict(suppress_tokens=list(range(VOCAB)), renormalize_logits=True)
+    out = speculate(target, rows, perturbed(target), 4, speculative={"draft_stop": kind}, **options)
+    assert generated(out, rows) == plain(target, rows, **options)
+
+
 # --- what a processor of the user's own sees --------------------------------------------------------------------------------
 
 

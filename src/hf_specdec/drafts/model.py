@@ -91,7 +91,7 @@ class ModelDraft(Draft):
                 tokens.append(law.argmax[:, 0])
             if self.stop is not None:  # the token that makes a row stop is part of the proposal
                 root = torch.zeros_like(tokens[-1])[:, None]
-                k = self.stop.shortened(k, step, law.prob_of(tokens[-1][:, None], root)[:, 0].tolist())
+                k = self.stop.shortened(k, step, law.prob_of(tokens[-1][:, None], root)[:, 0].nan_to_num(0.0).tolist())
             step += 1
         if not tokens:
             return Proposal.from_lists([[] for _ in k], context.device, self.name)
