@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from functools import lru_cache
 
-from transformers import CTRLLMHeadModel
+from transformers import CONFIG_MAPPING, CTRLLMHeadModel
 
 import hf_specdec
 from tests.helpers import VOCAB, KnowingTreeDraft, build, generated, perturbed, plain, prompts, repetitive, speculate
@@ -117,7 +117,16 @@ FAMILIES = [
     Family("Seed-OSS", "seed_oss", {**_LLAMA, "head_dim": 8}),
     Family("SmolLM3", "smollm3", {**_LLAMA, "no_rope_layers": [1, 0]}),
     Family("XGLM", "xglm", dict(_UNTIED, vocab_size=VOCAB, d_model=32, ffn_dim=48, num_layers=2, attention_heads=4, max_position_embeddings=128)),
+    # new in transformers 5.24, of which Dory passes several times through its middle layers
+    Family("Dory", "dory", {**_LLAMA, "head_dim": 8, "sliding_window": 8, "num_hidden_layers": 4, "n_input_layers": 1, "n_output_layers": 1,
+                            "n_recurrent_loops": 3, "layer_types": ["sliding_attention", "full_attention"] * 2}, window="hybrid"),
+    Family("Apertus 1.5 (text)", "apertus1p5_text", _LLAMA),
+    Family("Apertus 1.5 (text, writes 50 tokens)", "apertus1p5_text", {**_LLAMA, "output_vocab_size": 50}),
+    Family("EXAONE", "exaone", _LLAMA),
+    Family("Sarvam MLA", "sarvam_mla", _LATENT),
+    Family("Sarvam-MoE", "sarvam_moe", {**_LLAMA, "head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
 ]
+FAMILIES = [line for line in FAMILIES if line.kind in CONFIG_MAPPING]  # of the installed transformers
 
 # What cannot be rolled back: (name, model_type, settings)
 REFUSED = [

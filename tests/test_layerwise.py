@@ -10,10 +10,12 @@ from dataclasses import replace
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from transformers import DynamicCache
 
 import hf_specdec
 from hf_specdec import compiled, kv_cache, layerwise, passes
 from hf_specdec.cached_model import CachedModel
+from hf_specdec.compat import CACHE
 from hf_specdec.drafts import EarlyExitDraft, ModelDraft, PromptLookupDraft
 from hf_specdec.drafts.feature import FeatureDraft
 from tests.architectures import FAMILIES
@@ -254,3 +256,16 @@ def test_the_attention_of_compressed_models_does_not_ask_for_the_length_of_a_pro
             run(target, prompts(length), PromptLookupDraft(), max_new_tokens=3)
     made = [function for function in compiled._by_layers[target].functions.made.values() if function.__wrapped__.__name__.startswith("from_start")]
     assert len(made) == 1 and passes.unguarded(made[0]) is not made[0] and not compiled._by_layers[target].changes
+
+
+def test_a_prompt_in_which_a_layer_runs_twice_is_left_alone():
+    target = built("Llama", num_hidden_layers=5)
+    layers, text = list(target.model.layers), torch.randn(1, layerwise.TRIAL, target.config.hidden_size)
+    position = torch.arange(layerwise.TRIAL)[None]
+    given = {"attention_mask": None, "position_ids": position, "position_embeddings": target.model.rotary_emb(text, position)}
+    made = layerwise.Layerwise(layers, layerwise.Made(), torch.device("cpu"))
+    cache = DynamicCache()
+    with torch.no_grad(), pytest.raises(ValueError, match="more than once"), made.running("test", cache, None):
+        layers[1](layers[0](text, **given, **{CACHE: cache}), **given, **{CACHE: cache})
+        layers[0](text, **given, **{CACHE: cache})
+    assert not any("forward" in vars(layer) for layer in layers)

@@ -110,9 +110,6 @@ class Functions:
             self.made[own], self.slots[own] = run, slots
         return unguarded(run), done
 
-    def clear(self) -> None:
-        self.made.clear()
-
 
 def alone(function: Callable, device: torch.device, places: int, whole: bool = True, sizes: Sequence[tuple[torch.Tensor, int]] = ()) -> Callable:
     """`function` of a whole pass, or of a part of one, over `places` tokens, compiled, as one of its own: what torch keeps by its code is then one entry.

@@ -98,7 +98,7 @@ def test_the_cache_of_rows_that_end_at_the_limit_and_before_comes_back():
     stock = model.generate(**padded(rows), max_new_tokens=2, do_sample=False, pad_token_id=0, eos_token_id=first[0], return_dict_in_generate=True)
     out = speculate(model, rows, draft, 4, max_new_tokens=2, eos_token_id=first[0])
     assert torch.equal(out.sequences, stock.sequences)
-    for ours, theirs in zip(out.past_key_values.layers, stock.past_key_values.layers, strict=True):
+    for ours, theirs in zip(out[CACHE].layers, stock[CACHE].layers, strict=True):
         torch.testing.assert_close(ours.keys, theirs.keys, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(ours.values, theirs.values, atol=1e-5, rtol=1e-5)
 

@@ -14,7 +14,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaForCausalL
 
 import hf_specdec
 from hf_specdec import compat
-from hf_specdec.drafts import MixtureDraft, ModelDraft, ModelTreeDraft, PromptLookupDraft
+from hf_specdec.drafts import (
+    LookaheadDraft, MixtureDraft, ModelDraft, ModelTreeDraft, NGramRecyclingDraft, PromptLookupDraft, RecyclingDraft, SuffixAutomatonDraft,
+)
 from hf_specdec.probe import check_batch
 from tests.helpers import (
     VOCAB, ScriptedDraft, assert_unchanged, build, enabled, generated, padded, perturbed, plain, prompts, repetitive, snapshot, speculate, tiny_llama,
@@ -326,6 +328,25 @@ def test_vocabularies_may_be_padded_to_different_sizes(target, draft_is_larger, 
     assert out.speculation.accepted > 0
     assert int(out.sequences.max()) < ours.config.vocab_size
     assert do_sample or generated(out, ROWS) == plain(ours, ROWS)
+
+
+READERS = {"lookup": PromptLookupDraft, "automaton": SuffixAutomatonDraft, "automaton tree": lambda: SuffixAutomatonDraft(branches=3),
+           "recycling": RecyclingDraft, "recycling tree": lambda: RecyclingDraft(branches=3), "n-grams": NGramRecyclingDraft,
+           "lookahead": LookaheadDraft, "mixture": MixtureDraft}
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("draft", READERS.values(), ids=READERS)
+def test_tokens_that_the_target_reads_and_cannot_write_are_not_drafted(draft, do_sample):
+    target = tiny_llama(1)
+    target.lm_head = torch.nn.Linear(target.config.hidden_size, 30, bias=False)
+    with torch.no_grad():
+        target.lm_head.weight.copy_(target.get_input_embeddings().weight[:30])
+    rows = [[*row, 40, 5, 45, 6, 40] for row in ROWS]
+    greedy = {"top_k": 1} if do_sample else {}
+    for call in (rows, rows[:1]):
+        out = speculate(target, call, draft(), 4, max_new_tokens=24, do_sample=do_sample, **greedy)
+        assert generated(out, call) == plain(target, call, max_new_tokens=24) and out.speculation.drafted
 
 
 @pytest.mark.parametrize("options", [dict(repetition_penalty=1.3), dict(top_k=5), dict(typical_p=0.8), dict(top_p=0.5, temperature=0.5)], ids=str)
