@@ -12,7 +12,7 @@ from hf_specdec.tree_shapes import DynamicTree, rank_tree
 
 from .. import encoder_decoders
 from ..conformance.builders import medusa_heads
-from ..helpers import generated, plain, speculate, tiny_llama
+from ..helpers import generated, plain, small_vocabulary_llama, speculate, tiny_llama
 
 
 class Watched(MedusaDraft):
@@ -51,6 +51,14 @@ def test_every_round_reads_the_state_before_the_root(rows, tree):
                 assert int(proposal.tokens[b, node - 1]) == int(logits[depth - 1].topk(rank + 1).indices[-1])
                 checked += 1
     assert checked > 20 and not target.base_model._forward_hooks
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_a_tree_may_have_more_branches_than_the_vocabulary_has_tokens(do_sample):
+    target, rows = small_vocabulary_llama(vocab=2), [[1, 0, 1], [0]]
+    out = speculate(target, rows, MedusaDraft(medusa_heads(target), target, (3, 2, 1)), 9, max_new_tokens=12, do_sample=do_sample)
+    assert out.speculation.drafted and list(map(len, generated(out, rows))) == [12, 12]
+    assert do_sample or generated(out, rows) == plain(target, rows, max_new_tokens=12)
 
 
 def test_new_heads_say_what_the_target_says_next():

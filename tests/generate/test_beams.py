@@ -39,13 +39,6 @@ def assert_equal(plain, ours):
     assert torch.equal(plain.beam_indices, ours.beam_indices) and len(plain.scores) == len(ours.scores)
 
 
-def test_a_constraint_is_told_the_row_and_not_the_beam():
-    allowed = lambda row, ids: range(10, 30) if row else range(30, 60)
-    plain, ours = both(prompts(9, 6), prefix_allowed_tokens_fn=lambda row, ids: [*allowed(row, ids)])
-    assert_equal(plain, ours)
-    assert all(token in allowed(row, None) for row, text in enumerate(ours.sequences[:, 9:].tolist()) for token in text)
-
-
 @pytest.mark.share(1 / 4)
 @pytest.mark.parametrize("name", DRAFTS)
 @pytest.mark.parametrize("rows", [repetitive(17), repetitive(16, 9, 4)], ids=["one row", "ragged"])

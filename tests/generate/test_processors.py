@@ -8,7 +8,7 @@ from transformers import (
 )
 
 from tests.helpers import (
-    VOCAB, KnowingTreeDraft, ScriptedDraft, generated, padded, perturbed, plain, prompts, repetitive, speculate, tiny_llama,
+    VOCAB, KnowingTreeDraft, ScriptedDraft, enabled, generated, padded, perturbed, plain, prompts, repetitive, speculate, tiny_llama,
 )
 
 ROWS = repetitive(13) + prompts(2, 7, seed=2)
@@ -246,6 +246,22 @@ def test_prefix_allowed_tokens_fn_gets_its_row_and_that_rows_own_tokens():
     speculate(tiny_llama(1), ROWS, None, 4, max_new_tokens=8, prefix_allowed_tokens_fn=allowed)
     assert {row for row, _ in seen} == {0, 1, 2}
     assert all(ids[: len(ROWS[row])] == ROWS[row] for row, ids in seen)
+
+
+def test_prefix_allowed_tokens_fn_gets_the_same_numbers_for_returned_sequences_as_in_a_plain_call():
+    """The row's in transformers before 5.24, the prompt's since."""
+    target, numbers = enabled(tiny_llama(1)), []
+    for ours in ({}, {"speculative": True}):
+        seen = set()
+
+        def allowed(number, ids, seen=seen):
+            seen.add((number, tuple(ids[:9].tolist())))
+            return list(range(VOCAB))
+
+        target.generate(**padded(prompts(9, 9)), num_return_sequences=2, do_sample=True, max_new_tokens=6, pad_token_id=0,
+                        prefix_allowed_tokens_fn=allowed, **ours)
+        numbers.append(seen)
+    assert numbers[0] == numbers[1] and len(numbers[0]) >= 2
 
 
 def test_the_processors_of_the_caller_are_not_changed_by_a_ragged_batch():

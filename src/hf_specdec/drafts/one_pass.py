@@ -84,8 +84,8 @@ class OnePassDraft(Draft):
         """The fixed shape: a node of depth d and sibling rank r is place d's r-th token."""
         depth = logits.shape[1]
         tree = shape.truncate(sum(own <= depth for own in shape.depths[1:]))
-        ranked = self._ids(logits.topk(max(tree.ranks) + 1).indices)
-        return tree, ranked[:, torch.tensor(tree.depths[1:]) - 1, torch.tensor(tree.ranks)]
+        ranks = torch.tensor(tree.ranks).clamp(max=logits.shape[-1] - 1)  # a vocabulary may be smaller still
+        return tree, self._ids(logits.topk(int(ranks.max()) + 1).indices)[:, torch.tensor(tree.depths[1:]) - 1, ranks]
 
     def _surest(self, logits: torch.Tensor) -> tuple[Tree, torch.Tensor]:
         """The tree of the paths that are likeliest, by the mean over the rows of the places' probabilities."""
