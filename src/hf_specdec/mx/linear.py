@@ -38,7 +38,7 @@ class MXLinear(nn.Linear):
         self.weight, self.weight_scale = (
             self._bytes(torch.zeros(shape, dtype=torch.uint8, device=device)) for shape in self._shapes()
         )
-        self.bias = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None
+        self.register_parameter("bias", nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None)
         self.layout = STORED
         self._forget()
         self.activations = activations
@@ -137,8 +137,9 @@ class MXLinear(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[..., out_features]` from `x [..., in_features]`, float32, bfloat16 or float16, on the weights' device."""
         self._check_input(x)
-        if torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        device = "cpu" if x.is_cpu else x.device.type
+        if (x.is_cpu or torch.amp.is_autocast_available(device)) and torch.is_autocast_enabled(device):
+            x = x.to(torch.get_autocast_dtype(device))
         if type(x) is not torch.Tensor or torch.jit.is_tracing():  # a trace, or a tensor that is none: addresses mean nothing there
             return product(x, self)
         if torch.compiler.is_compiling():
@@ -160,14 +161,14 @@ class MXLinear(nn.Linear):
     def _check_input(self, x: torch.Tensor) -> None:
         if x.dtype not in cpu.DTYPES:
             raise TypeError(f"x is {x.dtype}; MX layers take float32, bfloat16 or float16: convert it with x.to(dtype).")
-        if x.device != self.weight.device:
+        if x.device != self._parameters["weight"].device:  # half a microsecond faster than self.weight
             raise ValueError(f"x is on {x.device} and the MX weights are on {self.weight.device}: move one of them.")
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ValueError(f"x has {x.shape[-1] if x.dim() else 'no'} features; this layer takes {self.in_features}.")
 
     def _cpu_kernel(self) -> cpu.Kernel | None:
-        bias = self.bias
-        key = (self.weight.data_ptr(), None if bias is None else (bias.data_ptr(), bias.is_inference() or bias._version))
+        weight, bias = self._parameters["weight"], self._parameters["bias"]
+        key = (weight.data_ptr(), None if bias is None else (bias.data_ptr(), bias.is_inference() or bias._version))
         if self._known is not None and self._known[0] == key and (bias is None or self._known[2] is None or torch.equal(self._known[2], bias)):
             return self._known[1]
         check_own(self._known and self._known[0][0], self.weight)

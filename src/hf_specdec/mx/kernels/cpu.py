@@ -206,8 +206,9 @@ def tile(codes: torch.Tensor, scales: torch.Tensor, bits: int, back: bool = Fals
 
 def multiply(layer: int, x: torch.Tensor, n: int) -> torch.Tensor:
     """`[..., n]` in x's dtype from x `[..., K]`, contiguous, and the address of a `Layer`."""
-    out = x.new_empty((*x.shape[:-1], n))
-    rows = x.numel() // max(x.shape[-1], 1)
+    *rest, k = x.shape
+    out = x.new_empty((*rest, n))
+    rows = x.numel() // max(k, 1)
     if rows and library().mx_linear(
         layer, x.data_ptr(), out.data_ptr(), rows, DTYPES[x.dtype], kernel_path(), torch.get_num_threads()
     ):

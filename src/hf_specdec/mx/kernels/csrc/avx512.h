@@ -1,4 +1,4 @@
-/* Half a tile of codes to eight vectors of bfloat16 words. Tables are looked up by permutation: 32, 64 or 2 x 64 entries. */
+/* Half a tile of codes to eight vectors of bfloat16 words, two at a time. Tables are looked up by permutation: 32, 64 or 2 x 64 entries. */
 #ifndef HF_SPECDEC_MX_AVX512_H
 #define HF_SPECDEC_MX_AVX512_H
 
@@ -11,7 +11,6 @@ typedef struct {
 } mx_table;
 
 #define LOAD(p, i) _mm512_loadu_si512((const void *)((p) + 64 * (i)))
-#define KEEP(v) __asm__("" : "+v"(v)) /* loaded once: compilers would read it again for every use */
 
 MX_INLINE __attribute__((target("avx512f,avx512bw"))) mx_table mx_load_table(const mx_job *job) {
     mx_table table;
@@ -49,34 +48,23 @@ MX_INLINE __attribute__((target("avx512f,avx512bw"))) mx_table mx_load_byte_tabl
     (w)[0] = _mm512_ternarylogic_epi32(_mm512_slli_epi16(high, 8), low, _mm512_set1_epi16(0xff), 0xF8);              \
     (w)[1] = _mm512_ternarylogic_epi32(_mm512_srli_epi16(low, 8), high, _mm512_set1_epi16((short)0xff00), 0xF8);
 
-#define DECODE_HALF(NAME, TARGET, SPLIT2, SPLIT7, BYTES)                                                                \
-    MX_INLINE __attribute__((target(TARGET))) void NAME(const uint8_t *p, const mx_table *t, __m512i w[8],            \
+/* NAME: vectors 2j and 2j + 1 of the eight of the half tile at p. */
+#define DECODE_TWO(NAME, TARGET, SPLIT2, SPLIT7, BYTES)                                                              \
+    MX_INLINE __attribute__((target(TARGET))) void NAME(const uint8_t *p, const mx_table *t, __m512i w[2], const int j, \
                                                         const int bits, const int integer) {                         \
         if (bits == 4) {                                                                                             \
-            for (int j = 0; j < 2; j++) {                                                                            \
-                __m512i a = LOAD(p, j); KEEP(a);                                                                              \
-                w[4 * j] = _mm512_permutexvar_epi16(a, t->part[0]);                                                  \
-                w[4 * j + 1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(a, 4), t->part[0]);                        \
-                w[4 * j + 2] = _mm512_permutexvar_epi16(_mm512_srli_epi16(a, 8), t->part[0]);                        \
-                w[4 * j + 3] = _mm512_permutexvar_epi16(_mm512_srli_epi16(a, 12), t->part[0]);                       \
-            }                                                                                                        \
+            const __m512i a = LOAD(p, j / 2);                                                                        \
+            w[0] = _mm512_permutexvar_epi16(j % 2 ? _mm512_srli_epi16(a, 8) : a, t->part[0]);                        \
+            w[1] = _mm512_permutexvar_epi16(j % 2 ? _mm512_srli_epi16(a, 12) : _mm512_srli_epi16(a, 4), t->part[0]); \
         } else if (bits == 6) {                                                                                      \
-            __m512i a = LOAD(p, 0), b = LOAD(p, 1), c = LOAD(p, 2); KEEP(a); KEEP(b); KEEP(c);                                                  \
-            w[0] = LOOK64(t, a, 0);                                                                                  \
-            w[1] = LOOK64(t, _mm512_srli_epi16(a, 6), 0);                                                            \
-            w[2] = LOOK64(t, SPLIT2(a, c), 0);                                                                       \
-            w[3] = LOOK64(t, b, 0);                                                                                  \
-            w[4] = LOOK64(t, _mm512_srli_epi16(b, 6), 0);                                                            \
-            w[5] = LOOK64(t, c, 0);                                                                                  \
-            w[6] = LOOK64(t, _mm512_srli_epi16(c, 6), 0);                                                            \
-            w[7] = LOOK64(t, SPLIT7(b, c), 0);                                                                       \
+            const __m512i a = LOAD(p, 0), b = LOAD(p, 1), c = LOAD(p, 2);                                            \
+            w[0] = LOOK64(t, j == 0 ? a : j == 1 ? SPLIT2(a, c) : j == 2 ? _mm512_srli_epi16(b, 6) : _mm512_srli_epi16(c, 6), 0); \
+            w[1] = LOOK64(t, j == 0 ? _mm512_srli_epi16(a, 6) : j == 1 ? b : j == 2 ? c : SPLIT7(b, c), 0);          \
         } else if (bits == 8) {                                                                                      \
-            for (int j = 0; j < 4; j++) {                                                                            \
-                __m512i a = LOAD(p, j); KEEP(a); __m512i m = integer ? _mm512_abs_epi8(a) : a;                                        \
-                BYTES(t, a, m, w + 2 * j)                                                                            \
-            }                                                                                                        \
+            const __m512i a = LOAD(p, j), m = integer ? _mm512_abs_epi8(a) : a;                                      \
+            BYTES(t, a, m, w)                                                                                        \
         } else {                                                                                                     \
-            for (int j = 0; j < 8; j++) w[j] = LOAD(p, j);                                                           \
+            w[0] = LOAD(p, 2 * j), w[1] = LOAD(p, 2 * j + 1);                                                        \
         }                                                                                                            \
     }
 
@@ -87,6 +75,22 @@ MX_INLINE __attribute__((target("avx512f,avx512bw"))) mx_table mx_load_byte_tabl
     _mm512_ternarylogic_epi32(_mm512_srli_epi16(a, 12), _mm512_srli_epi16(c, 8), _mm512_set1_epi16(0x30), 0xF8)
 #define SPLIT7_BW(b, c) \
     _mm512_ternarylogic_epi32(_mm512_srli_epi16(b, 12), _mm512_srli_epi16(c, 10), _mm512_set1_epi16(0x30), 0xF8)
+
+#define AHEAD 2048 /* bytes of codes that are asked for in advance */
+
+/* While block b of some row groups is multiplied: ask for the block of each that is AHEAD bytes further on, or, behind the last one, for those of
+ * the groups that come next. */
+MX_INLINE void ask_ahead(const uint8_t *const *codes, const int groups, int64_t b, int64_t blocks, const int tile_bytes) {
+    const int64_t ahead = (AHEAD + tile_bytes - 1) / tile_bytes, to = b + ahead < blocks ? b + ahead : b + ahead + (groups - 1) * blocks;
+    for (int g = 0; g < groups; g++)
+        for (int line = 0; line < tile_bytes; line += 64) _mm_prefetch((const char *)codes[g] + to * tile_bytes + line, _MM_HINT_T0);
+}
+
+/* Ask for codes [from, to), which will be read in the second-level cache's time: the next group's or panel's, spread over the work on
+ * this one, so that memory is read all the time. */
+MX_INLINE void ask(const uint8_t *from, const uint8_t *to) {
+    for (from = (const uint8_t *)((uintptr_t)from & ~(uintptr_t)63); from < to; from += 64) _mm_prefetch((const char *)from, _MM_HINT_T1);
+}
 
 /* 16 scale bytes to float32; byte 0 is 2^-127, whose bits are 1 << 22. */
 MX_INLINE __attribute__((target("avx512f,avx512bw"))) __m512 mx_load_scales(const uint8_t *p) {

@@ -11,7 +11,6 @@
 
 #define TARGET_VNNI "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vbmi,avx512vbmi2,avx512vnni"
 #define VNNI __attribute__((target(TARGET_VNNI)))
-#define AHEAD 2048 /* bytes of codes that are asked for in advance */
 #define WORDS 10   /* of a row's block of x: eight times four inputs, the offset's share, the scale */
 
 /* The inputs of a block in the order in which decode_bytes meets them: lane 4 * i of half h has the inputs of vectors PAIRS[i] of that half. */
@@ -78,32 +77,21 @@ MX_INLINE VNNI tables load_tables(const mx_layer *l) {
     return (tables){LOAD(value, 0), LOAD(low, 0), LOAD(high, 0)};
 }
 
-/* Half a tile of codes to four vectors of unsigned bytes. Lookups read six bits of each byte and ignore the rest. */
-MX_INLINE VNNI void decode_bytes(const uint8_t *p, const tables *t, __m512i w[4], const int bits) {
-    if (bits == 4) {
-        for (int j = 0; j < 2; j++) {
-            __m512i a = LOAD(p, j); KEEP(a);
-            w[2 * j] = _mm512_permutexvar_epi8(a, t->values);
-            w[2 * j + 1] = _mm512_permutexvar_epi8(_mm512_srli_epi16(a, 4), t->values);
-        }
-    } else if (bits == 6) {
-        __m512i a = LOAD(p, 0), b = LOAD(p, 1), c = LOAD(p, 2); KEEP(a); KEEP(b); KEEP(c);
-        w[0] = _mm512_permutexvar_epi8(_mm512_multishift_epi64_epi8(t->low, a), t->values);
-        w[1] = _mm512_permutexvar_epi8(_mm512_multishift_epi64_epi8(t->low, b), t->values);
-        w[2] = _mm512_permutexvar_epi8(_mm512_multishift_epi64_epi8(t->low, c), t->values);
-        const __m512i four = _mm512_ternarylogic_epi32(_mm512_srli_epi16(a, 12), _mm512_srli_epi16(b, 4), _mm512_set1_epi16(0x0f00), 0xF8);
-        w[3] = _mm512_permutexvar_epi8(
-            _mm512_ternarylogic_epi32(_mm512_set1_epi8(0x30), _mm512_multishift_epi64_epi8(t->high, c), four, 0xCA), t->values);
-    } else {
-        for (int j = 0; j < 4; j++) w[j] = _mm512_xor_si512(LOAD(p, j), _mm512_set1_epi8((char)0x80));
-    }
+/* Vector v of the four of half a tile, as unsigned bytes. Lookups read six bits of each byte and ignore the rest. */
+MX_INLINE VNNI __m512i decode_one(const uint8_t *p, const tables *t, const int v, const int bits) {
+    if (bits == 4) return _mm512_permutexvar_epi8(v % 2 ? _mm512_srli_epi16(LOAD(p, v / 2), 4) : LOAD(p, v / 2), t->values);
+    if (bits == 8) return _mm512_xor_si512(LOAD(p, v), _mm512_set1_epi8((char)0x80));
+    if (v < 3) return _mm512_permutexvar_epi8(_mm512_multishift_epi64_epi8(t->low, LOAD(p, v)), t->values);
+    const __m512i four = _mm512_ternarylogic_epi32(_mm512_srli_epi16(LOAD(p, 0), 12), _mm512_srli_epi16(LOAD(p, 1), 4), _mm512_set1_epi16(0x0f00), 0xF8);
+    return _mm512_permutexvar_epi8(
+        _mm512_ternarylogic_epi32(_mm512_set1_epi8(0x30), _mm512_multishift_epi64_epi8(t->high, LOAD(p, 2)), four, 0xCA), t->values);
 }
 
 /* total + sum * the weights' scale * the scale of x */
 #define ADD_BLOCK(total, sum, scale, of_x) \
     _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(sum), scale), _mm512_castsi512_ps(_mm512_set1_epi32(of_x)), total)
 
-/* Row groups group .. group + groups - 1 times rows m0 .. m0 + rows - 1 of x. */
+/* Row groups group .. group + groups - 1 times rows m0 .. m0 + rows - 1 of x; how many groups at once, as in avx512_bf16.c. */
 MX_INLINE VNNI void multiply(const mx_job *job, int64_t group, int64_t m0, const int groups, const int rows, const int bits) {
     const mx_layer *l = job->layer;
     const int64_t blocks = l->k / MX_BLOCK;
@@ -112,29 +100,24 @@ MX_INLINE VNNI void multiply(const mx_job *job, int64_t group, int64_t m0, const
     const int32_t *x = (const int32_t *)job->x + m0 * blocks * WORDS;
     const uint8_t *codes[4], *scales[4];
     for (int g = 0; g < groups; g++) codes[g] = mx_group_codes(l, group + g), scales[g] = mx_group_scales(l, group + g);
-    const int64_t ahead = (AHEAD + 2 * half_bytes - 1) / (2 * half_bytes); /* blocks; behind the last one those of the groups that come next */
     __m512 total[4][8];
     for (int g = 0; g < groups; g++)
         for (int m = 0; m < rows; m++) total[g][m] = _mm512_setzero_ps();
     for (int64_t b = 0; b < blocks; b++, x += rows * WORDS) {
-        const int64_t to = b + ahead < blocks ? b + ahead : b + ahead + (groups - 1) * blocks;
-        for (int g = 0; g < groups; g++)
-            for (int line = 0; line < 2 * half_bytes; line += 64)
-                _mm_prefetch((const char *)codes[g] + to * 2 * half_bytes + line, _MM_HINT_T0);
+        ask_ahead(codes, groups, b, blocks, 2 * half_bytes);
         __m512i sum[4][8];
-        for (int g = 0; g < groups; g++)
-            for (int m = 0; m < rows; m++) sum[g][m] = _mm512_set1_epi32(x[8 * rows + m]);
-#pragma GCC unroll 2
-        for (int half = 0; half < 2; half++) {
-#pragma GCC unroll 4
-            for (int g = 0; g < groups; g++) {
-                __m512i w[4];
-                decode_bytes(codes[g] + (2 * b + half) * half_bytes, &t, w, bits);
-#pragma GCC unroll 4
-                for (int v = 0; v < 4; v++)
+        for (int m = 0; m < rows; m++)
+            for (int g = 0; g < groups; g++) sum[g][m] = _mm512_set1_epi32(x[8 * rows + m]);
 #pragma GCC unroll 8
-                    for (int m = 0; m < rows; m++)
-                        sum[g][m] = _mm512_dpbusd_epi32(sum[g][m], w[v], _mm512_set1_epi32(x[(4 * half + v) * rows + m]));
+        for (int v = 0; v < 8; v++) {
+            __m512i w[4];
+#pragma GCC unroll 4
+            for (int g = 0; g < groups; g++) w[g] = decode_one(codes[g] + (2 * b + v / 4) * half_bytes, &t, v % 4, bits);
+#pragma GCC unroll 8
+            for (int m = 0; m < rows; m++) {
+                const __m512i four = _mm512_set1_epi32(x[v * rows + m]);
+#pragma GCC unroll 4
+                for (int g = 0; g < groups; g++) sum[g][m] = _mm512_dpbusd_epi32(sum[g][m], w[g], four);
             }
         }
         for (int g = 0; g < groups; g++) {
@@ -146,71 +129,84 @@ MX_INLINE VNNI void multiply(const mx_job *job, int64_t group, int64_t m0, const
         for (int m = 0; m < rows; m++) store_row(job, m0 + m, group + g, total[g][m]);
 }
 
-/* Many rows of x: stretches of PANEL blocks are decoded once, into the first-level cache, and multiplied by all of them. */
-#define PANEL 32
+/* Many rows of x: stretches of PANEL blocks of one or two groups are decoded once, into the first-level cache, and multiplied by all rows. */
+#define PANEL 16
 #define WIDE 32 /* rows above which decoding once pays for writing the result down */
 
-MX_INLINE VNNI void panel_rows(const __m512i *w, const __m512 *scale, const int32_t *x, float *totals, int64_t blocks, const int rows) {
-    __m512 total[8];
-    for (int m = 0; m < rows; m++) total[m] = _mm512_loadu_ps(totals + m * MX_ROWS);
+MX_INLINE VNNI void panel_rows(const __m512i *w, const __m512 *scale, const int32_t *x, float *totals, int64_t blocks, const int groups,
+                               const int rows) {
+    __m512 total[2][8];
+    for (int g = 0; g < groups; g++)
+        for (int m = 0; m < rows; m++) total[g][m] = _mm512_loadu_ps(totals + (m * groups + g) * MX_ROWS);
     for (int64_t b = 0; b < blocks; b++, w += 8, x += rows * WORDS) {
-        __m512i sum[8];
-        for (int m = 0; m < rows; m++) sum[m] = _mm512_set1_epi32(x[8 * rows + m]);
+        __m512i sum[2][8];
+        for (int m = 0; m < rows; m++)
+            for (int g = 0; g < groups; g++) sum[g][m] = _mm512_set1_epi32(x[8 * rows + m]);
 #pragma GCC unroll 8
         for (int v = 0; v < 8; v++)
 #pragma GCC unroll 8
-            for (int m = 0; m < rows; m++) sum[m] = _mm512_dpbusd_epi32(sum[m], w[v], _mm512_set1_epi32(x[v * rows + m]));
-        for (int m = 0; m < rows; m++) total[m] = ADD_BLOCK(total[m], sum[m], scale[b], x[9 * rows + m]);
+            for (int m = 0; m < rows; m++) {
+                const __m512i four = _mm512_set1_epi32(x[v * rows + m]);
+#pragma GCC unroll 2
+                for (int g = 0; g < groups; g++) sum[g][m] = _mm512_dpbusd_epi32(sum[g][m], w[8 * PANEL * g + v], four);
+            }
+        for (int g = 0; g < groups; g++)
+            for (int m = 0; m < rows; m++) total[g][m] = ADD_BLOCK(total[g][m], sum[g][m], scale[PANEL * g + b], x[9 * rows + m]);
     }
-    for (int m = 0; m < rows; m++) _mm512_storeu_ps(totals + m * MX_ROWS, total[m]);
+    for (int g = 0; g < groups; g++)
+        for (int m = 0; m < rows; m++) _mm512_storeu_ps(totals + (m * groups + g) * MX_ROWS, total[g][m]);
 }
 
-MX_INLINE VNNI void multiply_wide(const mx_job *job, int64_t group, float *totals, const int bits) {
+MX_INLINE VNNI void multiply_wide(const mx_job *job, int64_t group, float *totals, const int groups, const int bits) {
     const mx_layer *l = job->layer;
     const int64_t blocks = l->k / MX_BLOCK;
     const int half_bytes = 32 * bits;
     const tables t = load_tables(l);
-    const uint8_t *codes = mx_group_codes(l, group), *scales = mx_group_scales(l, group);
-    __m512i w[8 * PANEL];
-    __m512 scale[PANEL];
-    __builtin_memset(totals, 0, (size_t)job->m * MX_ROWS * sizeof(float));
+    __m512i w[2 * 8 * PANEL];
+    __m512 scale[2 * PANEL];
+    __builtin_memset(totals, 0, (size_t)job->m * groups * MX_ROWS * sizeof(float));
     for (int64_t b0 = 0; b0 < blocks; b0 += PANEL) {
         const int64_t count = blocks - b0 < PANEL ? blocks - b0 : PANEL;
-        for (int64_t b = 0; b < count; b++) {
-            decode_bytes(codes + (b0 + b) * 2 * half_bytes, &t, w + 8 * b, bits);
-            decode_bytes(codes + (b0 + b) * 2 * half_bytes + half_bytes, &t, w + 8 * b + 4, bits);
-            scale[b] = mx_load_scales(scales + (b0 + b) * MX_ROWS);
+        for (int g = 0; g < groups; g++) {
+            const uint8_t *codes = mx_group_codes(l, group + g) + b0 * 2 * half_bytes, *scales = mx_group_scales(l, group + g);
+            for (int64_t half = 0; half < 2 * count; half++)
+#pragma GCC unroll 4
+                for (int v = 0; v < 4; v++) w[8 * PANEL * g + 4 * half + v] = decode_one(codes + half * half_bytes, &t, v, bits);
+            for (int64_t b = 0; b < count; b++) scale[PANEL * g + b] = mx_load_scales(scales + (b0 + b) * MX_ROWS);
         }
         for (int64_t m0 = 0; m0 < job->m; m0 += 8) {
-            const int64_t rows = job->m - m0 < 8 ? job->m - m0 : 8;
+            const int64_t rows = job->m - m0 < 8 ? job->m - m0 : 8, panel = count * 2 * half_bytes;
             const int32_t *x = (const int32_t *)job->x + (m0 * blocks + b0 * rows) * WORDS;
-#define PANEL_ROWS(R) case R: panel_rows(w, scale, x, totals + m0 * MX_ROWS, count, R); break;
+            for (int g = 0; g < groups; g++) {
+                const uint8_t *next = mx_group_codes(l, group + g) + (b0 + count) * 2 * half_bytes;
+                ask(next + panel * m0 / job->m, next + panel * (m0 + rows) / job->m);
+            }
+#define PANEL_ROWS(R) case R: panel_rows(w, scale, x, totals + m0 * groups * MX_ROWS, count, groups, R); break;
             switch (rows) {
                 PANEL_ROWS(1) PANEL_ROWS(2) PANEL_ROWS(3) PANEL_ROWS(4) PANEL_ROWS(5) PANEL_ROWS(6) PANEL_ROWS(7) PANEL_ROWS(8)
             }
         }
     }
-    for (int64_t m = 0; m < job->m; m++) store_row(job, m, group, _mm512_loadu_ps(totals + m * MX_ROWS));
+    for (int64_t m = 0; m < job->m; m++)
+        for (int g = 0; g < groups; g++) store_row(job, m, group + g, _mm512_loadu_ps(totals + (m * groups + g) * MX_ROWS));
 }
 
-#define SIDE_BY_SIDE(R) case R: multiply(job, group, 0, 2, R, bits); break;
-#define ROWS(R) case R: multiply(job, group, m0, 1, R, bits); break;
+#define FEW(G) AT(G, 1) AT(G, 2) AT(G, 3) AT(G, 4)
+#define ALL(G) FEW(G) AT(G, 5) AT(G, 6) AT(G, 7) AT(G, 8)
+#define AT(G, R) case R: multiply(job, group, m0, G, R, bits); break;
 
 MX_INLINE VNNI void run(const mx_job *job, int64_t group, int64_t last, const int bits) {
-    float *totals = job->m > WIDE ? malloc((size_t)job->m * MX_ROWS * sizeof(float)) : NULL;
-    for (int step = 1; group < last; group += step) {
-        step = job->m == 1 && group + 4 <= last ? 4 : job->m <= 4 && group + 2 <= last ? 2 : 1;
-        if (totals) {
-            multiply_wide(job, group, totals, bits);
-        } else if (step == 4) {
-            multiply(job, group, 0, 4, 1, bits);
-        } else if (step == 2) {
-            switch (job->m) { SIDE_BY_SIDE(1) SIDE_BY_SIDE(2) SIDE_BY_SIDE(3) SIDE_BY_SIDE(4) }
-        } else {
-            for (int64_t m0 = 0; m0 < job->m; m0 += 8)
-                switch (job->m - m0 < 8 ? job->m - m0 : 8) {
-                    ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8)
-                }
+    const int64_t m = job->m;
+    float *totals = m > WIDE ? malloc((size_t)(2 * m * MX_ROWS) * sizeof(float)) : NULL;
+    for (int groups; group < last; group += groups) {
+        groups = m <= 4 && group + 4 <= last ? 4 : group + 2 <= last ? 2 : 1;
+        if (totals && groups == 2) multiply_wide(job, group, totals, 2, bits);
+        else if (totals) multiply_wide(job, group, totals, 1, bits);
+        for (int64_t m0 = totals ? m : 0; m0 < m; m0 += 8) {
+            const int64_t rows = m - m0 < 8 ? m - m0 : 8;
+            if (groups == 4) switch (rows) { FEW(4) }
+            else if (groups == 2) switch (rows) { ALL(2) }
+            else switch (rows) { ALL(1) }
         }
     }
     free(totals);
