@@ -9,11 +9,12 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).parent
 SOURCES = HERE / "csrc"
-FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=off", "-fPIC", "-shared", "-fopenmp")
+FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=off", "-fPIC", "-fopenmp")
 
 
 class BuildError(RuntimeError):
@@ -52,21 +53,28 @@ def build() -> Path:
     Atomic: it is written under another name and moved into place, so that processes can build at the same time.
     Raises BuildError with the compiler's whole message.
     """
-    command = [compiler(), *FLAGS, *sorted(str(path) for path in SOURCES.glob("*.c"))]
+    command = [compiler(), *FLAGS]
     target = cache_dir() / f"mx-{_fingerprint(command)}.so"
     if target.is_file():
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
+            sources = sorted(SOURCES.glob("*.c"))
+            objects = [str(Path(folder) / f"{source.stem}.o") for source in sources]
+            list(pool.map(lambda source, made: _run([*command, "-c", str(source), "-o", made]), sources, objects))
             fresh = Path(folder) / target.name
-            done = subprocess.run([*command, "-o", str(fresh)], capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise BuildError(f"{' '.join(command)} failed with exit code {done.returncode}:\n{done.stderr}{done.stdout}")
+            _run([*command, "-shared", *objects, "-o", str(fresh)])
             os.replace(fresh, target)
     except OSError as error:
         raise BuildError(f"the kernels could not be built in {target.parent}: {error}") from error
     return target
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise BuildError(f"{' '.join(command)} failed with exit code {done.returncode}:\n{done.stderr}{done.stdout}")
 
 
 def _fingerprint(command: list[str]) -> str:

@@ -30,16 +30,17 @@ MX_INLINE F512 void multiply(const mx_job *job, int64_t group, int64_t m0, const
         __m512 sum[4][4];
         for (int g = 0; g < groups; g++)
             for (int m = 0; m < rows; m++) sum[g][m] = _mm512_setzero_ps();
-#pragma GCC unroll 8
-        for (int two = 0; two < 8; two++) {
+        for (int half = 0; half < 2; half++)
+#pragma GCC unroll 4
+        for (int two = 0; two < 4; two++) {
             __m512i w[4][2];
 #pragma GCC unroll 4
-            for (int g = 0; g < groups; g++) decode_two(codes[g] + (2 * b + two / 4) * half_bytes, &table, w[g], two % 4, bits, integer);
+            for (int g = 0; g < groups; g++) decode_two(codes[g] + (2 * b + half) * half_bytes, &table, w[g], two, bits, integer);
 #pragma GCC unroll 2
             for (int i = 0; i < 2; i++)
 #pragma GCC unroll 4
                 for (int m = 0; m < rows; m++) {
-                    const float *at = x + m * k + 4 * two + 2 * i;
+                    const float *at = x + m * k + 16 * half + 4 * two + 2 * i;
                     const __m512 first = _mm512_set1_ps(at[0]), second = _mm512_set1_ps(at[1]);
 #pragma GCC unroll 4
                     for (int g = 0; g < groups; g++) sum[g][m] = _mm512_fmadd_ps(EVEN(w[g][i]), first, sum[g][m]);
