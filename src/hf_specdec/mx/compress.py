@@ -14,6 +14,7 @@ from .attention import use_for_few
 from .calibrate import calibrated, loses
 from .calibration import sequences_of
 from .formats import DEFAULT_FORMAT, DEFAULT_RULE, Format, check_activations, check_rule
+from .fused import fuse
 from .linear import MXLinear
 from .plan import Choice, check_skip, check_some, plan, recorded
 from .quantizer import MXConfig, attach
@@ -70,6 +71,7 @@ def compress(
     own_config(model)
     untie(model)
     use_for_few(model)
+    fuse(model)
     model.mx_report = CompressionReport([reports[name] for name in names])
     if hasattr(model, "config") and hasattr(model, "save_pretrained"):
         attach(model, MXConfig(format, scale_rule, kept, lm_head, activations=activations, layer_formats=layer_formats))

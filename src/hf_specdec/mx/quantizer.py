@@ -14,6 +14,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ..method import METHOD, make_way
 from .attention import use_for_few
 from .formats import DEFAULT_FORMAT, DEFAULT_RULE, check_activations, check_rule, get_format
+from .fused import fuse
 from .interface import take_loading_options
 from .linear import MXLinear
 from .packed import PackedMatrix, quantize
@@ -151,6 +152,7 @@ class MXQuantizer(HfQuantizer):
         if self.quantization_config.dequantize:
             return dequantize(model)
         use_for_few(model)
+        fuse(model)
         if not self.pre_quantized:
             model.mx_report = CompressionReport([self._report(model, name) for name, _ in model.named_modules() if self._has(name)])
             self.reports = {}
