@@ -29,16 +29,15 @@ def compiled(name: str, dtype: torch.dtype, groups: int, capability: int):
     kernel = load()
     bits, _, bias = kernel.FORMATS[name]
     number, x_bias = kernel.DTYPES[dtype]
-    stages = max(3, kernel.STAGES + 1 - groups)
     constants = dict(NUMBERS=kernel.NUMBERS[name], WORDS=bits // 2, WHOLE=True, DTYPE=number,
-                     UP=2.0 ** (x_bias - bias), TILE_N=kernel.TILE_N, GROUPS=groups, HAS_BIAS=False, STAGES=stages)
+                     UP=2.0 ** (x_bias - bias), TILE_N=kernel.TILE_N, GROUPS=groups, HAS_BIAS=False, STAGES=kernel.STAGES)
     x = POINTERS[dtype]
     types = dict(x_ptr=x, words_ptr="*i32", scales_ptr="*i32", bias_ptr=x, out_ptr="*fp32", rows="i32", N="i32", K="i32", tiles="i32",
                  per_part="i32")
     places = {(kernel._matmul.arg_names.index(key),): value for key, value in constants.items()}
     aligned = {(i,): [["tt.divisibility", 16]] for i, key in enumerate(types) if key.endswith("_ptr") or key in ("N", "K")}
     source = ASTSource(kernel._matmul, types | dict.fromkeys(constants, "constexpr"), constexprs=places, attrs=aligned)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": kernel.WARPS, "num_stages": stages})
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": kernel.WARPS, "num_stages": kernel.STAGES})
 
 
 @pytest.mark.share(1 / 4)

@@ -33,7 +33,7 @@ except ImportError as error:
 
 TILE, BLOCK = 128, 32
 ROWS, AT_ONCE, CHUNK = 32, 1024, 1 << 24  # rows of x per program and per launch; weights that to_planes takes at a time
-TILE_N, WARPS, STAGES = 64, 2, 4  # a warp has 32 rows of weights: what it does per tile is shared by two dots
+TILE_N, WARPS, STAGES = 64, 2, 3  # a warp has 32 rows of weights: what it does per tile is shared by two dots
 PROGRAMS = 1024  # K is split until there are about so many, a few thousand warps in all
 FORMATS = {"mxfp6_e2m3": (6, 3, 1), "mxfp6_e3m2": (6, 2, 3), "mxfp4_e2m1": (4, 1, 1)}  # bits, mantissa bits, bias
 DTYPES = {torch.bfloat16: (tl.bfloat16, 127), torch.float16: (tl.float16, 15)}  # the last: bias
@@ -271,8 +271,8 @@ def _launch(x, planes: Planes, bias, y, format_name: str, dtype, x_bias: int):
     _matmul[(-(-n // TILE_N), parts, -(-rows // ROWS))](
         x, planes.words, planes.scales, y if no_bias else bias, out, rows, n, planes.k, tiles, per_part,
         NUMBERS=NUMBERS[format_name], WORDS=planes.words.shape[1], WHOLE=planes.k % TILE == 0, DTYPE=dtype, TILE_N=TILE_N,
-        UP=2.0 ** (x_bias - FORMATS[format_name][2]), GROUPS=groups, HAS_BIAS=not no_bias and parts == 1,
-        STAGES=max(3, STAGES + 1 - groups), num_warps=WARPS,
+        UP=2.0 ** (x_bias - FORMATS[format_name][2]), GROUPS=groups, HAS_BIAS=not no_bias and parts == 1, STAGES=STAGES,
+        num_warps=WARPS,
     )  # fmt: skip
     if parts > 1:
         grid = (-(-y.numel() // 512),)
