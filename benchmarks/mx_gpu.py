@@ -69,7 +69,7 @@ def measured(kernel, n: int, k: int, rows_list: list[int], rounds: int, room: in
         codes = torch.randint(0, 256, (n, k * bits // 8), dtype=torch.uint8, device="cuda")
         scales = torch.randint(118, 124, (n, k // 32), dtype=torch.uint8, device="cuda")
         size = codes.numel() + scales.numel()
-        copies = [kernel.to_planes(codes, scales, bits) for _ in range(-(-room // size))]
+        copies = [kernel.to_planes(codes, scales, name) for _ in range(-(-room // size))]
         call = lambda x, planes, name=name: kernel.linear(x, planes, name)  # noqa: E731
         arms[name] = (decoded(codes, scales, name).double(), copies, call, size)
     found = []

@@ -65,7 +65,7 @@ def random_weight(n: int, k: int, name: str, seed: int, low: int = 110, high: in
 
 
 def planes_of(kernel, codes, scales, name: str, device: str):
-    return kernel.to_planes(codes.to(device), scales.to(device), FORMATS[name][0])
+    return kernel.to_planes(codes.to(device), scales.to(device), name)
 
 
 def half_a_unit(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -108,7 +108,7 @@ def check_one_part_and_many_parts_along_k(kernel, device: str) -> None:
     programs = kernel.PROGRAMS
     for kernel.PROGRAMS in (1, 4, programs):
         for with_bias in (False, True):
-            near(kernel, device, 40, 544, 5, "mxfp6_e2m3", torch.bfloat16, with_bias)
+            near(kernel, device, 40, 1056, 5, "mxfp6_e2m3", torch.bfloat16, with_bias)
 
 
 def check_every_code_with_every_scale_byte_is_exact(kernel, device: str) -> None:
@@ -212,18 +212,18 @@ def test_large_shapes_on_a_gpu(name, dtype):
         near(load(), "cuda", n, k, rows, name, dtype, with_bias=False)
 
 
-@pytest.mark.parametrize("bits", [4, 6])
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("n", [1, 17, 48])
 @pytest.mark.parametrize("k", [32, 96, 128, 416, 4096])
-def test_planes_hold_the_codes_bit_for_bit_and_take_no_more_room(k, n, bits):
+def test_planes_hold_the_codes_bit_for_bit_and_take_no_more_room(k, n, name):
     pytest.importorskip("triton")
-    kernel = load()
+    kernel, bits = load(), FORMATS[name][0]
     generator = torch.Generator().manual_seed(n)
     codes = torch.randint(0, 256, (n, k * bits // 8), dtype=torch.uint8, generator=generator)
     scales = torch.randint(0, 256, (n, k // 32), dtype=torch.uint8, generator=generator)
     kernel.CHUNK = 5 * k  # several turns
-    planes = kernel.to_planes(codes, scales, bits)
-    again = kernel.from_planes(planes)
+    planes = kernel.to_planes(codes, scales, name)
+    again = kernel.from_planes(planes, name)
     assert torch.equal(again[0], codes) and torch.equal(again[1], scales)
     stored = sum(plane.numel() * plane.element_size() for plane in planes if isinstance(plane, torch.Tensor))
     assert stored * k == (codes.numel() + scales.numel()) * (k + -k % 128)
@@ -233,9 +233,22 @@ def test_codes_that_do_not_fit_their_scales_are_refused():
     pytest.importorskip("triton")
     kernel = load()
     codes, scales = random_weight(4, 64, "mxfp6_e2m3", seed=0)
-    for arguments in [(codes, scales, 4), (codes, scales, 5), (codes.int(), scales, 6), (codes, scales[:, :1], 6), (codes[:0], scales[:0], 6)]:
+    for one, other, name in [
+        (codes, scales, "mxfp4_e2m1"), (codes.int(), scales, "mxfp6_e2m3"), (codes, scales[:, :1], "mxfp6_e2m3"), (codes[:0], scales[:0], "mxfp6_e2m3"),
+    ]:  # fmt: skip
         with pytest.raises(ValueError, match="codes"):
-            kernel.to_planes(*arguments)
+            kernel.to_planes(one, other, name)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_pairs_of_a_format_have_every_bit_of_their_words_once(name):
+    pytest.importorskip("triton")
+    kernel, (bits, _, mantissa_bits, _) = load(), FORMATS[name]
+    sign_and_magnitude = 0x8000 | (2 ** (bits - 1) - 1 << 7 - mantissa_bits)  # of a bfloat16
+    pairs = kernel.PAIRS[name]
+    assert [sum(mask for _, _, mask in pieces) for pieces in pairs] == 8 * [sign_and_magnitude]
+    places = [(word, (at - left) % 16) for pieces in pairs for word, left, mask in pieces for at in range(16) if mask >> at & 1]
+    assert sorted(places) == [(word, at) for word in range(bits // 2) for at in range(16)]
 
 
 def test_a_tensor_that_is_not_on_a_gpu_is_refused():
@@ -243,7 +256,7 @@ def test_a_tensor_that_is_not_on_a_gpu_is_refused():
     kernel = load()
     if kernel.INTERPRETED:
         pytest.skip("TRITON_INTERPRET is set")
-    planes = kernel.to_planes(*random_weight(4, 64, "mxfp6_e2m3", seed=0), 6)
+    planes = kernel.to_planes(*random_weight(4, 64, "mxfp6_e2m3", seed=0), "mxfp6_e2m3")
     with pytest.raises(ValueError, match="must be on a GPU"):
         kernel.linear(torch.zeros(1, 64, dtype=torch.float16), planes, "mxfp6_e2m3")
 

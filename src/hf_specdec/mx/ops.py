@@ -131,8 +131,7 @@ mx_linear.register_autograd(_backward, setup_context=_setup)
 @torch.library.custom_op("hf_specdec::mx_planes", mutates_args=())
 def mx_planes(
     x: torch.Tensor,
-    nibbles: torch.Tensor,
-    twos: torch.Tensor | None,
+    words: torch.Tensor,
     scales: torch.Tensor,
     k: int,
     bias: torch.Tensor | None,
@@ -142,24 +141,24 @@ def mx_planes(
 ) -> torch.Tensor:
     """`mx_linear` for weights in planes, on a GPU."""
     x = round_to_integers(x) if integers else x
-    return gpu.multiply(x, _planes(nibbles, twos, scales, k), format, bias)
+    return gpu.multiply(x, _planes(words, scales, k), format, bias)
 
 
-def _planes(nibbles, twos, scales, k):
+def _planes(words, scales, k):
     from .kernels.triton_mx import Planes
 
-    return Planes(nibbles, twos, scales, k)
+    return Planes(words, scales, k)
 
 
 @mx_planes.register_fake
-def _(x, nibbles, twos, scales, k, bias, format, out_features, integers=False):
+def _(x, words, scales, k, bias, format, out_features, integers=False):
     return x.new_empty((*x.shape[:-1], out_features))
 
 
 def _setup_planes(ctx, inputs, output):
-    _, nibbles, twos, scales, ctx.k, bias, ctx.format, _, _ = inputs
+    _, words, scales, ctx.k, bias, ctx.format, _, _ = inputs
     ctx.bias_dtype = None if bias is None else bias.dtype
-    ctx.save_for_backward(nibbles, twos, scales)
+    ctx.save_for_backward(words, scales)
 
 
 def _backward_planes(ctx, gradient):
@@ -167,9 +166,9 @@ def _backward_planes(ctx, gradient):
     if ctx.needs_input_grad[0]:
         packed = gpu.from_planes(_planes(*ctx.saved_tensors, ctx.k), get_format(ctx.format))
         of_x = gradient @ packed.dequantize(gradient.dtype)
-    if ctx.bias_dtype is not None and ctx.needs_input_grad[5]:
+    if ctx.bias_dtype is not None and ctx.needs_input_grad[4]:
         of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0).to(ctx.bias_dtype)
-    return of_x, None, None, None, None, of_bias, None, None, None
+    return of_x, None, None, None, of_bias, None, None, None
 
 
 mx_planes.register_autograd(_backward_planes, setup_context=_setup_planes)

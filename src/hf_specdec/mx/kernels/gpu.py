@@ -24,14 +24,14 @@ def to_planes(packed: PackedMatrix):
     """The weights as the kernel reads them (triton_mx.Planes): as many bytes, in another order."""
     from . import triton_mx
 
-    return triton_mx.to_planes(packed.codes, packed.scales, packed.format.bits)
+    return triton_mx.to_planes(packed.codes, packed.scales, packed.format.name)
 
 
 def from_planes(planes, fmt: Format) -> PackedMatrix:
     """The inverse of `to_planes`."""
     from . import triton_mx
 
-    return PackedMatrix(*triton_mx.from_planes(planes), fmt)
+    return PackedMatrix(*triton_mx.from_planes(planes, fmt.name), fmt)
 
 
 def multiply(x: torch.Tensor, planes, format: str, bias: torch.Tensor | None) -> torch.Tensor:
