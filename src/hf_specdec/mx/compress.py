@@ -14,8 +14,8 @@ from .attention import use_for_few
 from .calibrate import calibrated, loses
 from .calibration import sequences_of
 from .formats import DEFAULT_FORMAT, DEFAULT_RULE, Format, check_activations, check_rule
-from .fused import fuse
 from .linear import MXLinear
+from .norms import use_kernel_norms
 from .plan import Choice, check_skip, check_some, plan, recorded
 from .quantizer import MXConfig, attach
 from .report import CompressionReport
@@ -71,7 +71,7 @@ def compress(
     own_config(model)
     untie(model)
     use_for_few(model)
-    fuse(model)
+    use_kernel_norms(model)
     model.mx_report = CompressionReport([reports[name] for name in names])
     if hasattr(model, "config") and hasattr(model, "save_pretrained"):
         attach(model, MXConfig(format, scale_rule, kept, lm_head, activations=activations, layer_formats=layer_formats))

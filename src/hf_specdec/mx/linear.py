@@ -143,9 +143,8 @@ class MXLinear(nn.Linear):
         if type(x) is not torch.Tensor or torch.jit.is_tracing():  # a trace, or a tensor that is none: addresses mean nothing there
             return product(x, self)
         if torch.compiler.is_compiling():
-            if torch.compiler.is_exporting():  # what is exported has the weights in it, and no addresses of this process
-                return product(x, self)
-            if self._place is not None and not torch.is_grad_enabled() and not (cpu.by_panels() and x.numel() > cpu.WIDE * self.in_features):
+            by_place = self._place is not None and not torch.compiler.is_exporting()  # what is exported has no addresses of this process in it
+            if by_place and not torch.is_grad_enabled() and not (cpu.by_panels() and x.numel() > cpu.WIDE * self.in_features):
                 return mx_tiles(x, *self._place, self.out_features)
             return product(x, self)
         if torch.is_grad_enabled() and (x.requires_grad or (self.bias is not None and self.bias.requires_grad)):

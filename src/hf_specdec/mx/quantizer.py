@@ -14,9 +14,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ..method import METHOD, make_way
 from .attention import use_for_few
 from .formats import DEFAULT_FORMAT, DEFAULT_RULE, check_activations, check_rule, get_format
-from .fused import fuse
 from .interface import take_loading_options
 from .linear import MXLinear
+from .norms import use_kernel_norms
 from .packed import PackedMatrix, quantize
 from .plan import check_layer_formats, check_skip, check_some, plan, recorded
 from .report import CompressionReport, LayerReport, weight_error
@@ -152,7 +152,7 @@ class MXQuantizer(HfQuantizer):
         if self.quantization_config.dequantize:
             return dequantize(model)
         use_for_few(model)
-        fuse(model)
+        use_kernel_norms(model)
         if not self.pre_quantized:
             model.mx_report = CompressionReport([self._report(model, name) for name, _ in model.named_modules() if self._has(name)])
             self.reports = {}

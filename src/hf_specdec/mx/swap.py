@@ -9,9 +9,9 @@ from torch import nn
 
 from .activation import RowActivation
 from .attention import use_sdpa_again
-from .fused import unfuse
 from .gptq import Inputs, compensated
 from .linear import MXLinear
+from .norms import use_own_norms
 from .packed import quantize
 from .plan import Choice
 from .report import LayerReport, weight_error
@@ -118,7 +118,7 @@ def _forget(model: nn.Module) -> None:
     """Take away what `compress` left beside the layers; a model with adapters hands it to the model they are for."""
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     use_sdpa_again(model)
-    unfuse(model)
+    use_own_norms(model)
     if hasattr(model, "mx_report"):
         del model.mx_report
     if hasattr(model, "config") and hasattr(model, "save_pretrained"):

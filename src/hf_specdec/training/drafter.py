@@ -22,7 +22,7 @@ from ..drafts import features
 from ..drafts.base import Draft
 from ..drafts.feature import FeatureDraft
 from ..mx.attention import use_for_few
-from ..mx.fused import fuse
+from ..mx.norms import use_kernel_norms
 from ..mx.formats import BLOCK, get_format
 from ..mx.kernels import cpu
 from ..mx.linear import MXLinear
@@ -208,7 +208,7 @@ def load(folder: str | Path, target: PreTrainedModel) -> PreTrainedModel | Draft
     use_for_few(draft)
     if isinstance(draft.get_output_embeddings(), PrunedHead):
         draft.get_output_embeddings().prepare(about["weights"])
-    fuse(draft)
+    use_kernel_norms(draft)
     return FeatureDraft(draft.eval(), target) if about.get("reads") else draft.eval()
 
 
