@@ -148,6 +148,8 @@ def _check_mask(mask: torch.Tensor | None, generation, shape: torch.Size, cache,
     width = shape[1] if traits.encoder == "own" else compat.mask_width(generation, shape[1])
     given = mask.shape if mask is not None else torch.Size([shape[0], width])
     if given == shape:
+        if mask is not None and not torch.equal(mask, mask.bool().to(mask.dtype)):
+            raise ValueError(f"{traits.mask_name} holds other numbers than 0 and 1: give 1 for a token and 0 for padding, or leave it out.")
         return
     if cache is not None and cache.get_seq_length():
         raise ValueError(f"input_ids has {shape[1]} tokens a row and {traits.mask_name} {given[-1]}: with {compat.CACHE}, input_ids must be the whole "
