@@ -114,7 +114,7 @@ class Call:
 
     def _run(self, loop: SpeculativeLoop, sequences: Sequences) -> None:
         streamer = self.decoder.streamer
-        if self.decoder.put_prompt and hasattr(streamer, "put"):
+        if hasattr(streamer, "put"):
             streamer.put(self.input_ids.cpu())
         if self.max_new > 0:
             loop.run()
