@@ -100,6 +100,12 @@ def test_a_draft_that_reads_the_targets_states_is_compiled_and_sees_what_it_sees
     hf_specdec.disable(target)
 
 
+def test_a_tree_on_the_targets_states_may_begin_with_one_token(traced, strict):
+    """In the first round there are no states yet, and nothing to forget."""
+    target, rows = family("Llama").model("eager"), prompts(1)
+    assert run(target, rows, make("feature_tree", target), 2, max_new_tokens=4) == plain(target, rows, max_new_tokens=4)
+
+
 @pytest.mark.skipif(not FULL, reason="make test-all")
 def test_a_draft_whose_head_lacks_tokens_is_compiled_too(traced, strict):
     """They have minus infinity, which is nothing to compare by subtraction."""

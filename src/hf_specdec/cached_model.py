@@ -278,8 +278,8 @@ class CachedModel:
         self.lengths = [length + own - 1 + step for length, own, step in zip(self.lengths, self.fresh, advance)]
 
     def crop(self, lengths: list[int]) -> None:
-        """Forget everything from position lengths[b] on in row b."""
-        self.lengths = [min(own, new) for own, new in zip(self.lengths, lengths)]
+        """Forget everything from position lengths[b] on in row b; all of it where that is below 0."""
+        self.lengths = [max(min(own, new), 0) for own, new in zip(self.lengths, lengths)]
 
     def keep(self, rows: list[int]) -> None:
         """Only these rows go on."""

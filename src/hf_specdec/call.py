@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from math import ceil
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ class Call:
         if hasattr(decoder.streamer, "put") and len(self.prompts) > 1:
             raise ValueError(f"streamer: a text streamer takes one row, this call has {len(self.prompts)}. Pass a callable "
                              f"streamer(row, tokens, drafted).")
-        self.max_new = generation_config.max_length - input_ids.shape[1]
+        self.max_new = ceil(generation_config.max_length) - input_ids.shape[1]  # plain generate takes 12.5, too, and ends at 13
         self.original_processors = processors
         self.processors = compat.processors_per_row(processors, input_ids, self.prompts)
         self.cache = model_kwargs.get(compat.CACHE)
@@ -113,7 +114,7 @@ class Call:
 
     def _run(self, loop: SpeculativeLoop, sequences: Sequences) -> None:
         streamer = self.decoder.streamer
-        if self.decoder.put_prompt and hasattr(streamer, "put"):
+        if hasattr(streamer, "put"):
             streamer.put(self.input_ids.cpu())
         if self.max_new > 0:
             loop.run()
@@ -189,7 +190,7 @@ class Call:
 def _new_tokens(criteria: list, prompt: int, most: int) -> int:
     """A caller's `MaxLengthCriteria` takes the place of the one that transformers makes."""
     lengths = [criterion.max_length for criterion in criteria if isinstance(criterion, MaxLengthCriteria)]
-    return max(min(lengths) - prompt, 1) if lengths and most > 0 else most
+    return max(ceil(min(lengths)) - prompt, 1) if lengths and most > 0 else most
 
 
 def _warn_if_nothing_is_accepted(trace: SpeculationTrace, draft: Draft) -> None:

@@ -115,7 +115,7 @@ def _generate(model, stock, *args, speculative=None, assistant_model=None, **kwa
     check_arguments(kwargs, own)
     decoder = SpeculativeDecoder(assistant_model, config, **bound)
     decoder.load(model)
-    decoder.put_prompt, decoder.cache_is_given = True, any(kwargs.get(name) is not None for name in (compat.CACHE, "past_key_values"))
+    decoder.cache_is_given = any(kwargs.get(name) is not None for name in (compat.CACHE, "past_key_values"))
     with decoder.stop_strings_taken_over(compat.unwrap(model), kwargs) as kwargs:
         output = stock(custom_generate=decoder, **kwargs)
     if getattr(output, "sequences", None) is not None and getattr(output, "speculation", None) is None:
@@ -155,7 +155,7 @@ class SpeculativeDecoder:
         self.passed = draft is not None
         if draft is not None or source_of(self.config) is None:
             self._take(draft)
-        self.put_prompt = self.cache_is_given = False
+        self.cache_is_given = False
         self.trace: SpeculationTrace | None = None
         self._give_back = _nothing  # to the model, when transformers has prepared the call
         if streamer is not None and not hasattr(streamer, "put") and not callable(streamer):

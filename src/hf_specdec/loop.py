@@ -48,6 +48,7 @@ class SpeculativeLoop:
         if not self.draft.trusted:
             Proposal.check(proposal, len(rows), self.context.vocab_size, self.draft.name)
             proposal = proposal.within([left - 1 for left in room])
+        proposal = self.context.counted(proposal)
         drafted = perf_counter()
 
         logits = self.target.score(rows, proposal).to(self.context.device)

@@ -12,6 +12,11 @@ def one_vocabulary(model: PreTrainedModel) -> bool:
     return getattr(ours, "weight", None) is not None and getattr(ours, "weight", None) is getattr(theirs, "weight", None)
 
 
+def blank(model: PreTrainedModel) -> int | None:
+    """The token that the model's decoder leaves out where it counts the positions of a pass; None for most."""
+    return model.config.pad_token_id if model.config.model_type == "m2m_100" else None
+
+
 def parameters_per_token(model: PreTrainedModel) -> int:
     """Parameters that decoding one token reads: all but those of an encoder, which runs once a text."""
     model = getattr(model, "get_base_model", lambda: model)()  # inside a PEFT wrapper

@@ -26,6 +26,7 @@ class Source:
     outputs: the encoder's `ModelOutput`.
     tokens:  the text of `inputs` without padding, [] if the decoder has another vocabulary or there is no text.
     shared:  whose outputs these are: "" the model's own, else why they are the target's.
+    blank:   the token that the decoder leaves out where it counts positions, within a pass; None for most.
     """
 
     encoder: torch.nn.Module
@@ -34,6 +35,7 @@ class Source:
     outputs: Any
     tokens: list[int]
     shared: str = ""
+    blank: int | None = None
 
     @classmethod
     def of(cls, model: PreTrainedModel, inputs: torch.Tensor | None, model_kwargs: dict[str, Any]) -> "Source":
@@ -43,7 +45,8 @@ class Source:
             inputs = None  # generate() makes ids of -100 where it is given encoder_outputs
         text = inputs is not None and inputs.ndim == 2 and not inputs.is_floating_point() and parts.one_vocabulary(model)
         keep = torch.ones_like(inputs) if text and mask is None else mask
-        return cls(model.get_encoder(), inputs, mask, model_kwargs["encoder_outputs"], inputs[keep.bool()].tolist() if text else [])
+        return cls(model.get_encoder(), inputs, mask, model_kwargs["encoder_outputs"], inputs[keep.bool()].tolist() if text else [],
+                   blank=parts.blank(model))
 
     def for_draft(self, model: PreTrainedModel, traits: compat.ModelTraits) -> "Source":
         """What the draft `model` reads. ValueError naming assistant_model if it cannot read this source."""

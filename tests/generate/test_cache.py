@@ -172,6 +172,21 @@ def test_rows_that_ended_early_go_on_in_a_second_turn_with_their_padding_masked(
     assert second.sequences[:, again.shape[1]:].tolist() == plain(model, texts, max_new_tokens=SECOND)
 
 
+@pytest.mark.parametrize("name", ["Mistral", "Gemma 3 (text)"])
+def test_a_cache_of_plain_generate_that_has_dropped_what_a_window_reaches_is_refused(name):
+    model, rows = made(name), repetitive(14) + prompts(9, seed=2)
+    inputs, mask = padded(rows), torch.ones((2, 34), dtype=torch.long)
+    mask[:, :14] = inputs["attention_mask"]
+    first = model.generate(**inputs, **options(FIRST))
+    again = next_turn(first.sequences)
+    texts = [ids[keep.bool()].tolist() for ids, keep in zip(again, mask)]
+    second = ours(model, again, first[CACHE], attention_mask=mask)
+    assert second.sequences[:, 34:].tolist() == plain(model, texts, max_new_tokens=SECOND)
+    mask[1, 24:29] = 0  # as if the row had ended
+    with pytest.raises(ValueError, match=f"{CACHE}: its sliding layers hold the last 7 columns.*padding among them.*Leave it out"):
+        ours(model, again, model.generate(**inputs, **options(FIRST))[CACHE], attention_mask=mask)
+
+
 class LastAt(StoppingCriteria):
     """Row by row, by the first token of its prompt: how many tokens it gets."""
 

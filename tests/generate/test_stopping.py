@@ -94,6 +94,12 @@ def test_max_new_tokens_is_met_exactly(draft, max_new):
     assert out.speculation.new_tokens == [max_new] * 3
 
 
+@pytest.mark.parametrize("max_new", [3.0, 3.5])
+def test_a_limit_may_be_a_float(max_new):
+    target = tiny_llama(6)
+    assert generated(speculate(target, ROWS[:1], None, 7, max_new_tokens=max_new), ROWS[:1]) == plain(target, ROWS[:1], max_new_tokens=max_new)
+
+
 def test_max_length_counts_the_prompt():
     target, row = tiny_llama(6), ROWS[:1]
     draft, (text,) = knowing(target, row)

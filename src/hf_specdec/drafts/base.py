@@ -95,6 +95,13 @@ class Context:
         texts = (self.text(b, drafted[:i]) for i in range(len(drafted)))
         return all(text is not None and self.sampler.leaves(b, text, token, self.vocab_size) for text, token in zip(texts, drafted))
 
+    def counted(self, proposal: Proposal) -> Proposal:
+        """The proposal without what the decoder of an encoder-decoder, which has one row, would see at another place than it will have."""
+        if self.source is None or self.source.blank is None:
+            return proposal
+        fresh, drafted = self.rows[0][sum(self.target.lengths) :], [*proposal.tokens[0].tolist(), self.source.blank]
+        return proposal.within([0 if self.source.blank in fresh else drafted.index(self.source.blank) + 1])
+
     def of(self, part: int) -> Context:
         """For part number `part` of a draft that is made of several: the same rows, live, and random streams of its own."""
         return replace(self, noise=lambda stream, n: self.noise(f"draft:{part}/{stream}", n))

@@ -92,7 +92,7 @@ class FeatureDraft(ModelDraft):
 
     def _forget_what_was_rejected(self, context: Context) -> None:
         """What was drafted stands on states of the draft's own: none of it is kept. Inside a cascade, a row may not have grown."""
-        self.cached.crop([max(min(base - 1, len(row) - 2), 0) for base, row in zip(self.base, context.rows)])
+        self.cached.crop([min(base - 1, len(row) - 2) for base, row in zip(self.base, context.rows)])
         self.base = [len(row) for row in context.rows]
         self.drafted = [[] for _ in context.rows]
 
