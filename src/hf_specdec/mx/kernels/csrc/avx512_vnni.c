@@ -91,7 +91,7 @@ MX_INLINE VNNI __m512i decode_one(const uint8_t *p, const tables *t, const int v
 #define ADD_BLOCK(total, sum, scale, of_x) \
     _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(sum), scale), _mm512_castsi512_ps(_mm512_set1_epi32(of_x)), total)
 
-/* Row groups group .. group + groups - 1 times rows m0 .. m0 + rows - 1 of x; how many groups at once, as in avx512_bf16.c. */
+/* Row groups group .. group + groups - 1 times rows m0 .. m0 + rows - 1 of x: several groups at once, as in avx512_bf16.c. */
 MX_INLINE VNNI void multiply(const mx_job *job, int64_t group, int64_t m0, const int groups, const int rows, const int bits) {
     const mx_layer *l = job->layer;
     const int64_t blocks = l->k / MX_BLOCK;
@@ -191,20 +191,19 @@ MX_INLINE VNNI void multiply_wide(const mx_job *job, int64_t group, float *total
         for (int g = 0; g < groups; g++) store_row(job, m, group + g, _mm512_loadu_ps(totals + (m * groups + g) * MX_ROWS));
 }
 
-#define FEW(G) AT(G, 1) AT(G, 2) AT(G, 3) AT(G, 4)
-#define ALL(G) FEW(G) AT(G, 5) AT(G, 6) AT(G, 7) AT(G, 8)
+#define ALL(G) AT(G, 1) AT(G, 2) AT(G, 3) AT(G, 4) AT(G, 5) AT(G, 6) AT(G, 7) AT(G, 8)
 #define AT(G, R) case R: multiply(job, group, m0, G, R, bits); break;
 
 MX_INLINE VNNI void run(const mx_job *job, int64_t group, int64_t last, const int bits) {
     const int64_t m = job->m;
     float *totals = m > WIDE ? malloc((size_t)(2 * m * MX_ROWS) * sizeof(float)) : NULL;
     for (int groups; group < last; group += groups) {
-        groups = m <= 4 && group + 4 <= last ? 4 : group + 2 <= last ? 2 : 1;
+        groups = m == 1 && group + 4 <= last ? 4 : group + 2 <= last ? 2 : 1;
         if (totals && groups == 2) multiply_wide(job, group, totals, 2, bits);
         else if (totals) multiply_wide(job, group, totals, 1, bits);
         for (int64_t m0 = totals ? m : 0; m0 < m; m0 += 8) {
             const int64_t rows = m - m0 < 8 ? m - m0 : 8;
-            if (groups == 4) switch (rows) { FEW(4) }
+            if (groups == 4) switch (rows) { AT(4, 1) }
             else if (groups == 2) switch (rows) { ALL(2) }
             else switch (rows) { ALL(1) }
         }
