@@ -40,7 +40,8 @@ def compress(
     `lm_head` gives it a format (a tied head is untied by that). `format="bf16"` is no compression: bfloat16 weights in the
     kernels' tiles. `measure=False` leaves out the error of each layer. `activations="mxint8"` has the layers' inputs rounded to MXINT8
     (a head's, too, but for formats that do not go with it, "bf16" say): passes over several tokens get faster, at the price of a further error. On a CPU, attention of "sdpa" becomes `hf_specdec_few`: the
-    same numbers but for rounding, by the kernels where a pass has few tokens (`model.set_attn_implementation("sdpa")` undoes it).
+    same numbers but for rounding, by the kernels where a pass has few tokens (`model.set_attn_implementation("sdpa")` undoes it), and RMS norms are made
+    by the library (`dequantize` undoes it).
 
     layer_formats: module names, matched as those of `skip`, and a format for what they name: `{"down_proj": "mxint8", "*.layers.0.*": "bf16"}`. Of the names that
     fit a layer the last one counts, `skip` comes before all of them, and the head's format is `lm_head`'s alone. Where a layer's format does not go with
