@@ -9,6 +9,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from hf_specdec import mx
 from hf_specdec.drafts import PromptLookupDraft
@@ -182,6 +183,16 @@ def test_copies_and_pickles(copied):
         assert torch.equal(other(x).logits, before)
         other.model.norm.weight.data.mul_(2)
         assert torch.equal(model(x).logits, before) and not torch.equal(other(x).logits, before)
+
+
+def test_a_parametrised_norm_stays_one():
+    model = compressed()
+    parametrize.register_parametrization(model.model.norm, "weight", nn.Softplus())
+    x = numbers(1, 3, SIZE["hidden_size"], dtype=torch.bfloat16)
+    with torch.inference_mode():
+        before = model.model.norm(x)
+        mx.dequantize(model)
+        assert torch.equal(model.model.norm(x), before) and parametrize.is_parametrized(model.model.norm)
 
 
 def test_where_something_looks_on_the_norm_is_the_models_own():

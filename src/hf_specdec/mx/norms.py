@@ -35,9 +35,9 @@ def use_kernel_norms(model: nn.Module) -> None:
 
 
 def use_own_norms(model: nn.Module) -> None:
-    """Undo `use_kernel_norms`."""
+    """Undo `use_kernel_norms`; a class that was put above ours since then (a parametrisation's) stays."""
     for module in model.modules():
-        if isinstance(module, KernelNorm):
+        if isinstance(module, KernelNorm) and type(module) is _class(module.own, module.kind):
             module.__class__ = module.own
 
 
