@@ -32,7 +32,7 @@ def test_greedy_text_is_plain_generates_whatever_drafts(line, attn):
 @pytest.mark.parametrize("start", [[2], [2, 0, 5]])
 def test_a_decoder_that_leaves_padding_out_where_it_counts_gets_none_before_a_candidate(start):
     """M2M100's positions, of a text that has the padding token in it."""
-    options = dict(sequence_bias=[[[0], 6.0]], no_repeat_ngram_size=2, output_logits=True, return_dict_in_generate=True, decoder_input_ids=torch.tensor([start]))
+    options = dict(sequence_bias={(0,): 6.0}, no_repeat_ngram_size=2, output_logits=True, return_dict_in_generate=True, decoder_input_ids=torch.tensor([start]))
     model, inputs = model_and_source("M2M100")
     expected = model.generate(**inputs, **options, max_new_tokens=MAX_NEW, do_sample=False, num_beams=1)
     assert 0 in expected.sequences[0, len(start) : -1]
