@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import pickle
+import threading
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ def own_norm(name: str, size: int = 48) -> nn.Module:
 
 
 def numbers(*shape: int, dtype=torch.float32, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def compressed(kind: str = "llama", dtype=torch.bfloat16, format: str = "bf16", **settings):
@@ -195,10 +196,83 @@ def test_a_parametrised_norm_stays_one():
         assert torch.equal(model.model.norm(x), before) and parametrize.is_parametrized(model.model.norm)
 
 
+def test_what_is_asked_of_the_models_own_norm_is_answered_by_it():
+    """A keyword, an epsilon that is no float, weights of other shapes, and such as are elsewhere."""
+    norm, x = compressed(dtype=torch.float32, format="fp32").model.norm, numbers(SIZE["hidden_size"], SIZE["hidden_size"])
+    own = copy.deepcopy(norm)
+    own.__class__ = norm.mx_own
+    with torch.inference_mode():
+        assert torch.allclose(norm(hidden_states=x), own(x), atol=1e-6)
+        norm.variance_epsilon = own.variance_epsilon = 1
+        assert torch.equal(norm(x), own(x))
+        norm.variance_epsilon = own.variance_epsilon = 1e-5
+        for shape in (x.shape, (), x.shape[-1:]):
+            norm.weight = own.weight = nn.Parameter(numbers(*shape, seed=1))
+            assert torch.allclose(norm(x), own(x), rtol=1e-5, atol=1e-6)
+        norm.to("meta")
+        with pytest.raises(RuntimeError):
+            norm(x)
+
+
+def test_a_method_that_was_kept_outlives_the_norms():
+    """Hooks of accelerate keep a module's forward and put it back later."""
+    model, x = compressed(), numbers(3, SIZE["hidden_size"], dtype=torch.bfloat16)
+    kept = model.model.norm.forward
+    mx.dequantize(model)
+    with torch.inference_mode():
+        assert torch.equal(kept(x), model.model.norm(x))
+
+
+class Locked:
+    def __init__(self):
+        self.lock = threading.Lock()  # which cannot be copied
+
+    def hook(self, *call):
+        pass
+
+
+class Named(Shifted):
+    own = "mine"
+
+    def __init__(self):
+        super().__init__()
+        self.kind = "rms"
+
+    def forward(self, x):
+        return self.weight * (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+def test_hooks_and_attributes_of_a_norm_are_left_alone():
+    dense = nn.Sequential(Named(), nn.Linear(64, 64)).requires_grad_(False)
+    dense[0].register_forward_hook(Locked().hook)
+    norm, x = mx.compress(dense, "fp32", measure=False)[0], numbers(3, 48)
+    with torch.inference_mode():
+        assert isinstance(norm, KernelNorm) and torch.allclose(norm(x), Named()(x), atol=1e-6)
+        assert norm.kind == "rms" and norm.own == "mine"
+
+
+def test_a_class_above_ours_sees_to_copies_itself():
+    norm = compressed().model.norm
+    other = copy.copy(norm)
+    other.__class__ = type("Above", (type(norm),), {})
+    assert type(copy.deepcopy(other)) is type(other)
+    parametrize.register_parametrization(norm, "weight", nn.Softplus())
+    with pytest.raises(RuntimeError, match="state_dict"):
+        pickle.dumps(norm)
+
+
+def test_a_pickle_is_read_where_there_are_no_kernels(monkeypatch):
+    norm, x = compressed().model.norm, numbers(3, SIZE["hidden_size"], dtype=torch.bfloat16)
+    stored = pickle.dumps(norm)
+    monkeypatch.setattr(cpu, "library", lambda: None)
+    with torch.inference_mode():
+        assert type(pickle.loads(stored)) is norm.mx_own and pickle.loads(stored)(x).shape == x.shape
+
+
 def test_where_something_looks_on_the_norm_is_the_models_own():
     norm = compressed(dtype=torch.float32, format="fp32").model.norm
     own = copy.deepcopy(norm)
-    own.__class__ = norm.own
+    own.__class__ = norm.mx_own
     x = numbers(2, 3, SIZE["hidden_size"])
     assert torch.equal(torch.compile(norm, backend="eager", fullgraph=True)(x), own(x))
     inputs = [x.clone().requires_grad_() for _ in range(2)]

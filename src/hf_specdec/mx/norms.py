@@ -6,7 +6,6 @@ own class does."""
 
 from __future__ import annotations
 
-import copy
 import inspect
 import struct
 from collections.abc import Callable
@@ -37,36 +36,41 @@ def use_kernel_norms(model: nn.Module) -> None:
 def use_own_norms(model: nn.Module) -> None:
     """Undo `use_kernel_norms`; a class that was put above ours since then (a parametrisation's) stays."""
     for module in model.modules():
-        if isinstance(module, KernelNorm) and type(module) is _class(module.own, module.kind):
-            module.__class__ = module.own
+        if isinstance(module, KernelNorm) and type(module) is _class(module.mx_own, module.mx_kind):
+            module.__class__ = module.mx_own
 
 
 class KernelNorm:
-    """Beneath the class of a norm. own: the norm's own class; kind: a place in KINDS."""
+    """Beneath the class of a norm. mx_own: the norm's own class; mx_kind: a place in KINDS; names that no norm has."""
 
-    own: type
-    kind: int
+    mx_own: type
+    mx_kind: int
 
-    def forward(self, x):
-        weight = self._parameters.get("weight")
-        if weight is not None and _unwatched(x) and x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float32):
-            if x.dim() and x.shape[-1] == weight.shape[0] and x.is_contiguous() and weight.is_contiguous():
-                return rms_norm(x, weight, _epsilon(self), self.kind)
-        return super().forward(x)
+    def forward(self, *given, **named):
+        if not isinstance(self, KernelNorm):  # someone kept this method (accelerate's hooks do), and `use_own_norms` came after
+            return type(self).forward(self, *given, **named)
+        weight, x = self._parameters.get("weight"), given[0] if len(given) == 1 and not named else None
+        if weight is not None and weight.is_cpu and _unwatched(x) and x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float32):
+            epsilon = _epsilon(self)
+            if epsilon is not None and x.shape[-1:] == weight.shape and x.is_contiguous() and weight.is_contiguous():
+                return rms_norm(x, weight, epsilon, self.mx_kind)
+        return super().forward(*given, **named)
 
     def __reduce_ex__(self, protocol):
-        """Copies and pickles: the class is made where it is wanted."""
-        return _blank, (self.own, self.kind), self.__dict__.copy()
+        """Copies and pickles: the class is made where it is wanted. One above it (a parametrisation's) sees to them itself."""
+        if type(self) is not _class(self.mx_own, self.mx_kind):
+            return super().__reduce_ex__(protocol)
+        return _blank, (self.mx_own, self.mx_kind), self.__dict__.copy()
 
 
 @lru_cache(maxsize=None)
 def _class(own: type, kind: int) -> type:
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
-    return type(own.__name__, (KernelNorm, own), names | {"own": own, "kind": kind})
+    return type(own.__name__, (KernelNorm, own), names | {"mx_own": own, "mx_kind": kind})
 
 
 def _blank(own: type, kind: int) -> nn.Module:
-    made = _class(own, kind)
+    made = own if cpu.library() is None else _class(own, kind)
     return made.__new__(made)
 
 
@@ -96,9 +100,9 @@ def _epsilon(module: nn.Module) -> float | None:
 
 
 def norm_kind(module: nn.Module) -> int | None:
-    """The place in KINDS of an RMS norm; None for any other module. A copy of it with other weights is tried."""
+    """The place in KINDS of an RMS norm; None for any other module. One like it with other weights is tried."""
     weight = module._parameters.get("weight")
-    if weight is None or weight.dim() != 1 or weight.device.type != "cpu" or len(list(module.parameters())) > 1:
+    if weight is None or weight.dim() != 1 or weight.device.type != "cpu" or len([*module.parameters(), *module.buffers()]) > 1:
         return None
     if _epsilon(module) is None or len(inspect.signature(type(module).forward).parameters) != 2:
         return None
@@ -111,10 +115,10 @@ def norm_kind(module: nn.Module) -> int | None:
 
 def _alike(module: nn.Module, kind: int, dtype: torch.dtype, numbers: torch.Generator) -> bool:
     """Whether the module gives what `rms_norm` does, but for rounding: of bfloat16 numbers, one in fifty may be the next one."""
-    other, n = copy.deepcopy(module).to(dtype), module.weight.shape[0]
+    other, n = type(module).__new__(type(module)), module.weight.shape[0]  # a copy would copy hooks, and what they hold on to
     for scale in SCALES:
         weight, x = (torch.randn(*shape, n, generator=numbers).to(dtype) for shape in ((), (4,)))
-        other._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
+        vars(other).update(vars(module), _parameters={"weight": nn.Parameter(weight, requires_grad=False)})
         wanted, found = _tried(other.forward, x * scale), rms_norm(x * scale, weight, _epsilon(module), kind)
         if wanted is None or wanted.dtype != dtype or wanted.shape != x.shape:
             return False
