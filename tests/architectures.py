@@ -172,7 +172,8 @@ def outcome(family: Family, attn: str, batch: int, tree: bool = False, seed: int
     "refused: ..." with the reason; anything else is the difference."""
     model, texts = reference(family.name, attn, seed)
     finished = [row + text for row, text in zip(ROWS, texts)]
-    drafts = {"tree": KnowingTreeDraft(finished)} if tree else {"lookup": None, "model": perturbed(model)}
+    writes = getattr(model.config, "output_vocab_size", None) or VOCAB
+    drafts = {"tree": KnowingTreeDraft(finished, vocab=writes)} if tree else {"lookup": None, "model": perturbed(model)}
     calls = [[0], [1], [2]] if batch == 1 else [[0, 1, 2]]
     try:
         for name, draft in drafts.items():

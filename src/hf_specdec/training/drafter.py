@@ -22,10 +22,10 @@ from ..drafts import features
 from ..drafts.base import Draft
 from ..drafts.feature import FeatureDraft
 from ..mx.attention import use_for_few
-from ..mx.norms import use_kernel_norms
 from ..mx.formats import BLOCK, get_format
 from ..mx.kernels import cpu
 from ..mx.linear import MXLinear
+from ..mx.norms import use_kernel_norms
 from ..mx.packed import quantize
 from ..mx.swap import replace
 from ..registry import SHIPPED, shipped

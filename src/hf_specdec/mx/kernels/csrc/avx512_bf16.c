@@ -161,8 +161,7 @@ MX_INLINE int side_by_side(int64_t m, int64_t k, int64_t left, const int bits) {
     return 2;
 }
 
-#define FEW(G, SEVERAL) AT(G, 1, SEVERAL) AT(G, 2, SEVERAL) AT(G, 3, SEVERAL) AT(G, 4, SEVERAL)
-#define ALL(G, SEVERAL) FEW(G, SEVERAL) AT(G, 5, SEVERAL) AT(G, 6, SEVERAL) AT(G, 7, SEVERAL) AT(G, 8, SEVERAL)
+#define ALL(G, SEVERAL) AT(G, 1, SEVERAL) AT(G, 2, SEVERAL) AT(G, 3, SEVERAL) AT(G, 4, SEVERAL) AT(G, 5, SEVERAL) AT(G, 6, SEVERAL) AT(G, 7, SEVERAL) AT(G, 8, SEVERAL)
 #define AT(G, R, SEVERAL) case R: multiply(job, group, m0, G, R, bits, integer, SEVERAL); break;
 
 MX_INLINE BF16 void run(const mx_job *job, int64_t group, int64_t last, const int bits, const int integer) {
@@ -174,7 +173,7 @@ MX_INLINE BF16 void run(const mx_job *job, int64_t group, int64_t last, const in
         else if (totals) multiply_wide(job, group, totals, 1, bits, integer);
         for (int64_t m0 = totals ? m : 0; m0 < m; m0 += 8) { /* all rows at once, unless there was no memory for `totals` */
             const int64_t rows = m - m0 < 8 ? m - m0 : 8;
-            if (groups == 4) switch (rows) { FEW(4, 0) }
+            if (groups == 4) switch (rows) { AT(4, 1, 0) AT(4, 3, 0) AT(4, 4, 0) }
             else if (groups == 2) switch (rows) { ALL(2, 0) }
             else if (bits == 16 && m > 8) switch (rows) { ALL(1, 1) }
             else switch (rows) { ALL(1, 0) }
