@@ -11,6 +11,7 @@ import torch
 
 from hf_specdec import registry
 from hf_specdec.law import Law
+from hf_specdec.lazy_law import LazyLaw
 from hf_specdec.proposal import Proposal
 from hf_specdec.tree import Tree
 
@@ -38,6 +39,13 @@ def random_laws(*shape: int, seed: int = 0, zeros: bool = False) -> torch.Tensor
     return weights / weights.sum(-1, keepdim=True)
 
 
+@pytest.fixture(autouse=True, params=[Law, lambda scores: LazyLaw(scores, [])], ids=["tensors", "host"])
+def laws(request):
+    """Judged as tensors on any device, and row by row on the host."""
+    global law_of
+    law_of = request.param
+
+
 class World:
     """A target whose law depends on the tokens so far: p(. | path) for every path of at most `depth` tokens."""
 
@@ -51,7 +59,7 @@ class World:
     def law(self, tree: Tree, tokens: torch.Tensor) -> Law:
         """The target's laws at the nodes 0..N of every row of tokens."""
         rows = [[self.laws[tuple(row[step - 1] for step in tree.path(node))] for node in range(len(tree) + 1)] for row in tokens.tolist()]
-        return Law(torch.stack([torch.stack(row) for row in rows]).log())
+        return law_of(torch.stack([torch.stack(row) for row in rows]).log())
 
     def text(self, tokens: tuple[int, ...]) -> float:
         """Probability of a text under the target alone."""
@@ -251,7 +259,7 @@ def test_lenience_keeps_its_bound_on_trees(parents, lenience):
 def test_lenience_raises_the_acceptance_probability_to_min_1_p_over_lq():
     p, q, l = random_laws(6, seed=1), random_laws(6, seed=2), 0.5
     proposal = Proposal.chain(torch.arange(6)[:, None], q.expand(6, 1, 6))
-    law = Law(p.log().expand(6, 2, 6))
+    law = law_of(p.log().expand(6, 2, 6))
     chance = acceptance_probability(sampling(l), proposal, law, torch.zeros(6, 1, dtype=torch.float64), 1)
     assert torch.allclose(chance, (p / (l * q)).clamp(max=1), atol=EXACT, rtol=0)
 
@@ -260,7 +268,7 @@ def test_lenience_raises_the_acceptance_probability_to_min_1_p_over_lq():
 def test_greedy_lenience_accepts_x_where_p_is_at_least_l_times_the_largest(lenience):
     p = random_laws(40, 8, seed=4)
     tokens = torch.arange(8).repeat(40)[:, None]
-    laws = Law(p.repeat_interleave(8, 0)[:, None].expand(-1, 2, -1).log())
+    laws = law_of(p.repeat_interleave(8, 0)[:, None].expand(-1, 2, -1).log())
     accepted = greedy(lenience).verdict(Proposal.chain(tokens), laws, None).on_path[:, 1].view(40, 8)
     clear = (p / p.max(-1, keepdim=True).values - lenience).abs() > 1e-9
     assert torch.equal(accepted[clear], (p >= lenience * p.max(-1, keepdim=True).values)[clear])
@@ -277,7 +285,7 @@ def test_only_lenience_1_is_lossless():
 def chain_verdict(p: torch.Tensor, q: torch.Tensor | None, x: int, coin: float):
     """The rule on one drafted token x; p and q of any dtype."""
     probs = None if q is None else q[None, None]
-    law = Law(p.log()[None, None].expand(1, 2, -1))
+    law = law_of(p.log()[None, None].expand(1, 2, -1))
     return sampling().verdict(Proposal.chain(torch.tensor([[x]]), probs), law, torch.tensor([[coin]], dtype=torch.float64))
 
 
@@ -311,7 +319,7 @@ def test_a_residual_that_sums_to_zero_falls_back_to_p_in_a_tree_too(q):
     below = p.clone()
     below[0] = torch.nextafter(below[0], torch.tensor(0.0))
     proposal = Proposal(Tree((0, 0)), torch.tensor([[0, 0]]), None if q is None else q[None, None].expand(1, 2, -1), [2])
-    verdict = sampling().verdict(proposal, Law(below.log()[None, None].expand(1, 3, -1)), torch.full((1, 2), ALMOST_ONE, dtype=torch.float64))
+    verdict = sampling().verdict(proposal, law_of(below.log()[None, None].expand(1, 3, -1)), torch.full((1, 2), ALMOST_ONE, dtype=torch.float64))
     assert verdict.next_probs.isfinite().all() and float(verdict.next_probs.sum()) > 0
 
 
@@ -332,7 +340,7 @@ def test_padding_of_a_short_row_is_not_judged_and_the_next_token_comes_from_p():
 @pytest.mark.parametrize("rule", [sampling(), greedy()], ids=["sampling", "greedy"])
 def test_an_empty_proposal_leaves_the_targets_own_law(rule):
     world = World(5, 0, seed=1)
-    law = Law(world.laws[()].log()[None, None])
+    law = law_of(world.laws[()].log()[None, None])
     verdict = rule.verdict(Proposal.from_lists([[]], "cpu"), law, torch.zeros(1, 0, dtype=torch.float64) if rule.samples else None)
     assert verdict.on_path.tolist() == [[True]]
     own = verdict.next_probs[0]

@@ -16,8 +16,8 @@ from transformers import (EpsilonLogitsWarper, LogitsProcessor, MinLengthLogitsP
 
 from . import compat
 from .law import INFINITE, Law, draw, likeliest
+from .lazy_law import LazyLaw
 from .noise import Gumbel
-from .nucleus import Nucleus
 
 Prefix = Callable[[int, int], torch.Tensor | None]
 TRACEABLE = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper, TypicalLogitsWarper, EpsilonLogitsWarper)
@@ -85,13 +85,14 @@ class Sampler:
         """logits [B, n, V] -> Law. sizes[b]: how many nodes of row b count; prefix(b, i): what `text` makes of the tokens up to and
         including node i of row b; parents: of the nodes after the root, where they are all of one tree; draft: the logits are a draft's. Half
         precision goes to float32 as in transformers' own loops."""
-        if self.exact_scores and logits.dtype in (torch.float16, torch.bfloat16):
-            logits = logits.float()
         processors = self.rows[0] if self.rows else []
-        nucleus = self.do_sample and bool(processors) and Nucleus.fits(processors[-1], logits)
-        logits = self._processed(logits, sizes, prefix, parents, len(processors) - nucleus)
-        if nucleus:
-            return Nucleus(logits, processors[-1], free=draft)
+        lazy = self.do_sample and self.gumbel is None and logits.device.type == "cpu"
+        count = len(processors) - (LazyLaw.takes(processors) if lazy else 0)
+        if self.exact_scores and logits.dtype in INFINITE and (count or not lazy):
+            logits = logits.float()
+        logits = self._processed(logits, sizes, prefix, parents, count)
+        if lazy:
+            return LazyLaw(logits, processors[count:], free=draft)
         return Law(logits, None if self.gumbel is None else self._noise(logits, sizes, prefix))
 
     def _noise(self, logits: torch.Tensor, sizes: Sequence[int], prefix: Prefix) -> torch.Tensor:
@@ -112,6 +113,8 @@ class Sampler:
         for position, processor in enumerate(self.rows[0][:count] if count else ()):
             if compat.is_prefix_free(processor):
                 logits = _all_nodes(processor, logits.reshape(batch * n, vocab)).view(batch, n, vocab)
+            elif type(processor) in LEAST and len(parents) == n - 1:
+                logits = self._not_yet(position, logits, sizes, texts, parents)
             else:
                 logits = logits.clone()
                 for b in range(batch):
@@ -129,6 +132,19 @@ class Sampler:
                 never.remove((b, i))
                 logits[b, i] = self._alone(self.rows[b][:count], text, raw[b, i : i + 1])
         return logits
+
+    def _not_yet(self, position: int, logits: torch.Tensor, sizes: Sequence[int], texts: Prefix, parents: Sequence[int]) -> torch.Tensor:
+        """What a least length makes of logits [B, n, V], by the number of tokens alone; texts that never are do not matter to it."""
+        depths, found = [0], logits
+        for parent in parents:
+            depths.append(depths[parent] + 1)
+        for b, size in enumerate(sizes):
+            text, own = texts(b, 0), self.rows[b][position]
+            short = [] if text is None else [i for i in range(size) if LEAST[type(own)](own, text.shape[1] + depths[i])]
+            if short:
+                found = logits.clone() if found is logits else found
+                found[b, torch.tensor(short, device=logits.device)[:, None], _ends(own, logits)] = -inf
+        return found
 
     @staticmethod
     def _alone(processors: Sequence[LogitsProcessor], text: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
@@ -156,7 +172,7 @@ def _all_nodes(processor: LogitsProcessor, scores: torch.Tensor) -> torch.Tensor
 def _one_row(processor: LogitsProcessor, text: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     """Scores [V] of `scores` [1, V], for what follows `text` [1, L]."""
     if type(processor) in LEAST:
-        return _not_yet(processor, LEAST[type(processor)](processor, text.shape[1]), scores[0])
+        return scores[0].index_fill(0, _ends(processor, scores), -inf) if LEAST[type(processor)](processor, text.shape[1]) else scores[0]
     found = processor(text, scores)
     if found.shape != scores.shape:
         raise ValueError(f"logits_processor: {type(processor).__name__} was given one row, scores {list(scores.shape)}, and returned {list(found.shape)}. "
@@ -164,10 +180,10 @@ def _one_row(processor: LogitsProcessor, text: torch.Tensor, scores: torch.Tenso
     return found[0]
 
 
-def _not_yet(processor: LogitsProcessor, short: bool, scores: torch.Tensor) -> torch.Tensor:
-    """What a least length gives for scores [V]; transformers' own class looks for the end of text in the whole vocabulary."""
+def _ends(processor: LogitsProcessor, scores: torch.Tensor) -> torch.Tensor:
+    """int64 [m]: the ends of text of a least length that are in the vocabulary; transformers' own class looks for them in the whole of it."""
     ends = processor.eos_token_id
-    return scores.index_fill(0, ends[(0 <= ends) & (ends < len(scores))].to(scores.device), -inf) if short else scores
+    return ends[(0 <= ends) & (ends < scores.shape[-1])].to(scores.device)
 
 
 class Drawing:

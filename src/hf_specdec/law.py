@@ -10,6 +10,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
+LONG, BLOCK = 4096, 256  # a vocabulary that is drawn from block by block, and its blocks
 INFINITE = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}  # the bits of infinity
 
 
@@ -19,7 +20,10 @@ class Law:
     scores: float [B, n, V], processed logits; p = softmax(scores) when sampling, the one-hot of the argmax when greedy
             (Leviathan et al. 2023, section 2.2: greedy decoding is sampling from a one-hot law).
     ranking: float [B, n, V], what the argmax is taken of: the scores, in coupled sampling with Gumbel noise added.
+    on_host: whether a node's law can be asked for alone, at little cost (`lazy_law.LazyLaw`).
     """
+
+    on_host = False
 
     def __init__(self, scores: torch.Tensor, gumbel: torch.Tensor | None = None):
         self.scores = scores
@@ -77,14 +81,29 @@ def _by_words(scores: torch.Tensor, infinite: int) -> np.ndarray | None:
     return found.reshape(words.shape[:-1]) if good else None
 
 
-def draw(law: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+def draw(law: torch.Tensor, uniform: torch.Tensor, none: int = 0) -> torch.Tensor:
     """Tokens int64 [B] from weights float [B, V] (need not sum to 1) by inverse CDF in float64; point masses int64 [B] stay.
 
-    uniform: float64 [B] in [0, 1). A token of zero weight is never drawn.
+    uniform: float64 [B] in [0, 1). A token of zero weight is never drawn. none: the token of a row whose weights are all 0, or not numbers.
     """
     if not law.is_floating_point():
         return law
+    if law.device.type == "cpu" and law.shape[-1] >= LONG and law.dtype not in INFINITE:
+        return torch.tensor([_drawn(weights, u, none) for weights, u in zip(law.detach().numpy(), uniform.tolist())])
     cdf = law.cumsum(-1, dtype=torch.float64)
     total = cdf[:, -1:]
     target = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cdf, target, right=True).squeeze(-1).clamp(max=law.shape[-1] - 1)
+    token = torch.searchsorted(cdf, target, right=True).clamp(max=law.shape[-1] - 1)
+    return torch.where(total > 0, token, none).squeeze(-1)
+
+
+def _drawn(weights: np.ndarray, u: float, none: int) -> int:
+    """`draw` of one row: first a block of tokens by its sum, then a token of the block."""
+    sums = np.cumsum(np.add.reduceat(weights, np.arange(0, len(weights), BLOCK), dtype=np.float64))
+    if not sums[-1] > 0:
+        return none
+    target = min(u * sums[-1], np.nextafter(sums[-1], 0.0))
+    block = int(np.searchsorted(sums, target, side="right"))
+    own = np.cumsum(weights[block * BLOCK : (block + 1) * BLOCK], dtype=np.float64)
+    rest = target - (sums[block - 1] if block else 0.0)
+    return block * BLOCK + int(np.searchsorted(own, min(rest, np.nextafter(own[-1], 0.0)), side="right"))

@@ -56,20 +56,15 @@ class SpeculativeLoop:
         self.draft.observe(proposal, logits)
 
         law = self.sampler(logits, [size + 1 for size in proposal.sizes], self._prefix(proposal), proposal.tree.parents)
-        coins = self.noise.uniform("accept", len(proposal.tree)) if self.acceptance.samples else None
-        verdict = self.acceptance.verdict(proposal, law, coins)
-        token = self._draw(verdict.next_probs, "next")
+        coins = self.noise.coins(len(proposal.tree)) if self.acceptance.samples else None
+        verdict = self.acceptance.verdict(proposal, law, None if coins is None else coins[:, :-1])
+        token = verdict.next_probs if coins is None else draw(verdict.next_probs, coins[:, -1], none=-1)  # -1: no law at all, see `_emit`
         self.draft.commit(verdict)
         accepted = self._emit(proposal, verdict.on_path, token, law, logits)
 
         end = perf_counter()
         self.schedule.observe(proposal.sizes, accepted, None if self.noise.round == 1 else end - begin)
         self.trace.clock(drafted - begin, verified - drafted, end - verified, self.target.seconds + self.draft.forward_seconds)
-
-    def _draw(self, law: torch.Tensor, stream: str) -> torch.Tensor:
-        if not law.is_floating_point():
-            return law
-        return torch.where(law.sum(-1) > 0, draw(law, self.noise.uniform(stream, 1)[:, 0]), -1)  # -1: no law at all, see `_emit`
 
     def _prefix(self, proposal: Proposal):
         """prefix(b, i): row b up to and including node i, as `Sampler.text` has it."""

@@ -3,50 +3,62 @@ depend on its neighbours, on when they finish, or on the device."""
 
 from __future__ import annotations
 
+from typing import TypeVar
+
+import numpy as np
 import torch
 
+Bits = TypeVar("Bits", np.ndarray, torch.Tensor)
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64
 
 
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014) on int64, whose products wrap as unsigned ones do."""
+def _mix(x: Bits) -> Bits:
+    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014) on int64 [...], whose products wrap as unsigned ones do."""
     x = (x ^ _shift(x, 30)) * -4658895280553007687
     x = (x ^ _shift(x, 27)) * -7723592293110705685
     return x ^ _shift(x, 31)
 
 
-def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
+def _shift(x: Bits, bits: int) -> Bits:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 class Noise:
-    """seeds: one int per row, 0 <= seed < 2**63."""
+    """seeds: one int per row, 0 <= seed < 2**63. The few numbers of a round are made on the host and go to `device` as they are."""
 
     STREAMS = ("draft", "accept", "next")
 
     def __init__(self, seeds: list[int], device: torch.device | str = "cpu"):
         self.device, self.round = device, 0
-        seeds = torch.tensor(seeds, dtype=torch.long, device=device)
-        self.keys = _mix(_mix(seeds + _GOLDEN) + _GOLDEN)
+        self.keys = _mix(_mix(np.array(seeds, dtype=np.int64) + _GOLDEN) + _GOLDEN)
 
     def keep(self, rows: list[int]) -> None:
         """Only these rows go on."""
-        self.keys = self.keys[torch.tensor(rows, device=self.keys.device)]
+        self.keys = self.keys[np.array(rows, dtype=np.int64)]
 
     def uniform(self, stream: str, n: int) -> torch.Tensor:
         """float64 [B, n] in [0, 1), multiples of 2**-53. Streams of different names and rounds are independent; a stream
         may carry a number ("draft:3"), and a draft inside another one has streams of its own ("draft:3/draft:0")."""
         *outer, stream = stream.split("/")
-        label, keys = self._label(stream), self.keys
+        keys = self.keys
         for part in outer:
-            keys = _mix(_mix(keys + torch.tensor(self._label(part) + 1, device=self.device) * _GOLDEN) + _GOLDEN)
-        counter = torch.arange(n, dtype=torch.long, device=self.device) + (label << 16) + (self.round << 32)
-        bits = _mix(_mix(keys[:, None] + counter * _GOLDEN) + keys[:, None])
-        return _shift(bits, 11).double() * 2.0**-53
+            keys = _mix(_mix(keys + np.array([self._label(part) + 1]) * _GOLDEN) + _GOLDEN)
+        return self._numbers(keys, np.arange(n) + (self._label(stream) << 16))
+
+    def coins(self, n: int) -> torch.Tensor:
+        """float64 [B, n + 1]: the n numbers of "accept" and the one of "next" of a verdict, at once."""
+        places = np.arange(n + 1) + (self.STREAMS.index("accept") << 16)
+        places[n] = self.STREAMS.index("next") << 16
+        return self._numbers(self.keys, places)
+
+    def _numbers(self, keys: np.ndarray, places: np.ndarray) -> torch.Tensor:
+        bits = _mix(_mix(keys[:, None] + (places + (self.round << 32)) * _GOLDEN) + keys[:, None])
+        return torch.from_numpy(_shift(bits, 11) * 2.0**-53).to(self.device)
 
     def _label(self, stream: str) -> int:
         name, _, number = stream.partition(":")
         return self.STREAMS.index(name) + len(self.STREAMS) * int(number or 0)
+
 
 class Gumbel:
     """Gumbel noise as a function of (row seed, position, token) alone: whoever draws at that place draws with the same numbers.

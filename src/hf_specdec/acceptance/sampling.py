@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import numpy as np
 import torch
 
 from ..law import Law
 from ..proposal import Proposal, Verdict
 from .base import Acceptance, chain_path
 from .primitive import acceptance_probability, residual
+
+if TYPE_CHECKING:
+    from ..lazy_law import LazyLaw
 
 
 class SpeculativeSampling(Acceptance):
@@ -38,6 +44,8 @@ class SpeculativeSampling(Acceptance):
         return self._chain(proposal, law, coins) if proposal.tree.is_chain else self._walk(proposal, law, coins)
 
     def _chain(self, proposal: Proposal, law: Law, coins: torch.Tensor) -> Verdict:
+        if law.on_host:
+            return self._row_by_row(proposal, law, coins)
         tokens, q, n = proposal.tokens, proposal.probs, len(proposal.tree)
         p_x = law.prob_of_next(tokens)
         q_x = 1.0 if q is None else q.gather(-1, tokens[..., None]).squeeze(-1)
@@ -51,6 +59,8 @@ class SpeculativeSampling(Acceptance):
         return Verdict(on_path, torch.where(rejected[:, None], left, p))
 
     def _walk(self, proposal: Proposal, law: Law, coins: torch.Tensor) -> Verdict:
+        if law.on_host:
+            return self._row_by_row(proposal, law, coins)
         tokens, valid = proposal.tokens, proposal.valid
         rows = torch.arange(len(tokens), device=tokens.device)
         last = torch.zeros_like(rows)
@@ -69,3 +79,33 @@ class SpeculativeSampling(Acceptance):
             left = torch.where((judged & ~accepted)[:, None], left / left.sum(-1, keepdim=True), p)
             p = torch.where(accepted[:, None], law.probs_at(last), left)
         return Verdict(on_path, p)
+
+    def _row_by_row(self, proposal: Proposal, law: LazyLaw, coins: torch.Tensor) -> Verdict:
+        """The same, chains and trees, on the host and one row after another: laws are asked for along the path alone, and where a token is
+        accepted, for its probability."""
+        on_path, following = np.zeros((len(proposal.sizes), len(proposal.tree) + 1), dtype=bool), []
+        on_path[:, 0] = True
+        for b, (tokens, coin, size) in enumerate(zip(proposal.tokens.tolist(), coins.tolist(), proposal.sizes)):
+            last, p = 0, None  # p: what earlier siblings have left of the law at the last node
+            for node, parent in enumerate(proposal.tree.parents[:size], start=1):
+                if parent != last:
+                    continue
+                x, q = tokens[node - 1], None if proposal.probs is None else proposal.probs[b, node - 1].numpy()
+                p_x = law.prob(b, last, x) if p is None else float(p[x] / p.sum())
+                if coin[node - 1] * self.lenience * (1.0 if q is None else float(q[x])) < p_x:  # r < p / (l q)
+                    last, p, on_path[b, node] = node, None, True
+                else:
+                    p = _residual(law.probs(b, last) if p is None else p / p.sum(), q, x, self.lenience)
+            following.append(torch.from_numpy(law.probs(b, last) if p is None else p))
+        return Verdict(torch.from_numpy(on_path), following[0][None] if len(following) == 1 else torch.stack(following))
+
+
+def _residual(p: np.ndarray, q: np.ndarray | None, x: int, lenience: float) -> np.ndarray:
+    """`primitive.residual` of one row, p and q float [V]; p is written to."""
+    if q is None:
+        p_x, p[x] = p[x], max(p[x] - lenience, 0)
+        if p_x > 0.5 and not p.any():  # all of the law was there
+            p[x] = p_x
+        return p
+    left = np.maximum(p - lenience * q, 0)
+    return left if left.sum() > 0 else p

@@ -1,0 +1,225 @@
+"""Laws that are found when they are asked for, without sorting the vocabulary: transformers' own warpers are what they are measured by, bit for bit."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import (LogitsProcessorList, MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor, MinPLogitsWarper, TemperatureLogitsWarper,
+                          TopKLogitsWarper, TopPLogitsWarper)
+
+from hf_specdec.acceptance.sampling import SpeculativeSampling
+from hf_specdec.distributions import Sampler
+from hf_specdec.law import Law
+from hf_specdec.lazy_law import LazyLaw
+from hf_specdec.nucleus import COLUMNS, cut, largest
+from hf_specdec.proposal import Proposal
+
+V = 977
+
+
+def scores(kind, seed, rows=2, nodes=5, width=V):
+    torch.manual_seed(seed)
+    drawn = torch.randn(rows, nodes, width) * 3
+    match kind:
+        case "16 bit":  # many tokens with the same score
+            return drawn.bfloat16().float()
+        case "whole numbers":
+            return drawn.round()
+        case "flat":
+            return drawn * 1e-3
+        case "all equal":
+            return torch.zeros_like(drawn)
+        case "peaked":
+            return drawn * 20
+        case "top-k before":
+            return TopKLogitsWarper(20)(None, drawn.bfloat16().float().view(-1, width)).view(drawn.shape)
+        case "one token left":
+            return torch.full_like(drawn, -torch.inf).index_fill(-1, torch.tensor([seed]), 1.5)
+        case "nothing left":
+            return torch.full_like(drawn, -torch.inf)
+        case "nan":
+            return drawn.index_fill(-1, torch.tensor([3]), torch.nan)
+        case "infinite":
+            return drawn.index_fill(-1, torch.tensor([3]), torch.inf)
+        case "large":
+            return drawn + 1e4
+    return drawn
+
+
+KINDS = ["plain", "16 bit", "whole numbers", "flat", "all equal", "peaked", "top-k before", "one token left", "nothing left", "nan", "infinite", "large"]
+
+
+def stock(warper, before):
+    return warper(None, before.view(-1, before.shape[-1])).view(before.shape)
+
+
+@pytest.mark.parametrize("least", [1, 4, V])
+@pytest.mark.parametrize("top_p", [0.0, 0.01, 0.3, 0.5, 0.9, 0.95, 0.999, 1.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_are_those_of_the_warper_bit_for_bit(kind, top_p, least):
+    warper = TopPLogitsWarper(top_p, min_tokens_to_keep=least)
+    for seed in range(3):
+        before = scores(kind, seed)
+        torch.testing.assert_close(LazyLaw(before, [warper]).scores, stock(warper, before), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("top_p", [0.3, 0.9, 0.95])
+@pytest.mark.parametrize("kind", KINDS)
+def test_probabilities_are_those_of_the_warpers_scores(kind, top_p):
+    warper, before = TopPLogitsWarper(top_p), scores(kind, 7)
+    law, meant = LazyLaw(before, [warper]), stock(warper, before).softmax(-1)
+    for node in range(before.shape[1]):
+        at = torch.full((len(before),), node)
+        torch.testing.assert_close(law.probs_at(at), meant[:, node], rtol=2e-6, atol=1e-9, equal_nan=True)
+    for seed in range(40):
+        tokens = torch.randint(V, before.shape[:2], generator=torch.Generator().manual_seed(seed))
+        if seed % 2:
+            tokens = before.nan_to_num(-1e9).topk(1 + seed).indices[..., -1]  # the likely ones, among them those at the edge
+        expected = meant.gather(-1, tokens[..., None]).squeeze(-1)
+        torch.testing.assert_close(LazyLaw(before, [warper]).prob_of_next(tokens), expected, rtol=2e-6, atol=1e-9, equal_nan=True)
+        torch.testing.assert_close(LazyLaw(before, [warper]).prob_of_next(tokens[:, :2]), expected[:, :2], rtol=2e-6, atol=1e-9, equal_nan=True)
+        nodes = torch.randint(before.shape[1], tokens.shape, generator=torch.Generator().manual_seed(seed))
+        there = meant[torch.arange(len(nodes))[:, None], nodes, tokens]
+        torch.testing.assert_close(LazyLaw(before, [warper]).prob_of(tokens, nodes), there, rtol=2e-6, atol=1e-9, equal_nan=True)
+
+
+class Counted(LazyLaw):
+    asked = 0
+
+    def _warped(self, b, i):
+        self.asked += (b, i) not in self.warped
+        return super()._warped(b, i)
+
+
+def test_the_warper_sorts_only_what_it_alone_decides():
+    law = Counted(scores("plain", 1), [TopPLogitsWarper(0.9)])
+    assert law.scores.isfinite().any() and law.asked == 0  # no two scores are equal
+    before = torch.full((1, 3, 12), -9.0)
+    before[0, :, :4] = torch.tensor([3.0, 2.0, 2.0, 2.0])
+    warper = TopPLogitsWarper(0.75)  # 0.475 and 0.175 each: two of the three are left
+    law = Counted(before, [warper])
+    assert law.prob_of_next(torch.tensor([[0, 7, 0]])).gt(0).tolist() == [[True, False, True]] and law.asked == 0
+    left = law.prob_of_next(torch.tensor([[1, 1, 1]]))
+    assert law.asked == 3
+    torch.testing.assert_close(left, stock(warper, before).softmax(-1)[..., 1])
+
+
+def test_where_rounding_decides_the_warper_does():
+    assert cut(np.zeros(4, np.float32), 0.75, 1) is None  # sums of 1/4, 1/2, 3/4
+    assert cut(np.zeros(4, np.float32), 0.7, 1) is not None
+    even, warper = torch.zeros(1, 1, 4), TopPLogitsWarper(0.75)
+    law = Counted(even, [warper])
+    assert torch.equal(law.scores, stock(warper, even)) and law.asked == 1
+
+
+@pytest.mark.parametrize("kind", ["plain", "16 bit", "whole numbers", "all equal", "top-k before"])
+def test_a_draft_takes_any_of_equal_tokens_and_its_law_is_one(kind):
+    warper, before = TopPLogitsWarper(0.9), scores(kind, 3)
+    law, meant = LazyLaw(before, [warper], free=True), stock(warper, before)
+    assert torch.equal(law.scores.isfinite().sum(-1), meant.isfinite().sum(-1))  # as many as the warper leaves
+    assert torch.equal(law.scores.sort(-1).values, meant.sort(-1).values)
+    for node in range(before.shape[1]):
+        q = law.probs_at(torch.full((len(before),), node))
+        torch.testing.assert_close(q.sum(-1), torch.ones(len(before)))
+        torch.testing.assert_close(q, law.scores[:, node].softmax(-1), rtol=2e-6, atol=1e-9)
+        token = q.argmin(-1, keepdim=True)
+        torch.testing.assert_close(law.prob_of(token, torch.full_like(token, node)), q.gather(-1, token), rtol=2e-6, atol=1e-9)
+
+
+class Own(TopPLogitsWarper):
+    pass
+
+
+def test_which_processors_such_a_law_stands_for():
+    temperature, top_k, top_p, least = TemperatureLogitsWarper(0.7), TopKLogitsWarper(3), TopPLogitsWarper(0.9), MinLengthLogitsProcessor(8, 3)
+    for processors, count in [([], 0), ([temperature], 1), ([top_p], 1), ([temperature, top_k, top_p], 3), ([least, temperature, top_k], 2), ([temperature, top_p], 2),
+                              ([top_p, top_k], 1), ([top_k, temperature], 1), ([top_k, top_k], 1), ([temperature, MinPLogitsWarper(0.1)], 0), ([top_k, Own(0.9)], 0),
+                              ([temperature, TopKLogitsWarper(3, filter_value=-1e4)], 0), ([TopPLogitsWarper(0.9, filter_value=-1e4)], 0)]:
+        assert LazyLaw.takes(processors) == count, processors
+
+
+ORDERS = {"none": [], "temperature": ["T"], "top-k": ["k"], "top-p": ["p"], "temperature, top-k": ["T", "k"], "all": ["T", "k", "p"], "top-p first": ["p", "k", "T"],
+          "top-k last": ["T", "p", "k"]}
+MAKE = {"T": lambda: TemperatureLogitsWarper(1.7), "k": lambda: TopKLogitsWarper(9), "p": lambda: TopPLogitsWarper(0.8)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sampler_gives_the_laws_of_transformers_processors(kind, order, dtype):
+    processors = [MAKE[name]() for name in ORDERS[order]]
+    for width in (V, 5 * COLUMNS + 3):  # one that is too small for the short way to the largest, and one that has a rest
+        before = scores(kind, 5, width=width).to(dtype)
+        law = Sampler([processors, processors], do_sample=True)(before, [5, 5], None)
+        wide = before.float() if dtype in (torch.float16, torch.bfloat16) else before
+        meant = LogitsProcessorList(processors)(None, wide.view(-1, width)).view(before.shape)
+        assert isinstance(law, LazyLaw) and not isinstance(Sampler([processors, processors], do_sample=False)(before, [5, 5], None), LazyLaw)
+        torch.testing.assert_close(law.scores, meant, rtol=0, atol=0, equal_nan=True)
+        fresh = Sampler([processors, processors], do_sample=True)(before, [5, 5], None)
+        for node in range(5):
+            at = torch.tensor([node, 4 - node])
+            torch.testing.assert_close(fresh.probs_at(at), meant[[0, 1], at].softmax(-1), rtol=4e-6, atol=1e-9, equal_nan=True)
+        tokens = wide.nan_to_num(-1e9).topk(12).indices[..., -3]
+        torch.testing.assert_close(fresh.prob_of_next(tokens), meant.softmax(-1).gather(-1, tokens[..., None])[..., 0], rtol=4e-6, atol=1e-9, equal_nan=True)
+
+
+@pytest.mark.parametrize("temperature", [0.1, 0.7, 1.3, 3.0, 50.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_division_rounds_to_the_same_score_is_left_by_top_k(kind, temperature):
+    """Neighbouring floats become one score when they are divided, and top-k leaves all that have the k-th largest."""
+    before = scores(kind, 11, width=8 * COLUMNS)
+    before[..., : 4 * COLUMNS] = torch.nextafter(before[..., 4 * COLUMNS :], torch.tensor(-torch.inf))
+    processors = [TemperatureLogitsWarper(temperature), TopKLogitsWarper(7)]
+    law, meant = LazyLaw(before, processors), LogitsProcessorList(processors)(None, before.view(-1, before.shape[-1])).view(before.shape)
+    probs = torch.stack([law.probs_at(torch.full((2,), node)) for node in range(5)], dim=1)
+    assert torch.equal(probs.isnan(), meant.softmax(-1).isnan()) and torch.equal(probs > 0, meant.softmax(-1) > 0)
+
+
+@pytest.mark.parametrize("k", [1, 2, 50, 200])
+def test_the_largest_are_found_by_their_columns(k):
+    row = scores("16 bit", 3, width=40 * COLUMNS + 7)[0, 0].numpy()
+    found = largest(row, k)
+    assert set(np.flatnonzero(row >= np.sort(row)[-k])) <= set(found) and len(found) < 5 * k + 20 and (np.diff(found) > 0).all()
+    assert largest(row[: 3 * COLUMNS], k) is None  # too few
+    for at in (5, len(row) - 1):  # within the table and behind it
+        broken = row.copy()
+        broken[at] = np.nan
+        assert largest(broken, k) is None
+    assert largest(np.full_like(row, -np.inf), k) is None
+
+
+class Scanned(LazyLaw):
+    seen = 0
+
+    def _found(self, row):
+        self.seen += 1
+        return super()._found(row)
+
+
+@pytest.mark.parametrize("top_k", [0, 9])
+def test_a_chain_is_judged_as_far_as_its_first_rejected_token(top_k):
+    before = scores("plain", 4, rows=3, nodes=6)
+    processors = [TopKLogitsWarper(top_k)] if top_k else []
+    law, dense = Scanned(before, processors), Law(LogitsProcessorList(processors)(None, before.view(-1, V)).view(before.shape))
+    tokens = dense.argmax[:, :5]
+    tokens[0, 2] = before[0, 2].argmin()  # not accepted
+    proposal, coins = Proposal.chain(tokens, sizes=[5, 0, 5]), torch.full((3, 5), 1e-3, dtype=torch.float64)
+    found, meant = (SpeculativeSampling().verdict(proposal, each, coins) for each in (law, dense))
+    assert found.on_path.tolist() == meant.on_path.tolist() == [[True] * 3 + [False] * 3, [True] + [False] * 5, [True] * 6]
+    assert law.seen == 3 + 1 + 6
+    torch.testing.assert_close(found.next_probs, meant.next_probs)
+
+
+@pytest.mark.parametrize("ends", [3, [3, 5], [5, 4000], [-1, 2]])
+@pytest.mark.parametrize("make", [lambda ends: MinLengthLogitsProcessor(8, ends), lambda ends: MinNewTokensLengthLogitsProcessor(2, 6, ends)])
+def test_least_lengths_are_those_of_transformers(make, ends):
+    processor = make(ends)
+    chain = list(range(10, 20))
+    before = scores("plain", 2, rows=1, nodes=7)
+
+    def prefix(_, node):
+        return torch.tensor([chain[: 4 + node]])
+
+    law = Sampler([[processor]], do_sample=False)(before, [7], prefix, range(6))
+    meant = [processor(prefix(0, node), before[:, node]) for node in range(7)]
+    assert torch.equal(law.scores, torch.stack(meant, dim=1))
+    assert law.scores.isinf().any() and law.scores[:, -1].isfinite().all()
