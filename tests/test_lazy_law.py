@@ -10,7 +10,7 @@ from hf_specdec.acceptance.sampling import SpeculativeSampling
 from hf_specdec.distributions import Sampler
 from hf_specdec.law import Law
 from hf_specdec.lazy_law import LazyLaw
-from hf_specdec.nucleus import COLUMNS, cut, largest
+from hf_specdec.nucleus import COLUMNS, DEPTH, HALVINGS, Bisection, cut, largest
 from hf_specdec.proposal import Proposal
 
 V = 977
@@ -123,6 +123,17 @@ def test_a_draft_takes_any_of_equal_tokens_and_its_law_is_one(kind):
         torch.testing.assert_close(q, law.scores[:, node].softmax(-1), rtol=2e-6, atol=1e-9)
         token = q.argmin(-1, keepdim=True)
         torch.testing.assert_close(law.prob_of(token, torch.full_like(token, node)), q.gather(-1, token), rtol=2e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("top_p", [0.0, 0.01, 0.3, 0.5, 0.9, 0.95, 0.999])
+@pytest.mark.parametrize("kind", ["plain", "flat", "peaked", "top-k before", "one token left", "large", "16 bit", "whole numbers", "all equal"])
+def test_halving_leaves_what_sorting_does_and_all_of_equal_tokens(kind, top_p):
+    before = scores(kind, 3)[0]
+    left, meant = Bisection(top_p)(None, before), TopPLogitsWarper(top_p)(None, before)
+    assert torch.equal(left[left.isfinite()], before[left.isfinite()]) and (left.isfinite() | ~meant.isfinite()).all()
+    lowest = before.masked_fill(~meant.isfinite(), torch.inf).amin(-1, keepdim=True)
+    assert torch.equal(left.isfinite(), (before >= lowest - DEPTH / 2**HALVINGS - 1e-6) & left.isfinite())
+    assert (left.isfinite() | (before < lowest)).all()  # those with the lowest score left, too
 
 
 class Own(TopPLogitsWarper):

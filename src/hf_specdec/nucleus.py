@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from math import isfinite, isnan
 
 import numpy as np
+import torch
 
 NEAR = 1e-5  # a sum of probabilities so near to what top-p leaves out may be on either side of it, as it was rounded
+HALVINGS, DEPTH = 20, 24.0  # of the search for the lowest score left, and how far below the highest it goes
 COLUMNS = 512  # of the table whose columns' largest entries tell where the k-th largest lies, at least
 
 
@@ -63,3 +65,23 @@ def largest(scores: np.ndarray, k: int) -> np.ndarray | None:
     if not isfinite(floor) or isnan(highest.max()) or len(rest) and isnan(rest.max()):
         return None
     return np.flatnonzero(scores >= floor - abs(floor) * 2.0**-20 - 1e-30)
+
+
+class Bisection:
+    """Top-p inside a compiled draft: the lowest score left is searched by halving, with no sort of the vocabulary. All tokens with scores as high are
+    left, and some that are lower by less than DEPTH / 2**HALVINGS; a draft's law is whatever it was drawn from. top_p: float or a tensor []."""
+
+    def __init__(self, top_p: float | torch.Tensor):
+        self.top_p = top_p
+
+    def __call__(self, input_ids: None, scores: torch.Tensor) -> torch.Tensor:
+        """Scores [B, V] with minus infinity for what is not left."""
+        below = scores - scores.amax(-1, keepdim=True)
+        mass = below.exp()
+        goal = self.top_p * mass.sum(-1, keepdim=True)
+        low, high = torch.full_like(goal, -DEPTH), torch.zeros_like(goal)
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            enough = torch.where(below >= middle, mass, 0.0).sum(-1, keepdim=True) >= goal
+            low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
+        return scores.masked_fill(below < low, -torch.inf)
