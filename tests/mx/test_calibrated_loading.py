@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import copy
 import pickle
+import weakref
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, T5Config, T5ForConditionalGeneration
 
 from hf_specdec import mx
 from hf_specdec.mx import in_place
 from hf_specdec.mx.calibration import own_text
+from hf_specdec.mx.swap import compress_layer
 
 from ..helpers import VOCAB
-from .models import allocated, mx_layers, same, tiny
+from .models import mx_layers, same, tiny
 from .test_calibrate import BAD, TEXT
 from .test_layer_formats import MIXED
 
@@ -48,6 +49,7 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=["plain", "head", "activations", "layers", "mostly_dense"])
+@pytest.mark.filterwarnings("ignore:.*the model has no module")
 @pytest.mark.parametrize("kind, tied", [("llama", False), ("llama", True), ("qwen3_moe", False)])
 def test_it_is_compress_after_loading_tensor_by_tensor_and_file_by_file(kind, tied, options, tmp_path):
     tiny(kind, tie_word_embeddings=tied).save_pretrained(tmp_path / "dense")
@@ -96,11 +98,17 @@ def test_text_of_the_models_own(folder):
     assert same(load(folder, quantization_config=mx.MXConfig(FOUR, calibration=text)), mx.compress(dense, FOUR, calibration=text))
 
 
-def test_dense_layers_go_as_they_are_compressed(tmp_path):
-    tiny(hidden_size=256, intermediate_size=512, num_hidden_layers=12, num_attention_heads=4).save_pretrained(tmp_path)
-    models, dense = [], sum(weight.nbytes for weight in load_file(tmp_path / "model.safetensors").values())
-    held = allocated(lambda: models.append(load(tmp_path, quantization_config=mx.MXConfig(FOUR, calibration=TEXT))))[1]
-    assert len(mx_layers(models[0])) == 84 and held < 0.35 * dense
+def test_dense_layers_go_as_they_are_compressed(folder, monkeypatch):
+    weights, alive = [], []
+
+    def watched(model, choice, *arguments):
+        alive.append(sum(weight() is not None for weight in weights))
+        weights.extend([weakref.ref(choice.module.weight)] if choice.format else [])
+        return compress_layer(model, choice, *arguments)
+
+    monkeypatch.setattr(in_place, "compress_layer", watched)
+    load(folder, quantization_config=mx.MXConfig(FOUR, calibration=TEXT))
+    assert len(weights) == 14 and max(alive) <= 1
 
 
 # --- bad input ----------------------------------------------------------------------------------------------------------------
@@ -146,7 +154,7 @@ def test_what_is_wrong_for_this_model_is_refused_before_its_weights_are_read(fol
         load(folder, device_map={"": "cpu", "model.layers.0.mlp": "disk"}, quantization_config=mx.MXConfig(FOUR, calibration=TEXT))
 
 
-def test_a_compressed_checkpoint_takes_no_calibration(tmp_path, unread):
+def test_a_compressed_checkpoint_takes_no_calibration(tmp_path):
     mx.compress(tiny(), FOUR, measure=False).save_pretrained(tmp_path)
     broken(tmp_path)
     for read in (load, lambda folder, **options: mx.load(AutoModelForCausalLM, folder, **options)):
