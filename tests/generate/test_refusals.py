@@ -336,6 +336,9 @@ def test_what_the_models_own_config_asks_for_is_refused_with_where_that_is(name,
     for options in ({}, {"generation_config": GenerationConfig()}, {name: value}):
         with pytest.raises(ValueError, match=f"^{name}.*{words}.*{where}"):
             ours(model, ROWS[:1], **options)
+    if name != "token_healing":  # without a tokenizer, transformers has refused that before
+        with pytest.raises(ValueError, match=f"^{name}.*{words}.*{where}"):
+            model.generate(**padded(ROWS[:1]), max_new_tokens=4, custom_generate=SpeculativeDecoder(PromptLookupDraft()))
     off = {"token_healing": False, "guidance_scale": 1, "dola_layers": None}[name]  # what a caller says comes before the config
     assert torch.equal(ours(model, ROWS[:1], **{name: off}), expected)
     setattr(model.generation_config, name, None)

@@ -78,6 +78,7 @@ def test_an_encoder_decoder(tmp_path):
     one, two = model.state_dict(), after.state_dict()
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
     assert any(layer.note == "calibrated" for layer in model.mx_report.layers)
+    assert not any(part.config.quantization_config.calibration for part in model.modules() if hasattr(part, "config"))  # copies, the encoder's say
 
 
 def test_one_config_serves_several_models_and_none_of_them_keeps_the_text(folder, tmp_path):

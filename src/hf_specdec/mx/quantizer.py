@@ -186,6 +186,9 @@ class MXQuantizer(HfQuantizer):
     def _calibrate(self, model):
         (choices, sequences), self.calibrating = self.calibrating, None
         check_weights(choices, OFFLOADED)
+        for part in model.modules():  # an encoder may have a copy of the config, and the text with it
+            if isinstance(getattr(getattr(part, "config", None), "quantization_config", None), MXConfig):
+                part.config.quantization_config = self.quantization_config
         compress_in_place(model, choices, self.quantization_config.scale_rule, self.quantization_config.activations, sequences)
         return model
 
