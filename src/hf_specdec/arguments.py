@@ -62,14 +62,33 @@ def check_arguments(kwargs: dict[str, Any], own) -> None:
                              f"speculative=True. Drop it; num_assistant_tokens says how many tokens are drafted.")
     config = kwargs.get("generation_config")
     for option in (kwargs.get, lambda name: getattr(config, name, None)):
-        _check_way_of_decoding(option)
+        _check_way_of_decoding(option, own)
         _check_cache_implementation(option("cache_implementation"))
+    _check_way_of_decoding(lambda name: None if name in kwargs or getattr(config, name, None) is not None else getattr(own, name, None), own)
 
 
-def _check_way_of_decoding(option: Callable[[str], Any]) -> None:
+def _in_own_config(name: str, value: Any, own) -> str:
+    """What a refusal of `value` ends with where the model's own generation config asks for it, too."""
+    if value is None or value != getattr(own, name, None):
+        return ""
+    return f" It is set in model.generation_config: model.generation_config.{name} = None takes it away."
+
+
+def _check_way_of_decoding(option: Callable[[str], Any], own) -> None:
     for name, remedy in _OTHER_WAYS.items():
         if option(name):
-            raise ValueError(f"{name}={option(name)!r}: {remedy}")
+            raise ValueError(f"{name}={option(name)!r}: {remedy}{_in_own_config(name, option(name), own)}")
+
+
+def _check_processors(processors, generation, own) -> None:
+    """Refuse, by name, processors with a state of their own."""
+    argument, kind = compat.that_keeps_a_state(processors) or (None, None)
+    if argument is None:
+        return
+    value = getattr(generation, argument, None)
+    name = argument if value is not None else "logits_processor"  # an instance of the caller's own
+    raise ValueError(f"{name}: {kind} keeps a state from call to call, and drafted tokens that are rejected would corrupt it. Drop it, or generate with "
+                     f"speculative=False.{_in_own_config(argument, value, own)}")
 
 
 def _check_cache_implementation(name: str | None) -> None:
@@ -99,12 +118,13 @@ def check_draft_stop(draft: Draft, config: SpeculativeConfig) -> None:
 def check_call(model, input_ids, processors, generation, model_kwargs: dict, traits: compat.ModelTraits) -> None:
     """What transformers has made of the call, its model's own config included."""
     check_mode(model, "target")
+    own = compat.unwrap(model).generation_config
     _check_beams(model, generation, traits)
     if model_kwargs.get("inputs_embeds") is not None:
         raise ValueError("inputs_embeds: the draft needs token ids. Pass input_ids.")
     if input_ids.ndim != 2 or input_ids.shape[1] == 0:
         raise ValueError("input_ids: the prompt is empty; give at least one token per row.")
-    _check_way_of_decoding(lambda name: getattr(generation, name, None))
+    _check_way_of_decoding(lambda name: getattr(generation, name, None), own)
     _check_cache_implementation(generation.cache_implementation)
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(generation, name, None) and generation.return_dict_in_generate:
@@ -129,7 +149,7 @@ def check_call(model, input_ids, processors, generation, model_kwargs: dict, tra
     lengths.check_rope(compat.unwrap(model), generation.max_length, "target")
     if input_ids.shape[0] > 1:
         lengths.check_counting(compat.unwrap(model), generation.max_length, "target")
-    compat.check_processors(processors, generation)
+    _check_processors(processors, generation, own)
     check_batch(compat.unwrap(model), traits, input_ids.shape[0], "target")
 
 

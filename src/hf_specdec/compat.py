@@ -40,14 +40,11 @@ def is_prefix_free(processor: LogitsProcessor) -> bool:
     return type(processor) in _PREFIX_FREE
 
 
-def check_processors(processors: Sequence[LogitsProcessor], generation: Any) -> None:
-    """Refuse, by name, processors with a state of their own, which tentative calls on drafted tokens would corrupt."""
-    for processor in processors:
-        argument = next((name for kind, name in _TENTATIVE_CALLS_BREAK.items() if isinstance(processor, kind)), None)
-        if argument is not None:
-            argument = argument if getattr(generation, argument, None) is not None else "logits_processor"  # an instance of the caller's own
-            raise ValueError(f"{argument}: {type(processor).__name__} keeps a state from call to call, and drafted tokens that are rejected "
-                             f"would corrupt it. Drop it, or generate with speculative=False.")
+def that_keeps_a_state(processors: Sequence[LogitsProcessor]) -> tuple[str, str] | None:
+    """Of the first processor with a state of its own, which tentative calls on drafted tokens would corrupt: the argument that asks for such a one, and
+    its class; None without."""
+    found = ((name, type(processor).__name__) for processor in processors for kind, name in _TENTATIVE_CALLS_BREAK.items() if isinstance(processor, kind))
+    return next(found, None)
 
 
 def processors_per_row(processors: Sequence[LogitsProcessor], input_ids: torch.Tensor, prompts: list[list[int]]) -> list[list[LogitsProcessor]]:

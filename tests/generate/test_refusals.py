@@ -322,3 +322,24 @@ def test_a_generation_config_of_the_callers_means_what_arguments_mean():
         proposed({"speculative": True}, token_healing=True)
     model.generation_config.assistant_confidence_threshold = 0.4  # what a checkpoint carries is nobody's wish
     assert proposed({"speculative": {"num_assistant_tokens": 3}}, assistant_confidence_threshold=0.4) == 3
+
+
+@pytest.mark.parametrize("name, value, words", [
+    ("token_healing", True, "heal_tokens"), ("guidance_scale", 1.5, "ClassifierFreeGuidance.*Drop it"), ("dola_layers", "low", "DoLa")])
+def test_what_the_models_own_config_asks_for_is_refused_with_where_that_is(name, value, words):
+    model, where = hf_specdec.enable(tiny_llama(3)), f"It is set in model.generation_config: model.generation_config.{name} = None"
+    with pytest.raises(ValueError, match=f"^{name}.*{words}") as caught:
+        ours(model, ROWS[:1], **{name: value})
+    assert where not in str(caught.value)
+    expected = ours(model, ROWS[:1])
+    setattr(model.generation_config, name, value)
+    for options in ({}, {"generation_config": GenerationConfig()}, {name: value}):
+        with pytest.raises(ValueError, match=f"^{name}.*{words}.*{where}"):
+            ours(model, ROWS[:1], **options)
+    if name != "token_healing":  # without a tokenizer, transformers has refused that before
+        with pytest.raises(ValueError, match=f"^{name}.*{words}.*{where}"):
+            model.generate(**padded(ROWS[:1]), max_new_tokens=4, custom_generate=SpeculativeDecoder(PromptLookupDraft()))
+    off = {"token_healing": False, "guidance_scale": 1, "dola_layers": None}[name]  # what a caller says comes before the config
+    assert torch.equal(ours(model, ROWS[:1], **{name: off}), expected)
+    setattr(model.generation_config, name, None)
+    assert torch.equal(ours(model, ROWS[:1]), expected)

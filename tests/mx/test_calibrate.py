@@ -319,7 +319,7 @@ BAD = [
     ([], ValueError, "calibration is empty"),
     ("text", TypeError, "not str"),
     (7, TypeError, "not int"),
-    ([[]], ValueError, r"calibration\[0\] must be integers"),
+    ([[]], ValueError, r"calibration\[0\] has no tokens"),
     ([[1, 2], [0.5]], ValueError, r"calibration\[1\] must be integers .* not torch.float32"),
     ([torch.ones(2, 5, dtype=torch.long)], ValueError, r"\[2, 5\]"),
     (torch.arange(5), ValueError, r"calibration\[0\] must be integers"),

@@ -7,20 +7,26 @@ from collections.abc import Iterable, Sequence
 import torch
 
 TOKENS, LENGTH = 8192, 256  # of calibration text, and of a piece of it
+READ = "a text is read by a tokenizer first: pieces(tokenizer(text).input_ids), from hf_specdec.mx.calibration."
 
 
-def sequences_of(model, calibration: Iterable) -> list[torch.Tensor]:
-    """`calibration` as int64 tensors `[1, n]`. Raises TypeError for a model that takes no token ids and for what is no iterable of sequences, ValueError
-    for none, and for sequences that are no token ids of this model or longer than its context."""
-    find = getattr(model, "get_input_embeddings", None)
-    if find is None or not hasattr(model, "config"):
-        raise TypeError(f"calibration runs the model on token ids, which {type(model).__name__} does not take: give a model of transformers, or leave it out.")
+def token_ids(calibration: Iterable) -> list[torch.Tensor]:
+    """`calibration` as int64 tensors `[1, n]`. Raises TypeError for what is no iterable of sequences, ValueError for none and for sequences of anything
+    but one or more integers."""
     if isinstance(calibration, str) or not isinstance(calibration, Iterable):
-        raise TypeError(f"calibration must be sequences of token ids, not {type(calibration).__name__}; a text is read by a tokenizer first.")
+        raise TypeError(f"calibration must be sequences of token ids, not {type(calibration).__name__}; {READ}")
     sequences = [_sequence(number, ids) for number, ids in enumerate(calibration)]
     if not sequences:
         raise ValueError("calibration is empty: give at least one sequence of token ids.")
-    vocabulary, limit = find().weight.shape[0], _context(model)
+    return sequences
+
+
+def sequences_of(model, calibration: Iterable) -> list[torch.Tensor]:
+    """`token_ids`, and TypeError for a model that takes none, ValueError for sequences that are no token ids of this model or longer than its context."""
+    find = getattr(model, "get_input_embeddings", None)
+    if find is None or not hasattr(model, "config"):
+        raise TypeError(f"calibration runs the model on token ids, which {type(model).__name__} does not take: give a model of transformers, or leave it out.")
+    sequences, vocabulary, limit = token_ids(calibration), find().weight.shape[0], _context(model)
     for number, ids in enumerate(sequences):
         if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
             raise ValueError(f"calibration[{number}] has token ids from {int(ids.min())} to {int(ids.max())}; the model's go from 0 to {vocabulary - 1}.")
@@ -31,13 +37,15 @@ def sequences_of(model, calibration: Iterable) -> list[torch.Tensor]:
 
 def _sequence(number: int, ids) -> torch.Tensor:
     try:
-        ids = torch.as_tensor(ids)
+        ids = torch.as_tensor(ids, device="cpu")  # by name: transformers builds models under another default device
     except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"calibration[{number}] is a {type(ids).__name__}, not a sequence of token ids.") from None
+        raise TypeError(f"calibration[{number}] is a {type(ids).__name__}, not a sequence of token ids; {READ}") from None
     ids = ids[0] if ids.dim() == 2 and len(ids) == 1 else ids
-    if ids.dim() != 1 or not ids.numel() or ids.dtype not in (torch.int64, torch.int32):
+    if not ids.numel():
+        raise ValueError(f"calibration[{number}] has no tokens: leave it out.")
+    if ids.dim() != 1 or ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"calibration[{number}] must be integers [n] or [1, n], not {ids.dtype} {list(ids.shape)}.")
-    return ids.long().cpu()[None]
+    return ids.long()[None]
 
 
 def _context(model) -> int | None:

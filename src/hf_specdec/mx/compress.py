@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterable, Mapping
 
-import torch
-from rich.console import Console
-from rich.progress import Progress
 from torch import nn
 
-from .attention import use_for_few
-from .calibrate import calibrated, loses
-from .calibration import sequences_of
 from .formats import DEFAULT_FORMAT, DEFAULT_RULE, Format, check_activations, check_rule
+from .in_place import calibration_for, check_weights, compress_in_place
 from .linear import MXLinear
-from .norms import use_kernel_norms
 from .plan import Choice, check_skip, check_some, plan, recorded
 from .quantizer import MXConfig, attach
-from .report import CompressionReport
-from .swap import FLOAT64, NOT_FINITE, compress_layer, own_config, untie
 
 
 def compress(
@@ -63,37 +54,11 @@ def compress(
     choices = plan(model, format, skip, lm_head, layer_formats=layer_formats)
     check_model(model, choices)
     kept = recorded(choices, skip)
-    sequences = None if calibration is None else _calibration(model, calibration, choices)
-    names, reports, console = [choice.name for choice in choices], {}, Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        rest = _plain(choices) if sequences is None else calibrated(model, choices, sequences, activations, progress=partial(_watch, bar))
-        for choice, inputs, note in bar.track(rest, len(names), description="Compressing"):
-            reports[choice.name] = compress_layer(model, choice, scale_rule, measure, activations, inputs, note)
-    own_config(model)
-    untie(model)
-    use_for_few(model)
-    use_kernel_norms(model)
-    model.mx_report = CompressionReport([reports[name] for name in names])
+    sequences = None if calibration is None else calibration_for(model, calibration, choices)
+    compress_in_place(model, choices, scale_rule, activations, sequences, measure)
     if hasattr(model, "config") and hasattr(model, "save_pretrained"):
         attach(model, MXConfig(format, scale_rule, kept, lm_head, activations=activations, layer_formats=layer_formats))
     return model
-
-
-def _plain(choices: list[Choice]) -> Iterator[tuple[Choice, None, str]]:
-    while choices:
-        yield choices.pop(0), None, ""  # nothing else holds the dense layer
-
-
-def _watch(bar: Progress, sequences: list[torch.Tensor], text: str) -> Iterator[torch.Tensor]:
-    task = bar.add_task(text)
-    yield from bar.track(sequences, task_id=task)
-    bar.remove_task(task)
-
-
-def _calibration(model: nn.Module, calibration: Iterable, choices: list[Choice]) -> list[torch.Tensor]:
-    if not any(map(loses, choices)):
-        raise ValueError("calibration has no meaning where nothing is rounded: bf16 and fp32 keep the numbers as they are.")
-    return sequences_of(model, calibration)
 
 
 def check_model(model: nn.Module, choices: list[Choice]) -> None:
@@ -107,13 +72,4 @@ def check_model(model: nn.Module, choices: list[Choice]) -> None:
     if getattr(model, "peft_config", None):
         raise ValueError("model has adapters on it: compress the model they are for and add them after that, or merge them first.")
     check_some(choices)
-    for choice in choices:
-        if choice.format is None:
-            continue
-        weight = choice.module.weight
-        if weight.is_meta:
-            raise ValueError(f"{choice.name}.weight is on the meta device: load the model's weights before compressing it.")
-        if weight.dtype == torch.float64:
-            raise ValueError(FLOAT64.format(f"{choice.name}.weight is {weight.dtype}"))
-        if not bool(weight.isfinite().all()):
-            raise ValueError(NOT_FINITE.format(f"{choice.name}.weight"))
+    check_weights(choices)

@@ -13,17 +13,21 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..method import METHOD, make_way
 from .attention import use_for_few
+from .calibration import token_ids
 from .formats import DEFAULT_FORMAT, DEFAULT_RULE, check_activations, check_rule, get_format
+from .in_place import OFFLOADED, calibration_for, check_devices, check_weights, compress_in_place
 from .interface import take_loading_options
 from .linear import MXLinear
 from .norms import use_kernel_norms
 from .packed import PackedMatrix, quantize
-from .plan import check_layer_formats, check_skip, check_some, plan, recorded
+from .plan import Choice, check_layer_formats, check_skip, check_some, plan, recorded
 from .report import CompressionReport, LayerReport, weight_error
 from .stored import check_files
 from .swap import FLOAT64, NOT_FINITE, compress_layer, dense_report, dequantize, replace, untie
 
 VERSION = 2  # of what is saved, at most: the packing and the names of the tensors; 2 is written for formats by layer alone
+
+PACKED = "calibration: this checkpoint is compressed already, and read as it is. Leave calibration out, or load the checkpoint that it was made of."
 
 make_way()
 
@@ -33,8 +37,13 @@ make_way()
 class MXConfig(QuantizationConfigMixin):
     """How a model's Linear layers are compressed; the arguments are those of `mx.compress`.
 
-    `dequantize=True` gives a dense model of a compressed checkpoint, which all else is read from. Raises ValueError for unknown formats, rules and options,
-    and for a checkpoint that a newer version of this package has written.
+    `dequantize=True` gives a dense model of a compressed checkpoint, which all else is read from.
+
+    calibration: token ids as `mx.compress` takes them, kept as int64 `[1, n]`. The layers are then compressed when all weights are there, not each as it is read,
+    so that memory must hold the dense model. Nothing of it is saved with the model.
+
+    Raises ValueError for unknown formats, rules and options, for a checkpoint that a newer version of this package has written, and for calibration that is empty
+    or goes with `dequantize`; TypeError for calibration that is no sequences of token ids. Whether they are the model's is asked before its weights are read.
     """
 
     def __init__(
@@ -47,6 +56,7 @@ class MXConfig(QuantizationConfigMixin):
         activations: str | None = None,
         version: int = VERSION,
         layer_formats: Mapping[str, str] | Iterable | None = None,
+        calibration: Iterable | None = None,
         **unknown,
     ):
         if isinstance(version, bool) or not isinstance(version, int) or version < 1:
@@ -57,7 +67,7 @@ class MXConfig(QuantizationConfigMixin):
             )
         unknown.pop("quant_method", None)
         if unknown:
-            known = "format, scale_rule, skip, lm_head, dequantize, activations, layer_formats"
+            known = "format, scale_rule, skip, lm_head, dequantize, activations, layer_formats, calibration"
             raise ValueError(f"MXConfig has no option {', '.join(map(repr, unknown))}. It has: {known}.")
         self.quant_method = METHOD
         self.format = get_format(format).name
@@ -68,20 +78,24 @@ class MXConfig(QuantizationConfigMixin):
         self.activations = check_activations(activations, format)
         self.layer_formats = {name: own.name for name, own in check_layer_formats(layer_formats).items()}
         self.version = 2 if self.layer_formats else 1
+        self.calibration = None if calibration is None else token_ids(calibration)
+        if self.dequantize and calibration is not None:
+            raise ValueError("calibration has no meaning with dequantize=True, which reads a compressed checkpoint: leave one of them out.")
 
     def to_dict(self) -> dict:
-        """What is saved; `layer_formats` as a list of pairs, because transformers sorts the keys of dicts."""
-        left_out = {"dequantize"} | {name for name in ("activations", "layer_formats") if not getattr(self, name)}
+        """What is saved, so no calibration; `layer_formats` as a list of pairs, because transformers sorts the keys of dicts."""
+        left_out = {"dequantize", "calibration"} | {name for name in ("activations", "layer_formats") if not getattr(self, name)}
         kept = {name: value for name, value in self.__dict__.items() if name not in left_out}
         return kept | ({"layer_formats": list(map(list, self.layer_formats.items()))} if self.layer_formats else {})
 
     def get_loading_attributes(self) -> dict:
-        return {"dequantize": self.dequantize}
+        return {"dequantize": self.dequantize} | ({} if self.calibration is None else {"calibration": self.calibration})
 
 
 @register_quantizer(METHOD)
 class MXQuantizer(HfQuantizer):
-    """Swaps layers before the weights are read, compresses each one as it is read, and puts it into the kernels' order."""
+    """Swaps layers before the weights are read, compresses each one as it is read, and puts it into the kernels' order. With calibration the layers stay
+    as they are until all weights are read."""
 
     requires_calibration = False
     quantization_config: MXConfig
@@ -91,7 +105,12 @@ class MXQuantizer(HfQuantizer):
         self.formats, self.notes = {}, {}  # of the layers: name to format, or to the reason why there is none
         self.reports: dict[str, LayerReport] = {}
         self.tied_head = None
+        self.calibrating: tuple[list[Choice], list[torch.Tensor]] | None = None  # the layers and the texts, until the weights are there
         self.failure: str | None = None
+
+    def validate_environment(self, *args, **kwargs):
+        if self.pre_quantized and self.quantization_config.calibration is not None:
+            raise ValueError(PACKED)
 
     def update_dtype(self, dtype):
         if dtype == torch.float64 and not self.quantization_config.dequantize:
@@ -105,12 +124,16 @@ class MXQuantizer(HfQuantizer):
     def get_quantize_ops(self) -> ConversionOps:
         return _Compress(self)
 
-    def _process_model_before_weight_loading(self, model, checkpoint_files=None, **kwargs):
+    def _process_model_before_weight_loading(self, model, checkpoint_files=None, device_map=None, **kwargs):
         config = self.quantization_config
         choices = plan(model, config.format, config.skip, config.lm_head, self.pre_quantized, config.layer_formats)
         if not self.pre_quantized:
             check_some(choices)
             config.skip = recorded(choices, config.skip)
+        check_devices(choices, device_map)
+        if config.calibration is not None:
+            self.calibrating, config.calibration = (choices, calibration_for(model, config.calibration, choices)), None
+            return model
         self.notes = {choice.name: choice.reason for choice in choices if choice.format is None}
         self.formats = {choice.name: choice.format for choice in choices if choice.format is not None}
         tied = getattr(model, "all_tied_weights_keys", None) or {}
@@ -135,6 +158,8 @@ class MXQuantizer(HfQuantizer):
         return model
 
     def _process_model_after_weight_loading(self, model, **kwargs):
+        if self.calibrating is not None:
+            return self._calibrate(model)
         if self.failure:
             raise ValueError(self.failure)
         for name, module in model.named_modules():
@@ -156,6 +181,15 @@ class MXQuantizer(HfQuantizer):
         if not self.pre_quantized:
             model.mx_report = CompressionReport([self._report(model, name) for name, _ in model.named_modules() if self._has(name)])
             self.reports = {}
+        return model
+
+    def _calibrate(self, model):
+        (choices, sequences), self.calibrating = self.calibrating, None
+        check_weights(choices, OFFLOADED)
+        for part in model.modules():  # an encoder may have a copy of the config, and the text with it
+            if isinstance(getattr(getattr(part, "config", None), "quantization_config", None), MXConfig):
+                part.config.quantization_config = self.quantization_config
+        compress_in_place(model, choices, self.quantization_config.scale_rule, self.quantization_config.activations, sequences)
         return model
 
     def _compress_new(self, name: str, layer: MXLinear) -> None:
@@ -215,7 +249,7 @@ def _check_loaded(name: str, module: MXLinear, pre_quantized: bool) -> None:
         if tensor == "bias" and not pre_quantized:
             continue  # transformers has made one
         if value.is_meta:
-            raise ValueError(f"{name} would be offloaded, which MX layers cannot be: pass a device_map with devices alone.")
+            raise ValueError(OFFLOADED.format(name))
         if not getattr(value, "_is_hf_initialized", False):
             raise ValueError(
                 f"{name}.{tensor} is not in the checkpoint: a file of it is missing, or this package has not written it."

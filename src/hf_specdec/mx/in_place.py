@@ -1,0 +1,84 @@
+"""The layers of a loaded model, compressed in place: what `compress` does, and what loading with calibration ends with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from torch import nn
+
+from .attention import use_for_few
+from .calibrate import calibrated, loses
+from .calibration import sequences_of
+from .norms import use_kernel_norms
+from .plan import Choice
+from .report import CompressionReport
+from .swap import FLOAT64, NOT_FINITE, compress_layer, own_config, untie
+
+ON_META = "{}.weight is on the meta device: load the model's weights before compressing it."
+OFFLOADED = "{} would be offloaded, which MX layers cannot be: pass a device_map with devices alone."
+
+
+def compress_in_place(
+    model: nn.Module,
+    choices: list[Choice],
+    scale_rule: str,
+    activations: str | None = None,
+    sequences: list[torch.Tensor] | None = None,
+    measure: bool = True,
+) -> None:
+    """Compress the layers of `choices`, which is empty afterwards; `model.mx_report` says what was done. sequences: calibration, int64 `[1, n]` each."""
+    names, reports, console = [choice.name for choice in choices], {}, Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        rest = _plain(choices) if sequences is None else calibrated(model, choices, sequences, activations, progress=partial(_watch, bar))
+        for choice, inputs, note in bar.track(rest, len(names), description="Compressing"):
+            reports[choice.name] = compress_layer(model, choice, scale_rule, measure, activations, inputs, note)
+    own_config(model)
+    untie(model)
+    use_for_few(model)
+    use_kernel_norms(model)
+    model.mx_report = CompressionReport([reports[name] for name in names])
+
+
+def _plain(choices: list[Choice]) -> Iterator[tuple[Choice, None, str]]:
+    while choices:
+        yield choices.pop(0), None, ""  # nothing else holds the dense layer
+
+
+def _watch(bar: Progress, sequences: list[torch.Tensor], text: str) -> Iterator[torch.Tensor]:
+    task = bar.add_task(text)
+    yield from bar.track(sequences, task_id=task)
+    bar.remove_task(task)
+
+
+def calibration_for(model: nn.Module, calibration: Iterable, choices: list[Choice]) -> list[torch.Tensor]:
+    """`sequences_of`, and ValueError where no layer is rounded."""
+    if not any(map(loses, choices)):
+        raise ValueError("calibration has no meaning where nothing is rounded: bf16 and fp32 keep the numbers as they are.")
+    return sequences_of(model, calibration)
+
+
+def check_devices(choices: list[Choice], device_map) -> None:
+    """ValueError for layers that a `device_map` of names sends to disk; of others, such as "auto", nothing is known yet."""
+    places = list(device_map.items()) if isinstance(device_map, dict) else []
+    for choice in choices:
+        device = next((device for place, device in reversed(places) if not place or f"{choice.name}.".startswith(f"{place}.")), None)
+        if choice.format is not None and str(device) in ("disk", "meta"):
+            raise ValueError(OFFLOADED.format(choice.name))
+
+
+def check_weights(choices: list[Choice], on_meta: str = ON_META) -> None:
+    """ValueError for weights that cannot be compressed, by name: those on the meta device, of float64, and with numbers that are not finite."""
+    for choice in choices:
+        if choice.format is None:
+            continue
+        weight = choice.module.weight
+        if weight.is_meta:
+            raise ValueError(on_meta.format(choice.name))
+        if weight.dtype == torch.float64:
+            raise ValueError(FLOAT64.format(f"{choice.name}.weight is {weight.dtype}"))
+        if not bool(weight.isfinite().all()):
+            raise ValueError(NOT_FINITE.format(f"{choice.name}.weight"))
