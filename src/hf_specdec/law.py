@@ -34,6 +34,10 @@ class Law:
         """int64 [B, n]: the most likely token at every node; in coupled sampling, the token drawn."""
         return likeliest(self.ranking)
 
+    def best(self, b: int, i: int) -> int:
+        """The argmax at node i of row b alone."""
+        return int(likeliest(self.ranking[b, i]))
+
     @cached_property
     def log_norm(self) -> torch.Tensor:
         """float [B, n]: log of the sum of exp(scores)."""
