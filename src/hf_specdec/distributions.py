@@ -94,16 +94,15 @@ class Sampler:
         logits = self._processed(logits, sizes, prefix, parents, count)
         if lazy:
             return LazyLaw(logits, processors[count:], free=draft)
-        return Law(logits, None if self.gumbel is None else self._noise(logits, sizes, prefix))
+        return Law(logits, None if self.gumbel is None else self._noise(logits.shape[-1], sizes, prefix))
 
-    def _noise(self, logits: torch.Tensor, sizes: Sequence[int], prefix: Prefix) -> torch.Tensor:
-        """float32 [B, n, V]: the noise of the token that follows each node, 0 at nodes that do not count."""
-        noise = torch.zeros_like(logits)
-        for b, size in enumerate(sizes):
-            for i in range(size):
-                text = prefix(b, i)
-                if text is not None:
-                    noise[b, i] = self.gumbel(b, text.shape[1], logits.shape[-1])
+    def _noise(self, vocab: int, sizes: Sequence[int], prefix: Prefix) -> Callable[[int, int], torch.Tensor | float]:
+        """noise(b, i): float32 [V], that of the token which follows node i of row b; 0 at nodes that do not count."""
+
+        def noise(b: int, i: int) -> torch.Tensor | float:
+            text = prefix(b, i) if i < sizes[b] else None
+            return 0.0 if text is None else self.gumbel(b, text.shape[1], vocab)
+
         return noise
 
     def _processed(self, logits: torch.Tensor, sizes: Sequence[int], prefix: Prefix, parents: Sequence[int], count: int) -> torch.Tensor:

@@ -5,6 +5,7 @@ Glossary: p is the target's law, q the draft's, x a drafted token, V the size of
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 
 import numpy as np
@@ -19,15 +20,25 @@ class Law:
 
     scores: float [B, n, V], processed logits; p = softmax(scores) when sampling, the one-hot of the argmax when greedy
             (Leviathan et al. 2023, section 2.2: greedy decoding is sampling from a one-hot law).
-    ranking: float [B, n, V], what the argmax is taken of: the scores, in coupled sampling with Gumbel noise added.
+    gumbel: noise(b, i), what is added to the scores [V] of a node in coupled sampling; None: nothing.
     on_host: whether a node's law can be asked for alone, at little cost (`lazy_law.LazyLaw`).
     """
 
     on_host = False
 
-    def __init__(self, scores: torch.Tensor, gumbel: torch.Tensor | None = None):
-        self.scores = scores
-        self.ranking = scores if gumbel is None else scores + gumbel
+    def __init__(self, scores: torch.Tensor, gumbel: Callable[[int, int], torch.Tensor | float] | None = None):
+        self.scores, self.gumbel = scores, gumbel
+
+    @cached_property
+    def ranking(self) -> torch.Tensor:
+        """float [B, n, V]: what the argmax is taken of."""
+        if self.gumbel is None:
+            return self.scores
+        rows, nodes, _ = self.scores.shape
+        return torch.stack([torch.stack([self._ranking(b, i) for i in range(nodes)]) for b in range(rows)])
+
+    def _ranking(self, b: int, i: int) -> torch.Tensor:
+        return self.scores[b, i] if self.gumbel is None else self.scores[b, i] + self.gumbel(b, i)
 
     @cached_property
     def argmax(self) -> torch.Tensor:
@@ -36,7 +47,7 @@ class Law:
 
     def best(self, b: int, i: int) -> int:
         """The argmax at node i of row b alone."""
-        return int(likeliest(self.ranking[b, i]))
+        return int(likeliest(self._ranking(b, i)))
 
     @cached_property
     def log_norm(self) -> torch.Tensor:

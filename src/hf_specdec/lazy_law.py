@@ -47,7 +47,7 @@ class LazyLaw(Law):
     on_host = True
 
     def __init__(self, logits: torch.Tensor, warpers: Sequence[LogitsProcessor], free: bool = False):
-        self.logits, self.warpers, self.free = logits, list(warpers), free
+        self.logits, self.warpers, self.free, self.gumbel = logits, list(warpers), free, None
         self.dtype = torch.float32 if logits.dtype in INFINITE else logits.dtype
         self.top_p = self.warpers[-1] if self.warpers and isinstance(self.warpers[-1], TopPLogitsWarper) else None
         self.before = self.warpers[:-1] if self.top_p is not None else self.warpers
@@ -71,10 +71,6 @@ class LazyLaw(Law):
         if self.top_p is None:
             return _through(self.before, _wide(self.logits).reshape(-1, vocab)).view(rows, nodes, vocab)
         return torch.stack([torch.stack([self._row(b, i) for i in range(nodes)]) for b in range(rows)])
-
-    @property
-    def ranking(self) -> torch.Tensor:
-        return self.scores
 
     def prob_of_next(self, tokens: torch.Tensor) -> torch.Tensor:
         return torch.tensor([[self.prob(b, i, token) for i, token in enumerate(row)] for b, row in enumerate(tokens.tolist())], dtype=self.dtype).view(tokens.shape)

@@ -26,9 +26,15 @@ class CoupledSampling(GreedyMatching):
     def verdict(self, proposal: Proposal, law: Law, coins: torch.Tensor | None = None) -> Verdict:
         """Where there is no law (nan, or no token is left) nothing is accepted, and the token is -1, as in sampling."""
         found = super().verdict(proposal, law, coins)
+        if proposal.tokens.device.type == "cpu":
+            return found
         last = (found.on_path * torch.arange(found.on_path.shape[1], device=found.on_path.device)).amax(-1, keepdim=True)
         drawn = self._possible(law, last, found.next_probs[:, None])[:, 0]
         return Verdict(found.on_path, torch.where(drawn, found.next_probs, -1))
+
+    def _best(self, law: Law, b: int, node: int) -> int:
+        token = law.best(b, node)
+        return token if law.scores[b, node, token] > -torch.inf else -1
 
     def _accepts(self, law: Law, before: slice | torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         nodes = torch.arange(law.ranking.shape[1], device=tokens.device)[before].expand(tokens.shape)

@@ -20,7 +20,7 @@ class GreedyMatching(Acceptance):
 
     def verdict(self, proposal: Proposal, law: Law, coins: torch.Tensor | None = None) -> Verdict:
         tree, tokens = proposal.tree, proposal.tokens
-        if tokens.device.type == "cpu" and self.lenience == 1 and not self.coupled:
+        if tokens.device.type == "cpu" and self.lenience == 1:
             return self._row_by_row(proposal, law)
         if len(tree) == 0:
             return Verdict(torch.ones_like(law.argmax, dtype=torch.bool), law.argmax[:, 0])
@@ -29,18 +29,21 @@ class GreedyMatching(Acceptance):
         on_path, last = first_path(tree, proposal.only_valid(accepted))
         return Verdict(on_path, law.argmax.gather(1, last[:, None]).squeeze(1))
 
-    @staticmethod
-    def _row_by_row(proposal: Proposal, law: Law) -> Verdict:
+    def _row_by_row(self, proposal: Proposal, law: Law) -> Verdict:
         """The same on the host: only the argmax of nodes on the path is looked for."""
         on_path, token = np.zeros((len(proposal.sizes), len(proposal.tree) + 1), dtype=bool), []
         on_path[:, 0] = True
         for b, (tokens, size) in enumerate(zip(proposal.tokens.tolist(), proposal.sizes)):
-            last, best = 0, law.best(b, 0)
+            last, best = 0, self._best(law, b, 0)
             for node, parent in enumerate(proposal.tree.parents[:size], start=1):
                 if parent == last and tokens[node - 1] == best:
-                    last, best, on_path[b, node] = node, law.best(b, node), True
+                    last, best, on_path[b, node] = node, self._best(law, b, node), True
             token.append(best)
         return Verdict(torch.from_numpy(on_path), torch.tensor(token))
+
+    def _best(self, law: Law, b: int, node: int) -> int:
+        """The token of the target's at this node, below 0 where it has none."""
+        return law.best(b, node)
 
     def _accepts(self, law: Law, before: slice | torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Bool [B, N]; before: the nodes that the tokens follow."""
