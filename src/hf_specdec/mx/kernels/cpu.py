@@ -242,6 +242,8 @@ def together(function, *args, **kwargs):
             done.append((None, error))
 
     library().mx_together(BODY(body), torch.get_num_threads())
+    if not done:  # Ctrl-C before the first line of `body`, where ctypes prints and drops it
+        raise KeyboardInterrupt
     result, error = done.pop()
     if error is not None:
         raise error
