@@ -94,7 +94,7 @@ class Call:
         loop = SpeculativeLoop(
             target, decoder.draft, rule, sampler, self._schedule(), sequences, noise, context, trace,
             want_scores=bool(as_dict and generation.output_scores), want_logits=bool(as_dict and generation.output_logits),
-            want_cache=bool(self.given or as_dict),
+            want_cache=bool(self.given or as_dict and generation.use_cache is not False),
         )
         self._run(loop, sequences)
         output = self._pack(loop, sequences)

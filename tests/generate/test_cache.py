@@ -231,6 +231,7 @@ def test_a_call_with_use_cache_false_gives_the_same_text():
     model, row = made("Llama"), repetitive(14)
     out = speculate(model, row, None, 4, use_cache=False)
     assert out.sequences[0, 14:].tolist() == plain(model, row)[0]
+    assert getattr(out, CACHE) is None  # as in a plain call
 
 
 # --- caches that are not the call's ---------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import copy
 import functools
 import gc
 import io
+import json
 import pickle
 import warnings
 
@@ -15,7 +16,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaForCausalL
 import hf_specdec
 from hf_specdec import compat
 from hf_specdec.drafts import (
-    LookaheadDraft, MixtureDraft, ModelDraft, ModelTreeDraft, NGramRecyclingDraft, PromptLookupDraft, RecyclingDraft, SuffixAutomatonDraft,
+    LookaheadDraft, MixtureDraft, ModelDraft, ModelTreeDraft, NGramDraft, NGramRecyclingDraft, PromptLookupDraft, RecyclingDraft, SuffixAutomatonDraft,
+    UniformDraft,
 )
 from hf_specdec.probe import check_batch
 from tests.helpers import (
@@ -298,6 +300,25 @@ def test_torchs_default_device_is_not_ours(target, expected, make):
     finally:
         torch.set_default_device(None)
     assert tokens[:, 13:].tolist() == expected
+
+
+@pytest.mark.parametrize("make", [ModelTreeDraft, lambda model: UniformDraft(), lambda model: NGramDraft.from_tokens(ROWS, vocab_size=VOCAB, sample=True)],
+                         ids=["tree", "uniform", "ngram"])
+def test_torchs_default_dtype_is_not_ours(target, make):
+    draft = perturbed(target)
+
+    def sampled():
+        out = enabled(target).generate(**INPUTS, speculative={"seed": 3, "record_probs": True}, assistant_model=make(draft), num_assistant_tokens=4,
+                                       return_dict_in_generate=True, **{**OPTIONS, "do_sample": True})
+        return out.sequences, json.loads(out.speculation.to_json())["rounds"]
+
+    wanted = sampled()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = sampled()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found[0], wanted[0]) and found[1] == wanted[1]  # with the drafts' probabilities as they were
 
 
 def test_a_family_is_probed_on_its_own_device_too():

@@ -88,6 +88,29 @@ def assert_near(layer: MXLinear, x: torch.Tensor) -> None:
     assert worst <= 1, f"{worst:.2f} times the error allowed"
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_torchs_default_dtype_and_device_are_not_ours(name, monkeypatch):
+    weight, x = torch.randn(48, 64, generator=generator(0)), torch.randn(3, 64, generator=generator(1))
+
+    def results():
+        cpu._values.cache_clear()
+        monkeypatch.delitem(vars(FORMATS[name]), "values", raising=False)
+        layer = MXLinear(64, 48, bias=False, format=name, device="cpu")
+        layer.set_packed(quantize(weight, name))
+        layer.requires_grad_(False)
+        return layer(x), layer.dequantize(), layer.packed().codes
+
+    wanted = results()
+    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_device("meta")
+    try:
+        found = results()
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    assert all(torch.equal(*pair) for pair in zip(found, wanted))
+
+
 # --- the quantiser ------------------------------------------------------------------------------------------------------------
 
 

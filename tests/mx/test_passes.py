@@ -61,6 +61,16 @@ def test_products_by_the_team_have_the_bits_of_those_alone(format, threads):
             assert all(torch.equal(a, b) for a, b in zip(alone, together))
 
 
+def test_ctrl_c_before_the_first_line_of_what_runs_together_is_no_other_error(monkeypatch):
+    class Dropped:  # what ctypes makes of an exception at the start of a callback
+        def mx_together(self, body, threads):
+            pass
+
+    monkeypatch.setattr(cpu, "library", Dropped)
+    with pytest.raises(KeyboardInterrupt):
+        cpu.together(lambda: 1)
+
+
 def test_attention_by_the_team_has_the_bits_of_attention_alone(threads):
     from hf_specdec.mx.attention import rows_attention
 

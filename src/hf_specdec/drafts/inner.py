@@ -98,7 +98,7 @@ def chains(tokens: list[list[int]], laws: list[list[torch.Tensor]] | None, conte
     """Chains of drawn tokens: laws[b][i] float [V] is what token i of row b was drawn from; laws None for point masses."""
     proposal = Proposal.from_lists(tokens, context.device, source)
     if laws is not None and len(proposal.tree):
-        proposal.probs = torch.zeros((*proposal.tokens.shape, context.vocab_size), device=context.device)
+        proposal.probs = torch.zeros((*proposal.tokens.shape, context.vocab_size), dtype=torch.float32, device=context.device)
         for b, own in enumerate(laws):
             if own:
                 proposal.probs[b, : len(own)] = torch.stack(own)

@@ -84,7 +84,7 @@ class ModelTreeDraft(ModelDraft):
         tree = shape.truncate(sum(depth <= max(k) for depth in shape.depths[1:]))
         tokens = torch.zeros((len(k), len(tree)), dtype=torch.long, device=context.device)
         drawn = context.sampler.do_sample and self.siblings != "likeliest"
-        laws = torch.zeros((len(k), len(tree), context.vocab_size), device=context.device) if drawn else None
+        laws = torch.zeros((len(k), len(tree), context.vocab_size), dtype=torch.float32, device=context.device) if drawn else None
         level, logits = range(0, 1), self._scores(context, [], k, 0)
         while True:
             law = self._law(context, logits, tree, tokens, level, k)

@@ -109,7 +109,7 @@ class NGramDraft(Draft):
             for row, own, own_noise, own_laws in zip(context.rows, k, noise, laws)
         ]
         proposal = Proposal.from_lists(rows, context.device, self.name)
-        probs = torch.zeros((*proposal.tokens.shape, context.vocab_size), device=context.device)
+        probs = torch.zeros((*proposal.tokens.shape, context.vocab_size), dtype=torch.float32, device=context.device)
         for b, own_laws in enumerate(laws):
             for i, (tokens, q) in enumerate(own_laws):
                 probs[b, i, torch.from_numpy(tokens.astype(np.int64)).to(context.device)] = torch.from_numpy(q).to(context.device)

@@ -33,7 +33,7 @@ class UniformDraft(Draft):
         tokens = (context.noise("draft", n) * vocab).long().clamp(max=vocab - 1).to(context.device)
         probs = None
         if context.sampler.do_sample:
-            probs = torch.full((1, 1, 1), 1 / vocab, device=context.device).expand(len(k), n, vocab)
+            probs = torch.full((1, 1, 1), 1 / vocab, dtype=torch.float32, device=context.device).expand(len(k), n, vocab)
         return Proposal.chain(tokens, probs, list(k), self.name)
 
     def get_candidates(self, input_ids: torch.LongTensor, **kwargs) -> tuple[torch.LongTensor, None]:

@@ -19,7 +19,7 @@ class RowActivation(nn.Module):
         super().__init__()
         self.original = original
         with torch.no_grad():
-            self.table = original(torch.arange(65536).to(torch.int16).view(torch.bfloat16))
+            self.table = original(torch.arange(65536, device="cpu").to(torch.int16).view(torch.bfloat16))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.dtype != torch.bfloat16 or x.requires_grad:

@@ -55,8 +55,8 @@ def _by_torch(query, key, value, mask, scale, causal, softcap, sinks, nothing) -
     rows = []
     for b in range(batch):
         for q in range(width):
-            seen = torch.arange(slots) <= (q if causal else slots)
-            bias = torch.zeros(heads, slots)
+            seen = torch.arange(slots, device="cpu") <= (q if causal else slots)
+            bias = torch.zeros(heads, slots, dtype=torch.float32, device="cpu")
             if mask is not None:
                 bias = mask[b, :, q].float() if mask.is_floating_point() else torch.where(mask[b, :, q], 0.0, -torch.inf)
             per_head = [torch.nonzero(seen & (bias[h] > nothing)).flatten() for h in range(heads)]
@@ -120,7 +120,7 @@ def forward(
 def _with_bias(bias: torch.Tensor, mask: torch.Tensor | None, causal: bool) -> torch.Tensor:
     """A learned bias [1 or B, H, Q, S] and the mask in one, in float32."""
     if causal:
-        mask = torch.ones(bias.shape[-2:], dtype=torch.bool).tril()
+        mask = torch.ones(bias.shape[-2:], dtype=torch.bool, device=bias.device).tril()
     if mask is None:
         return bias
     hidden = ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2

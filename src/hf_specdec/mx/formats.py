@@ -81,7 +81,7 @@ class Format:
     @functools.cached_property
     def values(self) -> torch.Tensor:
         """Float32 `[2 ** bits]`: what each code is worth before its block's scale. E5M2 has infinities, E4M3 and E5M2 NaNs."""
-        codes = torch.arange(2**self.bits)
+        codes = torch.arange(2**self.bits, device="cpu")
         if self.is_integer:
             return (codes - 256 * (codes > 127)).float() * self.step
         magnitude = codes & (2 ** (self.bits - 1) - 1)

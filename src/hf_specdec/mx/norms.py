@@ -106,7 +106,7 @@ def norm_kind(module: nn.Module) -> int | None:
         return None
     if _epsilon(module) is None or len(inspect.signature(type(module).forward).parameters) != 2:
         return None
-    numbers = torch.Generator().manual_seed(0)
+    numbers = torch.Generator("cpu").manual_seed(0)
     for kind in range(len(KINDS)):
         if all(_alike(module, kind, dtype, numbers) for dtype in (torch.float32, torch.bfloat16)):
             return kind
@@ -117,7 +117,7 @@ def _alike(module: nn.Module, kind: int, dtype: torch.dtype, numbers: torch.Gene
     """Whether the module gives what `rms_norm` does, but for rounding: of bfloat16 numbers, one in fifty may be the next one."""
     other, n = type(module).__new__(type(module)), module.weight.shape[0]  # a copy would copy hooks, and what they hold on to
     for scale in SCALES:
-        weight, x = (torch.randn(*shape, n, generator=numbers).to(dtype) for shape in ((), (4,)))
+        weight, x = (torch.randn(*shape, n, generator=numbers, dtype=torch.float32, device="cpu").to(dtype) for shape in ((), (4,)))
         vars(other).update(vars(module), _parameters={"weight": nn.Parameter(weight, requires_grad=False)})
         wanted, found = _tried(other.forward, x * scale), rms_norm(x * scale, weight, _epsilon(module), kind)
         if wanted is None or wanted.dtype != dtype or wanted.shape != x.shape:

@@ -167,7 +167,7 @@ def _address(tensor: torch.Tensor | None) -> int | None:
 
 @lru_cache(maxsize=None)
 def _values(name: str) -> torch.Tensor:
-    table = torch.zeros(256)
+    table = torch.zeros(256, dtype=torch.float32, device="cpu")
     if name in FORMATS:
         table[: 2 ** FORMATS[name].bits] = FORMATS[name].values
     return table
@@ -181,9 +181,9 @@ def quantize(weight: torch.Tensor, fmt: Format, rule: str) -> tuple[torch.Tensor
     weight = weight.detach().contiguous()
     n, k = weight.shape
     threads = torch.get_num_threads()
-    codes = torch.empty(n, k * fmt.bits // 8, dtype=torch.uint8)
-    scales = torch.empty(n, k // BLOCK, dtype=torch.uint8)
-    scratch = torch.empty(threads * 6 * k, dtype=torch.uint8)
+    codes = weight.new_empty(n, k * fmt.bits // 8, dtype=torch.uint8)
+    scales = weight.new_empty(n, k // BLOCK, dtype=torch.uint8)
+    scratch = weight.new_empty(threads * 6 * k, dtype=torch.uint8)
     bad = library().mx_quantize(
         weight.data_ptr(), DTYPES[weight.dtype], n, k, _NUMBERS[fmt.name], SCALE_RULES.index(rule),
         _values(fmt.name).data_ptr(), codes.data_ptr(), scales.data_ptr(), scratch.data_ptr(), threads,
@@ -242,6 +242,8 @@ def together(function, *args, **kwargs):
             done.append((None, error))
 
     library().mx_together(BODY(body), torch.get_num_threads())
+    if not done:  # Ctrl-C before the first line of `body`, where ctypes prints and drops it
+        raise KeyboardInterrupt
     result, error = done.pop()
     if error is not None:
         raise error
@@ -290,7 +292,7 @@ class Kernel:
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """The weights `[N, K]` in `dtype`."""
-        out = torch.empty(self.n, self.k, dtype=dtype)
+        out = torch.empty(self.n, self.k, dtype=dtype, device="cpu")
         groups = -(-self.n // ROWS)
         library().mx_dequantize(self.address, 0, groups, out.data_ptr(), DTYPES[dtype], torch.get_num_threads())
         return out
