@@ -6,9 +6,10 @@ import torch
 from transformers import (LogitsProcessorList, MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor, MinPLogitsWarper, TemperatureLogitsWarper,
                           TopKLogitsWarper, TopPLogitsWarper)
 
+from hf_specdec.acceptance.greedy import GreedyMatching
 from hf_specdec.acceptance.sampling import SpeculativeSampling
 from hf_specdec.distributions import Sampler
-from hf_specdec.law import Law
+from hf_specdec.law import Law, draw
 from hf_specdec.lazy_law import LazyLaw
 from hf_specdec.nucleus import COLUMNS, DEPTH, HALVINGS, Bisection, cut, largest
 from hf_specdec.proposal import Proposal
@@ -218,6 +219,30 @@ def test_a_chain_is_judged_as_far_as_its_first_rejected_token(top_k):
     assert found.on_path.tolist() == meant.on_path.tolist() == [[True] * 3 + [False] * 3, [True] + [False] * 5, [True] * 6]
     assert law.seen == 3 + 1 + 6
     torch.testing.assert_close(found.next_probs, meant.next_probs)
+
+
+@pytest.mark.parametrize("order", ["none", "temperature, top-k", "all"])
+def test_torchs_default_dtype_and_device_are_not_ours(order):
+    before, coins = scores("16 bit", 8, width=6 * COLUMNS), torch.full((2, 4), 0.2, dtype=torch.float64)
+    tokens, processors = before[:, :4].argmax(-1), [MAKE[name]() for name in ORDERS[order]]
+
+    def results():
+        law = Sampler([processors] * 2, do_sample=True)(before, [5, 5], None)
+        found = SpeculativeSampling().verdict(Proposal.chain(tokens), law, coins)
+        chosen = GreedyMatching().verdict(Proposal.chain(tokens), Law(before))
+        wide = found.next_probs.repeat(1, 2)  # long enough to be drawn from block by block
+        return found.on_path, found.next_probs, draw(wide, coins[:, 0]), law.prob_of_next(tokens), law.prob_of(tokens, tokens * 0), chosen.next_probs
+
+    wanted = results()
+    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_device("meta")
+    try:
+        found = results()
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    for one, other in zip(found, wanted):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("ends", [3, [3, 5], [5, 4000], [-1, 2]])

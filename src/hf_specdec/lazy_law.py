@@ -73,11 +73,13 @@ class LazyLaw(Law):
         return torch.stack([torch.stack([self._row(b, i) for i in range(nodes)]) for b in range(rows)])
 
     def prob_of_next(self, tokens: torch.Tensor) -> torch.Tensor:
-        return torch.tensor([[self.prob(b, i, token) for i, token in enumerate(row)] for b, row in enumerate(tokens.tolist())], dtype=self.dtype).view(tokens.shape)
+        probs = [[self.prob(b, i, token) for i, token in enumerate(row)] for b, row in enumerate(tokens.tolist())]
+        return torch.tensor(probs, dtype=self.dtype, device="cpu").view(tokens.shape)
 
     def prob_of(self, tokens: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:
         pairs = zip(tokens.tolist(), nodes.tolist())
-        return torch.tensor([[self.prob(b, i, token) for token, i in zip(*pair)] for b, pair in enumerate(pairs)], dtype=torch.float32).view(tokens.shape)
+        probs = [[self.prob(b, i, token) for token, i in zip(*pair)] for b, pair in enumerate(pairs)]
+        return torch.tensor(probs, dtype=torch.float32, device="cpu").view(tokens.shape)
 
     def probs_at(self, node: torch.Tensor) -> torch.Tensor:
         return torch.stack([torch.from_numpy(self.probs(b, i)) for b, i in enumerate(node.tolist())])

@@ -39,7 +39,7 @@ class GreedyMatching(Acceptance):
                 if parent == last and tokens[node - 1] == best:
                     last, best, on_path[b, node] = node, self._best(law, b, node), True
             token.append(best)
-        return Verdict(torch.from_numpy(on_path), torch.tensor(token))
+        return Verdict(torch.from_numpy(on_path), torch.tensor(token, device="cpu"))
 
     def _best(self, law: Law, b: int, node: int) -> int:
         """The token of the target's at this node, below 0 where it has none."""
