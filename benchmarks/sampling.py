@@ -19,7 +19,7 @@ from time import perf_counter
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import (LogitsProcessorList, MinNewTokensLengthLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper,
+from transformers import (LogitsProcessorList, MinNewTokensLengthLogitsProcessor, MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper,
                           TopPLogitsWarper)
 
 import hf_specdec
@@ -35,6 +35,7 @@ SETTINGS = {
     "... top-k 50": dict(do_sample=True, temperature=0.7, top_k=50),
     "... top-p 0.9": dict(do_sample=True, temperature=0.7, top_k=0, top_p=0.9),
     "... top-k 50, top-p 0.9": dict(do_sample=True, temperature=0.7, top_k=50, top_p=0.9),
+    "... min-p 0.05": dict(do_sample=True, temperature=0.7, top_k=0, min_p=0.05),
 }
 ARMS = {"plain": {}, "stock": dict(prompt_lookup_num_tokens=7), "ours": dict(speculative=True, num_assistant_tokens=7)}
 
@@ -71,6 +72,8 @@ def stock_processors(model, prompt: int, options: dict) -> LogitsProcessorList:
         made.append(TopKLogitsWarper(options["top_k"]))
     if "top_p" in options:
         made.append(TopPLogitsWarper(options["top_p"]))
+    if "min_p" in options:
+        made.append(MinPLogitsWarper(options["min_p"]))
     return made
 
 

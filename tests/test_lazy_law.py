@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from transformers import (LogitsProcessorList, MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor, MinPLogitsWarper, TemperatureLogitsWarper,
+from transformers import (EpsilonLogitsWarper, LogitsProcessorList, MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor, MinPLogitsWarper, TemperatureLogitsWarper,
                           TopKLogitsWarper, TopPLogitsWarper)
 
 from hf_specdec.acceptance.greedy import GreedyMatching
@@ -144,14 +144,16 @@ class Own(TopPLogitsWarper):
 def test_which_processors_such_a_law_stands_for():
     temperature, top_k, top_p, least = TemperatureLogitsWarper(0.7), TopKLogitsWarper(3), TopPLogitsWarper(0.9), MinLengthLogitsProcessor(8, 3)
     for processors, count in [([], 0), ([temperature], 1), ([top_p], 1), ([temperature, top_k, top_p], 3), ([least, temperature, top_k], 2), ([temperature, top_p], 2),
-                              ([top_p, top_k], 1), ([top_k, temperature], 1), ([top_k, top_k], 1), ([temperature, MinPLogitsWarper(0.1)], 0), ([top_k, Own(0.9)], 0),
+                              ([top_p, top_k], 1), ([top_k, temperature], 1), ([top_k, top_k], 1), ([temperature, MinPLogitsWarper(0.1)], 2), ([MinPLogitsWarper(0.1), top_p], 1), ([MinPLogitsWarper(0.1, filter_value=-9.0)], 0), ([EpsilonLogitsWarper(0.1)], 0), ([top_k, Own(0.9)], 0),
                               ([temperature, TopKLogitsWarper(3, filter_value=-1e4)], 0), ([TopPLogitsWarper(0.9, filter_value=-1e4)], 0)]:
         assert LazyLaw.takes(processors) == count, processors
 
 
 ORDERS = {"none": [], "temperature": ["T"], "top-k": ["k"], "top-p": ["p"], "temperature, top-k": ["T", "k"], "all": ["T", "k", "p"], "top-p first": ["p", "k", "T"],
-          "top-k last": ["T", "p", "k"]}
-MAKE = {"T": lambda: TemperatureLogitsWarper(1.7), "k": lambda: TopKLogitsWarper(9), "p": lambda: TopPLogitsWarper(0.8)}
+          "top-k last": ["T", "p", "k"], "min-p": ["m"], "temperature, min-p": ["T", "m"], "top-p, min-p": ["p", "m"], "with min-p": ["T", "k", "p", "m"], "low min-p": ["T", "p", "low"],
+          "more than min-p": ["T", "least"]}
+MAKE = {"T": lambda: TemperatureLogitsWarper(1.7), "k": lambda: TopKLogitsWarper(9), "p": lambda: TopPLogitsWarper(0.8), "m": lambda: MinPLogitsWarper(0.1),
+        "low": lambda: MinPLogitsWarper(1e-4), "least": lambda: MinPLogitsWarper(0.3, min_tokens_to_keep=5)}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])

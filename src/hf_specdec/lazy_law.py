@@ -6,16 +6,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import inf, isfinite
+from math import inf
 
 import numpy as np
 import torch
-from transformers import LogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import LogitsProcessor, MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from .law import INFINITE, Law
-from .nucleus import cut, largest
+from .nucleus import Cut, cut, largest, likely
 
-ORDER = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
+ORDER = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,8 @@ class Place:
     """The law at one node: p = mass / whole.
 
     tokens: int64 [m], ascending, the others have no probability; None: all, m = V. scores: float [m], before top-p. mass: float [m].
-    left: the indices into `scores` that top-p leaves, where there is one. floor: the lowest score left. tied: whether a token was left out that has this score, too.
+    left: the indices into `scores` that top-p and min-p leave; None without them. floor: the lowest score left. tied: whether a token was left out
+    that has this score, too.
     """
 
     tokens: np.ndarray | None
@@ -36,7 +37,7 @@ class Place:
 
 
 class LazyLaw(Law):
-    """Laws after transformers' temperature, top-k and top-p, in this order, each where there is one. What is left is what its warpers leave: where
+    """Laws after transformers' temperature, top-k, top-p and min-p, in this order, each where there is one. What is left is what its warpers leave: where
     rounding decides, or some of several tokens with the same score are left by top-p and others are not, which only the warper's own sort tells, it is
     asked for that node.
 
@@ -49,9 +50,9 @@ class LazyLaw(Law):
     def __init__(self, logits: torch.Tensor, warpers: Sequence[LogitsProcessor], free: bool = False):
         self.logits, self.warpers, self.free, self.gumbel = logits, list(warpers), free, None
         self.dtype = torch.float32 if logits.dtype in INFINITE else logits.dtype
-        self.top_p = self.warpers[-1] if self.warpers and isinstance(self.warpers[-1], TopPLogitsWarper) else None
-        self.before = self.warpers[:-1] if self.top_p is not None else self.warpers
-        self.k = next((own.top_k for own in self.before if isinstance(own, TopKLogitsWarper)), None)
+        temperature, top_k, self.top_p, self.min_p = (next((own for own in self.warpers if isinstance(own, kind)), None) for kind in ORDER)
+        self.before = [own for own in (temperature, top_k) if own is not None]
+        self.k = None if top_k is None else top_k.top_k
         self.places: dict[tuple[int, int], Place | None] = {}
         self.warped: dict[tuple[int, int], torch.Tensor] = {}
 
@@ -68,7 +69,7 @@ class LazyLaw(Law):
     @cached_property
     def scores(self) -> torch.Tensor:
         rows, nodes, vocab = self.logits.shape
-        if self.top_p is None:
+        if self.top_p is None and self.min_p is None:
             return _through(self.before, _wide(self.logits).reshape(-1, vocab)).view(rows, nodes, vocab)
         return torch.stack([torch.stack([self._row(b, i) for i in range(nodes)]) for b in range(rows)])
 
@@ -114,18 +115,15 @@ class LazyLaw(Law):
     def _found(self, row: torch.Tensor) -> Place | None:
         tokens = largest(row.numpy(), self.k) if self.k is not None else None
         scores = _through(self.before, (row if tokens is None else torch.from_numpy(row.numpy()[tokens]))[None])[0].numpy()
-        if self.top_p is not None:
-            own = cut(scores, self.top_p.top_p, self.top_p.min_tokens_to_keep)
-            if own is None:
-                return None
-            mass = np.zeros_like(scores)
-            mass[own.tokens] = own.mass
-            return Place(tokens, scores, mass, scores.dtype.type(own.whole), own.tokens, own.floor, own.tied)
-        top = scores.max()
-        if not isfinite(top):
+        own = Cut.all(scores) if self.top_p is None else cut(scores, self.top_p.top_p, self.top_p.min_tokens_to_keep)
+        own = own if own is None or self.min_p is None else likely(own, self.min_p.min_p, self.min_p.min_tokens_to_keep)
+        if own is None:
             return None
-        mass = np.exp(scores - top)
-        return Place(tokens, scores, mass, mass.sum())
+        if own.tokens is None:
+            return Place(tokens, scores, own.mass, own.whole)
+        mass = np.zeros_like(scores)
+        mass[own.tokens] = own.mass
+        return Place(tokens, scores, mass, own.whole, own.tokens, own.floor, own.tied)
 
     def _known(self, b: int, i: int) -> Place | None:
         """The node's place, where what is left of it is known to the token."""

@@ -1,10 +1,10 @@
-"""The few tokens that top-k and top-p (nucleus sampling; Holtzman et al. 2020, section 3.1) leave of a vocabulary, found without sorting it, which is most of
-what such a law costs on a CPU."""
+"""The few tokens that top-k, top-p (nucleus sampling; Holtzman et al. 2020, section 3.1) and min-p leave of a vocabulary, found without sorting it, which is most
+of what such a law costs on a CPU."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isfinite, isnan
+from math import inf, isfinite, isnan
 
 import numpy as np
 import torch
@@ -18,25 +18,33 @@ COLUMNS = 512  # of the table whose columns' largest entries tell where the k-th
 class Cut:
     """What is left of one node's scores.
 
-    tokens: int64 [m], by score, the least likely first. mass: float [m], exp(score - top), top the highest score. whole: their sum. floor: the lowest
-    score left. tied: whether a token was left out that has the lowest score, too.
+    tokens: int64 [m], by score, the least likely first; None: all. mass: float [m], exp(score - top), top the highest score. whole: their sum. floor:
+    the lowest score left. tied: whether a token was left out that has the lowest score, too.
     """
 
-    tokens: np.ndarray
+    tokens: np.ndarray | None
     mass: np.ndarray
-    whole: float
-    floor: float
-    tied: bool
+    whole: np.floating
+    floor: float = -inf
+    tied: bool = False
+
+    @classmethod
+    def all(cls, scores: np.ndarray) -> Cut | None:
+        """Everything, scores float [V]; None where there is no law."""
+        top = scores.max()
+        if not isfinite(top):
+            return None
+        mass = np.exp(scores - top)
+        return cls(None, mass, mass.sum())
 
 
 def cut(scores: np.ndarray, top_p: float, least: int) -> Cut | None:
-    """The fewest of the likeliest tokens, `least` at least, that have top_p of the probability together; scores float [V]. None where the sums
+    """Top-p: the fewest of the likeliest tokens, `least` at least, that have top_p of the probability together; scores float [V]. None where the sums
     come so near to top_p that rounding decides."""
-    top, gone = scores.max(), 1 - top_p
-    if not isfinite(top):
+    all, gone = Cut.all(scores), 1 - top_p
+    if all is None:
         return None
-    mass = np.exp(scores - top)
-    whole = float(mass.sum())
+    mass, whole = all.mass, float(all.whole)
     for share in (1e-3, 1e-5, gone / (2 * len(scores))):  # of the last, the others have half of what is left out at most
         likely = np.flatnonzero(mass > share * whole)
         if len(likely) >= least and mass[likely].sum() > (top_p + 2 * NEAR) * whole:
@@ -50,7 +58,16 @@ def cut(scores: np.ndarray, top_p: float, least: int) -> Cut | None:
         return None
     floor = float(scores[order[first]])
     tied = first > 0 and float(scores[order[first - 1]]) == floor
-    return Cut(order[first:], own[first:], float(above[first]), floor, tied)
+    return Cut(order[first:], own[first:], scores.dtype.type(above[first]), floor, tied)
+
+
+def likely(left: Cut, min_p: float, least: int) -> Cut | None:
+    """Min-p: of what is left, the tokens with min_p of the likeliest one's probability. None where rounding decides, and where they are fewer than `least`."""
+    kept = left.mass >= min_p
+    if kept.sum() < least or (np.abs(left.mass - min_p) < NEAR * min_p).any():
+        return None
+    tokens, mass = np.flatnonzero(kept) if left.tokens is None else left.tokens[kept], left.mass[kept]
+    return Cut(tokens, mass, mass.sum(), left.floor, left.tied and bool(kept[0]))
 
 
 def largest(scores: np.ndarray, k: int) -> np.ndarray | None:
