@@ -9,7 +9,7 @@ from transformers import (EpsilonLogitsWarper, LogitsProcessorList, MinLengthLog
 from hf_specdec.acceptance.greedy import GreedyMatching
 from hf_specdec.acceptance.sampling import SpeculativeSampling
 from hf_specdec.distributions import Sampler
-from hf_specdec.law import Law, draw
+from hf_specdec.law import LONG, Law, draw
 from hf_specdec.lazy_law import LazyLaw
 from hf_specdec.nucleus import COLUMNS, DEPTH, HALVINGS, Bisection, cut, largest
 from hf_specdec.proposal import Proposal
@@ -261,3 +261,12 @@ def test_least_lengths_are_those_of_transformers(make, ends):
     meant = [processor(prefix(0, node), before[:, node]) for node in range(7)]
     assert torch.equal(law.scores, torch.stack(meant, dim=1))
     assert law.scores.isinf().any() and law.scores[:, -1].isfinite().all()
+
+
+@pytest.mark.parametrize("width", [LONG - 1, LONG + 1])
+def test_a_compiled_function_draws_from_any_vocabulary(width):
+    """Without a break of its graph, for which a draft model would not be compiled at all."""
+    drawing = Sampler([[TemperatureLogitsWarper(1.7), TopPLogitsWarper(0.8)]], do_sample=True).traceable(torch.device("cpu"))
+    uniform = torch.tensor([0.3, 0.9], dtype=torch.float64)
+    tokens, law = torch.compile(lambda *given: drawing(*given), fullgraph=True, backend="eager")(scores("plain", 6, width=width)[:, 0], uniform)
+    assert torch.equal(tokens, draw(law, uniform))
