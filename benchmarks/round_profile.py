@@ -13,6 +13,7 @@ import json
 import time
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated
 
 import torch
@@ -58,8 +59,8 @@ class Stopwatch:
         self.last = now
 
     @contextmanager
-    def watch(self, owner: type, method: str, name):
-        """Time `owner.method` under `name`, a text or a function of the object."""
+    def watch(self, owner: type | ModuleType, method: str, name):
+        """Time `owner.method` under `name`, a text or a function of the object; or a function of a module."""
         original, had = getattr(owner, method), method in vars(owner)
 
         def timed(this, *args, **kwargs):
@@ -84,12 +85,12 @@ def whose(part: str):
 
 
 def watched(rule: type, draft: type) -> list[tuple]:
-    """(class, method, name) of the parts."""
+    """(class or module, method or function, name) of the parts."""
     return [
         (SpeculativeLoop, "round", NO_NAME),
         (SpeculativeLoop, "_emit", "emit: numbers to the host, trace"),
         (SpeculationTrace, "clock", "clocks"),
-        (SpeculativeLoop, "_draw", "draw"),
+        (hf_specdec.loop, "draw", "draw"),
         (SpeculativeLoop, "_part_with", "rows that end"),
         (Noise, "uniform", "random numbers"),
         (Sequences, "append", "commit to the rows, stopping"),

@@ -11,6 +11,8 @@ import torch
 import transformers
 
 from hf_specdec.budget import Budget
+from hf_specdec.law import Law
+from hf_specdec.lazy_law import LazyLaw
 from hf_specdec.schedule import RoundCost
 
 from .helpers import FULL
@@ -57,6 +59,12 @@ def generous(monkeypatch):
     """K "auto" drafts in the tests of laws, too: a text of three tokens has nothing to spend on it, and a batch of thousands of rows would gain nothing."""
     monkeypatch.setattr(Budget, "SHARE", 1e4)
     monkeypatch.setattr(RoundCost, "PER_ROW", 0.0)
+
+
+@pytest.fixture(params=[Law, lambda scores: LazyLaw(scores, [])], ids=["tensors", "host"])
+def both_ways(request, monkeypatch):
+    """Verdicts as tensors on any device, and row by row on the host."""
+    monkeypatch.setattr("tests.test_enumeration.law_of", request.param)
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ import torch
 
 from hf_specdec import registry
 from hf_specdec.law import Law
-from hf_specdec.lazy_law import LazyLaw
 from hf_specdec.proposal import Proposal
 from hf_specdec.tree import Tree
 
@@ -19,6 +18,8 @@ EXACT = 1e-12
 ALMOST_ONE = 1 - 2.0**-53
 VOCABULARIES = (5, 7, 10)
 LENIENCES = (0.9, 0.5, 0.3, 0.1)
+pytestmark = pytest.mark.usefixtures("both_ways")
+law_of = Law  # `both_ways` puts the laws that are judged on the host in its place
 
 
 def sampling(lenience: float = 1.0):
@@ -37,13 +38,6 @@ def random_laws(*shape: int, seed: int = 0, zeros: bool = False) -> torch.Tensor
         weights = weights * (torch.rand(*shape, generator=generator) > 0.35)
         weights[..., 0] += 0.05
     return weights / weights.sum(-1, keepdim=True)
-
-
-@pytest.fixture(autouse=True, params=[Law, lambda scores: LazyLaw(scores, [])], ids=["tensors", "host"])
-def laws(request):
-    """Judged as tensors on any device, and row by row on the host."""
-    global law_of
-    law_of = request.param
 
 
 class World:

@@ -14,6 +14,8 @@ from tests.acceptance.test_spectr import of_the_parent
 from tests.acceptance.test_spectr import rule as spectr_rule
 from tests.test_enumeration import EXACT, World, acceptance_probability, independent, random_laws, sampling, without_replacement
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 
 def expected_accepted(rule, tree: Tree, world: World, draft_law) -> float:
     """Expected number of accepted tokens of one round: every draft, every pattern of coins."""

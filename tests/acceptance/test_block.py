@@ -10,6 +10,8 @@ from hf_specdec.tree import Tree
 from tests.acceptance.enumeration import block, token_wise_expectation
 from tests.test_enumeration import EXACT, TREES, World, committed, independent, one_hot, sampling, uniform, without_replacement, worst_error
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 
 def rule():
     return registry.load(registry.ACCEPTANCE, "block", "acceptance")()

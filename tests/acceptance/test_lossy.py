@@ -11,6 +11,8 @@ from tests.conformance.builders import make
 from tests.helpers import generated, perturbed, repetitive, speculate, tiny_llama
 from tests.test_enumeration import EXACT, World, committed, independent, one_hot, random_laws, worst_error
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 
 def rule(name: str, *arguments):
     return registry.load(registry.ACCEPTANCE, name, "acceptance")(*arguments)

@@ -9,6 +9,8 @@ from hf_specdec.tree import Tree
 from tests.helpers import FULL
 from tests.test_enumeration import EXACT, World, committed, different_one_hots, random_laws, sampling, without_replacement, worst_error
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 
 def rule():
     return registry.load(registry.ACCEPTANCE, "spectr", "acceptance")()

@@ -34,7 +34,7 @@ class SpeculativeSampling(Acceptance):
         return acceptance_probability(p, q, self.lenience)
 
     def residual(self, p: torch.Tensor, q: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
-        """`primitive.residual` with the rule's lenience: weights [B, V]."""
+        """`primitive.residual` with the rule's lenience: weights [..., V]."""
         return residual(p, q, x, self.lenience)
 
     def verdict(self, proposal: Proposal, law: Law, coins: torch.Tensor | None) -> Verdict:
@@ -90,22 +90,11 @@ class SpeculativeSampling(Acceptance):
             for node, parent in enumerate(proposal.tree.parents[:size], start=1):
                 if parent != last:
                     continue
-                x, q = tokens[node - 1], None if proposal.probs is None else proposal.probs[b, node - 1].numpy()
+                x, q = tokens[node - 1], None if proposal.probs is None else proposal.probs[b, node - 1]
                 p_x = law.prob(b, last, x) if p is None else float(p[x] / p.sum())
                 if coin[node - 1] * self.lenience * (1.0 if q is None else float(q[x])) < p_x:  # r < p / (l q)
                     last, p, on_path[b, node] = node, None, True
                 else:
-                    p = _residual(law.probs(b, last) if p is None else p / p.sum(), q, x, self.lenience)
-            following.append(torch.from_numpy(law.probs(b, last) if p is None else p))
+                    p = self.residual(torch.from_numpy(law.probs(b, last)) if p is None else p / p.sum(), q, proposal.tokens[b, node - 1])
+            following.append(torch.from_numpy(law.probs(b, last)) if p is None else p)
         return Verdict(torch.from_numpy(on_path), following[0][None] if len(following) == 1 else torch.stack(following))
-
-
-def _residual(p: np.ndarray, q: np.ndarray | None, x: int, lenience: float) -> np.ndarray:
-    """`primitive.residual` of one row, p and q float [V]; p is written to."""
-    if q is None:
-        p_x, p[x] = p[x], max(p[x] - lenience, 0)
-        if p_x > 0.5 and not p.any():  # all of the law was there
-            p[x] = p_x
-        return p
-    left = np.maximum(p - lenience * q, 0)
-    return left if left.sum() > 0 else p
