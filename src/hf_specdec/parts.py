@@ -29,6 +29,13 @@ def parameters_per_token(model: PreTrainedModel) -> int:
     return sum(everything.values())
 
 
+def of_one_dtype(own: torch.Tensor | None, shared: torch.dtype) -> None:
+    """Raise ValueError if a weight of a drafter that uses parts of its target has another dtype than those: one of them was cast after it was made."""
+    if own is not None and own.is_floating_point() and own.dtype != shared:
+        raise ValueError(f"assistant_model: the drafter's own weights are {own.dtype}, and the parts of the target that it uses are {shared}. Cast both, or "
+                         f"make the drafter after the target is cast.")
+
+
 def decoder_layers(model: PreTrainedModel) -> tuple[str, torch.nn.ModuleList]:
     """Name and modules of the model's list of decoder layers; ValueError if it has none."""
     count = model.config.get_text_config().num_hidden_layers

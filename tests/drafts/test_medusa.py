@@ -5,13 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hf_specdec.drafts.feature import FeatureDraft
 from hf_specdec.drafts.medusa import MedusaDraft
+from hf_specdec.drafts.parallel import ParallelDraft
+from hf_specdec.training import build_drafter
 from hf_specdec.training.heads import build
 from hf_specdec.tree import Tree
 from hf_specdec.tree_shapes import DynamicTree, rank_tree
 
 from .. import encoder_decoders
-from ..conformance.builders import medusa_heads
+from ..conformance.builders import block_drafter, medusa_heads
 from ..helpers import generated, plain, small_vocabulary_llama, speculate, tiny_llama
 
 
@@ -127,3 +130,15 @@ def test_what_is_not_heads_and_targets_with_an_encoder_are_refused():
     model = encoder_decoders.family("T5").model("eager", 0)
     with pytest.raises(ValueError, match="decoder-only"):
         encoder_decoders.speculate(model, encoder_decoders.source(), MedusaDraft(medusa_heads(target), target), 2)
+
+
+@pytest.mark.parametrize("make", [lambda target: MedusaDraft(medusa_heads(target), target), lambda target: ParallelDraft(block_drafter(target), target),
+                                  lambda target: FeatureDraft(build_drafter(target, [1], None, (0, 1, 2)), target)], ids=["heads", "block", "feature"])
+def test_a_target_that_is_cast_after_its_drafter_was_made_is_refused(make):
+    target = tiny_llama(3)
+    draft = make(target)
+    target.bfloat16()
+    with pytest.raises(ValueError, match="own weights are torch.float32.*uses are torch.bfloat16"):
+        speculate(target, [[5, 6, 7, 8]], draft, 4)
+    target.float()
+    assert speculate(target, [[5, 6, 7, 8]], draft, 4).speculation.drafted

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
+from .. import parts
 from ..proposal import Proposal, Verdict
 from ..tap import Tap
 from .base import Context, Run
@@ -33,6 +34,7 @@ class FeatureDraft(ModelDraft):
         self.tap: Tap | None = None
 
     def start(self, context: Context) -> None:
+        parts.of_one_dtype(self.model.feature_fuse.weight, self.model.get_input_embeddings().weight.dtype)
         super().start(context)
         self.tap = None
         self.known = [0] * len(context.rows)  # of every row, places whose states are there

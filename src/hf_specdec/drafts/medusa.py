@@ -122,6 +122,7 @@ class MedusaDraft(OnePassDraft):
         if context.source is not None:
             raise ValueError(f"assistant_model: a {self.name} draft reads the states of a decoder-only target. Pass another draft with an "
                              f"encoder-decoder.")
+        parts.of_one_dtype(next(self.heads.parameters(), None), self.target.dtype)
         self.context, self.calls, self.forward_seconds = context, 0, 0.0
         self.recent: list[torch.Tensor | None] = [None] * len(context.rows)  # of every row, the last states of those that are known
         self.known = [0] * len(context.rows)  # of every row, places whose states were there
