@@ -7,7 +7,7 @@ from transformers.generation import logits_process as lp
 
 from hf_specdec import compat
 from hf_specdec.distributions import ArgmaxLogitsWarper, LenientGreedyLogitsProcessor, Sampler
-from hf_specdec.law import Law, draw, likeliest
+from hf_specdec.law import LONG, Law, draw, likeliest
 from hf_specdec.noise import Noise
 
 LARGEST = 1 - 2.0**-53
@@ -42,6 +42,11 @@ def test_tokens_are_drawn_by_their_weight(dtype):
 def test_a_small_weight_among_a_hundred_thousand_is_drawn_where_it_lies():
     law = torch.full((1, 100_000), 1e-5)
     assert [int(draw(law, uniforms(u))) for u in (0.0, 0.5, LARGEST)] == [0, 50_000, 99_999] or abs(int(draw(law, uniforms(0.5))) - 50_000) <= 1
+
+
+@pytest.mark.parametrize("width", [5, LONG])
+def test_of_no_rows_no_tokens_are_drawn(width):
+    torch.testing.assert_close(draw(torch.zeros(0, width), uniforms()), torch.zeros(0, dtype=torch.long))
 
 
 def test_a_point_mass_stays_itself():

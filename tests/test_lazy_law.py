@@ -188,6 +188,24 @@ def test_what_a_division_rounds_to_the_same_score_is_left_by_top_k(kind, tempera
     assert torch.equal(probs.isnan(), meant.softmax(-1).isnan()) and torch.equal(probs > 0, meant.softmax(-1) > 0)
 
 
+@pytest.mark.parametrize("temperature", [1e30, 3e39, float("inf")])
+def test_what_a_division_makes_nothing_of_is_left_by_top_k_too(temperature):
+    before, processors = scores("plain", 12, width=8 * COLUMNS), [TemperatureLogitsWarper(temperature), TopKLogitsWarper(7)]
+    law, meant = LazyLaw(before, processors), LogitsProcessorList(processors)(None, before.view(-1, before.shape[-1])).view(before.shape)
+    for node in range(5):
+        torch.testing.assert_close(law.probs_at(torch.full((2,), node)), meant[:, node].softmax(-1), rtol=2e-6, atol=1e-9)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("top_k", [50, 200])
+def test_scores_masked_with_the_lowest_number_there_is_are_no_overflow(top_k):
+    before = scores("plain", 13, width=8 * COLUMNS)
+    before[..., 20:] = torch.finfo(torch.float32).min
+    processors = [TemperatureLogitsWarper(0.7), TopKLogitsWarper(top_k), TopPLogitsWarper(0.9)]
+    law, meant = LazyLaw(before, processors), LogitsProcessorList(processors)(None, before.view(-1, before.shape[-1])).view(before.shape)
+    torch.testing.assert_close(law.probs_at(torch.tensor([0, 4])), meant[[0, 1], [0, 4]].softmax(-1), rtol=4e-6, atol=1e-9)
+
+
 @pytest.mark.parametrize("k", [1, 2, 50, 200])
 def test_the_largest_are_found_by_their_columns(k):
     row = scores("16 bit", 3, width=40 * COLUMNS + 7)[0, 0].numpy()

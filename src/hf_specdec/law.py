@@ -104,7 +104,7 @@ def draw(law: torch.Tensor, uniform: torch.Tensor, none: int = 0) -> torch.Tenso
     if not law.is_floating_point():
         return law
     if law.device.type == "cpu" and law.shape[-1] >= LONG and law.dtype not in INFINITE and not torch.compiler.is_compiling():
-        return torch.tensor([_drawn(weights, u, none) for weights, u in zip(law.detach().numpy(), uniform.tolist())], device="cpu")
+        return torch.tensor([_drawn(weights, u, none) for weights, u in zip(law.detach().numpy(), uniform.tolist())], dtype=torch.long, device="cpu")
     cdf = law.cumsum(-1, dtype=torch.float64)
     total = cdf[:, -1:]
     target = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))

@@ -16,6 +16,7 @@ from .law import INFINITE, Law
 from .nucleus import Cut, cut, largest, likely
 
 ORDER = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
+HOT = 1e6  # a division by more may underflow, which makes scores equal that are not near each other, and top-k leaves them all
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class LazyLaw(Law):
         self.dtype = torch.float32 if logits.dtype in INFINITE else logits.dtype
         temperature, top_k, self.top_p, self.min_p = (next((own for own in self.warpers if isinstance(own, kind)), None) for kind in ORDER)
         self.before = [own for own in (temperature, top_k) if own is not None]
-        self.k = None if top_k is None else top_k.top_k
+        self.k = None if top_k is None or temperature is not None and temperature.temperature > HOT else top_k.top_k
         self.places: dict[tuple[int, int], Place | None] = {}
         self.warped: dict[tuple[int, int], torch.Tensor] = {}
 

@@ -79,7 +79,7 @@ def largest(scores: np.ndarray, k: int) -> np.ndarray | None:
         return None
     highest, rest = table.max(0), scores[table.size :]
     floor = float(np.partition(highest, columns - k)[columns - k])  # k columns have a score so high
-    if not isfinite(floor) or isnan(highest.max()) or len(rest) and isnan(rest.max()):
+    if not abs(floor) < 1e38 or isnan(highest.max()) or len(rest) and isnan(rest.max()):
         return None
     return np.flatnonzero(scores >= floor - abs(floor) * 2.0**-20 - 1e-30)
 
