@@ -89,8 +89,8 @@ class SpeculativeLoop:
             if tokens[-1] < 0:
                 raise RuntimeError(f"row {row.index}: the target's probabilities are nan, or its processors have left no token. Nothing can be drawn.")
             nodes = [0, *path]
-            scores = [law.scores[b, node].float() for node in nodes] if self.want_scores else ()
-            raw = [logits[b, node].float() for node in nodes] if self.want_logits else ()
+            scores = [law.scores[b, node].to(torch.float32, copy=True) for node in nodes] if self.want_scores else ()  # a view would keep all nodes
+            raw = [logits[b, node].to(torch.float32, copy=True) for node in nodes] if self.want_logits else ()
             count, ended = self.sequences.append(row, tokens, len(path), scores, raw)
             entries.append(Round.of(row.index, proposal, b, path, tokens[:count], numbers[width:-1], probs))
             accepted.append(len(path))

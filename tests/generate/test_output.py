@@ -11,6 +11,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from hf_specdec import SpeculationTrace, SpeculativeConfig, SpeculativeOutput
 from hf_specdec.drafts import ModelDraft, PromptLookupDraft, UniformDraft
+from hf_specdec.sequences import Sequences
 from tests.helpers import (
     KnowingTreeDraft, ScriptedDraft, TreeDraft, enabled, generated, padded, perturbed, plain, prompts, repetitive, speculate, tiny_llama,
 )
@@ -67,6 +68,18 @@ def test_scores_alone_do_not_bring_logits_and_the_reverse():
     target = tiny_llama(1)
     assert speculate(target, ROWS, output_scores=True).logits is None
     assert speculate(target, ROWS, output_logits=True).scores is None
+
+
+def test_scores_of_committed_tokens_keep_no_others_in_memory(monkeypatch):
+    target, kept, append = tiny_llama(3), [], Sequences.append
+
+    def watched(self, row, tokens, accepted, scores, raw):
+        kept.extend([*scores, *raw])
+        return append(self, row, tokens, accepted, scores, raw)
+
+    monkeypatch.setattr(Sequences, "append", watched)
+    speculate(target, ROWS, perturbed(target), 4, output_scores=True, output_logits=True)
+    assert kept and all(own.untyped_storage().nbytes() == 4 * len(own) for own in kept)
 
 
 def test_rows_that_have_ended_have_no_more_scores_of_their_own_and_the_others_go_on():
