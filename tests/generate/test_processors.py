@@ -139,7 +139,7 @@ class Revived(LogitsProcessor):
 LET_IN = {  # a token that one processor rules out and a later one lets in again, or that is taken because none is left
     "forced first": dict(forced_bos_token_id=9, bad_words_ids=[[9]], repetition_penalty=1.6),
     "a user's own": dict(bad_words_ids=[[token] for token in range(1, 30)], logits_processor=LogitsProcessorList([Revived(), Favour()])),
-    "none is left": dict(bad_words_ids=[[0, token] for token in range(VOCAB)], sequence_bias=[[[5, 0], 50.0], [[0, 0, 7], 9.0]]),
+    "none is left": dict(bad_words_ids=[[0, token] for token in range(VOCAB)], sequence_bias={(5, 0): 50.0, (0, 0, 7): 9.0}),
     "none is left, numbers are made finite": dict(suppress_tokens=[3], remove_invalid_values=True, no_repeat_ngram_size=1,
                                                   prefix_allowed_tokens_fn=lambda row, ids: [int(ids[-1])]),
 }  # fmt: skip
