@@ -143,6 +143,7 @@ def test_what_lies_behind_the_text_is_never_seen(name, tree, traced, strict):
     check_scores(model, cached, rows, proposal(tree, 3, seed=9))
 
 
+@pytest.mark.share(1 / 3)
 @pytest.mark.parametrize("compile", ["model", "layers"])
 @pytest.mark.parametrize("name", ["Llama", "Gemma 3 (text)", "Llama 4 (text, chunked)"])
 def test_a_cache_that_grows_needs_no_other_functions(name, compile, traced, strict, monkeypatch):
@@ -404,6 +405,7 @@ def test_every_function_is_given_dense_tensors(draft, traced, strict, monkeypatc
     assert len(given) > 4 and all(part.is_contiguous() for part in tensors)
 
 
+@pytest.mark.share(1 / 2)
 @pytest.mark.parametrize(("name", "limit"), [("GPT-2", "n_positions"), ("OPT", "max_position_embeddings")])
 def test_a_row_at_the_end_of_the_drafts_context_gets_no_position_beyond_it(name, limit, traced, strict):
     own = family(name)
@@ -415,6 +417,7 @@ def test_a_row_at_the_end_of_the_drafts_context_gets_no_position_beyond_it(name,
     hf_specdec.disable(target)
 
 
+@pytest.mark.share(1 / 2)
 @pytest.mark.parametrize("k", [[4], [4, 1]], ids=str)
 def test_what_has_to_be_decided_after_every_token_is_drafted_step_by_step(k, traced, strict):
     target, rows = family("Llama").model("eager"), prompts(9, 5)[: len(k)]

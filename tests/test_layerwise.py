@@ -54,6 +54,7 @@ def functions(model) -> list[str]:
     return sorted(function.__wrapped__.__name__.rsplit("_", 1)[0] for function in compiled._by_layers[model].functions.made.values())
 
 
+@pytest.mark.share(1 / 2)
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_texts_are_those_of_plain_generate(name, strict):
     target = built(name)
@@ -106,6 +107,7 @@ def test_ragged_prompts_have_another_one(strict):
     assert functions(target).count("from_start") == 2
 
 
+@pytest.mark.share(1 / 2)
 @pytest.mark.parametrize("draft", ["model", "tree", "early_exit", "feature"])
 def test_drafts_with_models_and_trees(draft, strict):
     target, rows = built("Llama", num_hidden_layers=5), prompts(20)
