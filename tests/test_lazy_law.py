@@ -144,7 +144,8 @@ class Own(TopPLogitsWarper):
 def test_which_processors_such_a_law_stands_for():
     temperature, top_k, top_p, least = TemperatureLogitsWarper(0.7), TopKLogitsWarper(3), TopPLogitsWarper(0.9), MinLengthLogitsProcessor(8, 3)
     for processors, count in [([], 0), ([temperature], 1), ([top_p], 1), ([temperature, top_k, top_p], 3), ([least, temperature, top_k], 2), ([temperature, top_p], 2),
-                              ([top_p, top_k], 1), ([top_k, temperature], 1), ([top_k, top_k], 1), ([temperature, MinPLogitsWarper(0.1)], 2), ([MinPLogitsWarper(0.1), top_p], 1), ([MinPLogitsWarper(0.1, filter_value=-9.0)], 0), ([EpsilonLogitsWarper(0.1)], 0), ([top_k, Own(0.9)], 0),
+                              ([top_p, top_k], 1), ([top_k, temperature], 1), ([top_k, top_k], 1), ([temperature, MinPLogitsWarper(0.1)], 2), ([MinPLogitsWarper(0.1), top_p], 1),
+                              ([MinPLogitsWarper(0.1, filter_value=-9.0)], 0), ([EpsilonLogitsWarper(0.1)], 0), ([top_k, Own(0.9)], 0),
                               ([temperature, TopKLogitsWarper(3, filter_value=-1e4)], 0), ([TopPLogitsWarper(0.9, filter_value=-1e4)], 0)]:
         assert LazyLaw.takes(processors) == count, processors
 

@@ -11,6 +11,7 @@ import torch
 
 NEAR = 1e-5  # a sum of probabilities so near to what top-p leaves out may be on either side of it, as it was rounded
 HALVINGS, DEPTH = 12, 24.0  # of the search for the lowest score left, found to 0.006, and how far below the highest it goes: each takes time to compile
+LARGE = 1e38  # scores below minus this are masks, not scores, and what is subtracted from them may overflow
 COLUMNS = 512  # of the table whose columns' largest entries tell where the k-th largest lies, at least
 
 
@@ -41,15 +42,15 @@ class Cut:
 def cut(scores: np.ndarray, top_p: float, least: int) -> Cut | None:
     """Top-p: the fewest of the likeliest tokens, `least` at least, that have top_p of the probability together; scores float [V]. None where the sums
     come so near to top_p that rounding decides."""
-    all, gone = Cut.all(scores), 1 - top_p
-    if all is None:
+    every, gone = Cut.all(scores), 1 - top_p
+    if every is None:
         return None
-    mass, whole = all.mass, float(all.whole)
+    mass, whole = every.mass, float(every.whole)
     for share in (1e-3, 1e-5, gone / (2 * len(scores))):  # of the last, the others have half of what is left out at most
-        likely = np.flatnonzero(mass > share * whole)
-        if len(likely) >= least and mass[likely].sum() > (top_p + 2 * NEAR) * whole:
+        near = np.flatnonzero(mass > share * whole)
+        if len(near) >= least and mass[near].sum() > (top_p + 2 * NEAR) * whole:
             break
-    order = likely[np.argsort(scores[likely], kind="stable")]
+    order = near[np.argsort(scores[near], kind="stable")]
     own = mass[order]
     above = np.cumsum(own[::-1], dtype=np.float64)[::-1]
     below = (whole - above + own) / whole
@@ -79,7 +80,7 @@ def largest(scores: np.ndarray, k: int) -> np.ndarray | None:
         return None
     highest, rest = table.max(0), scores[table.size :]
     floor = float(np.partition(highest, columns - k)[columns - k])  # k columns have a score so high
-    if not abs(floor) < 1e38 or isnan(highest.max()) or len(rest) and isnan(rest.max()):
+    if not abs(floor) < LARGE or isnan(highest.max()) or len(rest) and isnan(rest.max()):
         return None
     return np.flatnonzero(scores >= floor - abs(floor) * 2.0**-20 - 1e-30)
 
