@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from functools import lru_cache
 
 from transformers import CONFIG_MAPPING, CTRLLMHeadModel
+from transformers.cache_utils import LinearAttentionLayer
 
 import hf_specdec
 from tests.helpers import VOCAB, KnowingTreeDraft, build, generated, perturbed, plain, prompts, repetitive, speculate
@@ -126,19 +127,53 @@ FAMILIES = [
     Family("Sarvam MLA", "sarvam_mla", _LATENT),
     Family("Sarvam-MoE", "sarvam_moe", {**_LLAMA, "head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
 ]
+
+_DELTA = dict(layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8)
+_KIMI = dict(_HEADS, kv_lora_rank=16, qk_rope_head_dim=8, v_head_dim=8, qk_nope_head_dim=8, num_experts_per_tok=2, num_local_experts=4, moe_intermediate_size=16)
+_SSM = dict(mamba_n_heads=8, mamba_d_head=8, mamba_d_state=8, mamba_chunk_size=8)
+_SHORT = dict(layer_types=["conv", "full_attention"])
+_INKLING = dict(_LLAMA, head_dim=8, swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=8, sliding_window_size=8, d_rel=4, rel_extent=32,
+                moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2)
+_NEMOTRON = dict(_LLAMA, head_dim=8, layers_block_type=["mamba", "attention", "mlp"], ssm_state_size=8, mamba_num_heads=8, mamba_head_dim=8, n_groups=2)
+_ZAMBA2 = dict(_HEADS, num_hidden_layers=3, layers_block_type=["mamba", "hybrid", "mamba"], mamba_d_state=8, n_mamba_heads=8, mamba_headdim=8,
+               num_mem_blocks=1, adapter_rank=4, attention_head_dim=16)
+# layers that carry states from token to token
+STATEFUL = [
+    Family("Qwen3.5 (text)", "qwen3_5_text", {**_LLAMA, **_DELTA, "head_dim": 8}),
+    Family("Qwen3.5-MoE (text)", "qwen3_5_moe_text", {**_LLAMA, **_DELTA, **_EXPERTS, "head_dim": 8, "shared_expert_intermediate_size": 16}),
+    Family("Qwen3-Next", "qwen3_next", {**_LLAMA, **_DELTA, **_EXPERTS, "head_dim": 8}),
+    Family("Granite 4 (hybrid)", "granitemoehybrid", {**_LLAMA, **_MOE, **_SSM, "shared_intermediate_size": 32, "layer_types": ["mamba", "attention"]}),
+    Family("Falcon-H1", "falcon_h1", {**_LLAMA, **_SSM, "mamba_d_ssm": 64}),
+    Family("LFM2", "lfm2", {**_LLAMA, **_SHORT, "block_auto_adjust_ff_dim": False}),
+    Family("LFM2-MoE", "lfm2_moe", {**_LLAMA, **_EXPERTS, **_SHORT, "num_dense_layers": 1}),
+    Family("LFM3", "lfm3", {**_LLAMA, **_SHORT, "head_dim": 8}),
+    Family("LFM3 (sliding)", "lfm3", {**_LLAMA, **_WINDOW, "head_dim": 8, "layer_types": ["conv", "sliding_attention"]}),
+    Family("Mamba 2", "mamba2", dict(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=8, num_heads=8, head_dim=8, n_groups=1, chunk_size=8)),
+    Family("Bamba", "bamba", {**_LLAMA, **_SSM, "attn_layer_indices": [1]}),
+    Family("Kimi Linear", "kimi_linear", {**_KIMI, "layer_types": _DELTA["layer_types"], "linear_head_dim": 8, "linear_num_heads": 4}),
+    Family("OLMo (hybrid)", "olmo_hybrid", {**_LLAMA, **_DELTA}),
+    Family("Ling (hybrid)", "bailing_hybrid", {**_KIMI, "head_dim": 8, "n_group": 2, "topk_group": 1, "layer_group_size": 2}),
+    Family("Inkling (text)", "inkling_text", _INKLING),
+    Family("Inkling 2 (text)", "inkling2_text", {**_INKLING, "unpadded_vocab_size": VOCAB, "n_layers_per_attn_res_block": 1}),
+    Family("Lara mini", "lara_mini", _LLAMA),
+    Family("Zaya", "zaya", {**_LLAMA, "head_dim": 8, "num_experts": 4, "moe_intermediate_size": 16, "router_hidden_size": 16}, spread=0.6),
+]
+GOES_ON = hasattr(LinearAttentionLayer, "activate_past_recording")  # since transformers 5.17 models go on from a state over several tokens
+FAMILIES += [replace(family, ragged=False, window="states") for family in STATEFUL if GOES_ON]
 FAMILIES = [line for line in FAMILIES if line.kind in CONFIG_MAPPING]  # of the installed transformers
 
 # What cannot be rolled back: (name, model_type, settings)
 REFUSED = [
     ("Mamba", "mamba", dict(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=8)),
-    ("Mamba 2", "mamba2", dict(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=8, num_heads=8, head_dim=8, n_groups=1)),
     ("RWKV", "rwkv", dict(vocab_size=VOCAB, hidden_size=32, attention_hidden_size=32, num_hidden_layers=2, context_length=64)),
     ("RecurrentGemma", "recurrent_gemma", dict(_HEADS, lru_width=32)),
-    ("Qwen3-Next", "qwen3_next", dict(_LLAMA, head_dim=8, layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2,
-                                      linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8, **_EXPERTS)),
     ("Jamba", "jamba", dict(_LLAMA, **_MOE, mamba_d_state=8, mamba_dt_rank=4, attn_layer_period=2, attn_layer_offset=1)),
-    ("LFM2", "lfm2", dict(_LLAMA, layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False)),
+    ("Nemotron-H", "nemotron_h", _NEMOTRON),
+    ("Zamba 2", "zamba2", _ZAMBA2),
+    ("MiniMax", "minimax", dict(_LLAMA, **_MOE, head_dim=8, block_size=8, layer_types=_DELTA["layer_types"])),
 ]
+REFUSED += [(family.name, family.kind, family.settings) for family in STATEFUL if not GOES_ON]
+REFUSED = [line for line in REFUSED if line[1] in CONFIG_MAPPING]
 
 
 # --- what is run with a line ------------------------------------------------------------------------------------------
@@ -173,7 +208,8 @@ def outcome(family: Family, attn: str, batch: int, tree: bool = False, seed: int
     model, texts = reference(family.name, attn, seed)
     finished = [row + text for row, text in zip(ROWS, texts)]
     writes = getattr(model.config, "output_vocab_size", None) or VOCAB
-    drafts = {"tree": KnowingTreeDraft(finished, vocab=writes)} if tree else {"lookup": None, "model": perturbed(model)}
+    chain = KnowingTreeDraft(finished, parents=(0, 1, 2, 3), vocab=writes) if family.window == "states" else None  # their texts repeat nothing
+    drafts = {"tree": KnowingTreeDraft(finished, vocab=writes)} if tree else {"lookup" if chain is None else "knowing": chain, "model": perturbed(model)}
     calls = [[0], [1], [2]] if batch == 1 else [[0, 1, 2]]
     try:
         for name, draft in drafts.items():

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from . import compat, lengths
+from .caches import cached_tokens, check_cache, read_cache
 from .config import SpeculativeConfig
 from .drafts.base import Draft
 from .probe import check_batch, check_mode
@@ -140,9 +141,9 @@ def check_call(model, input_ids, processors, generation, model_kwargs: dict, tra
     if traits.encoder == "own":
         _check_encoder_decoder(model, input_ids.shape[0], real)
     elif cache is not None:
-        compat.check_cache(cache, compat.unwrap(model).config, input_ids.shape[0])
-        if cache.get_seq_length() >= input_ids.shape[1]:
-            raise ValueError(f"{compat.CACHE} holds {cache.get_seq_length()} tokens and input_ids {input_ids.shape[1]}; input_ids must be "
+        check_cache(cache, compat.unwrap(model).config, input_ids.shape[0])
+        if cached_tokens(cache) >= input_ids.shape[1]:
+            raise ValueError(f"{compat.CACHE} holds {cached_tokens(cache)} tokens and input_ids {input_ids.shape[1]}; input_ids must be "
                              f"the whole conversation, with at least one token that is not cached yet.")
         _check_tails(cache, real)
     _check_positions(positions, real)
@@ -172,7 +173,7 @@ def _check_mask(mask: torch.Tensor | None, generation, shape: torch.Size, cache,
         if mask is not None and not torch.equal(mask, mask.bool().to(mask.dtype)):
             raise ValueError(f"{traits.mask_name} holds other numbers than 0 and 1: give 1 for a token and 0 for padding, or leave it out.")
         return
-    if cache is not None and cache.get_seq_length():
+    if cache is not None and cached_tokens(cache):
         raise ValueError(f"input_ids has {shape[1]} tokens a row and {traits.mask_name} {given[-1]}: with {compat.CACHE}, input_ids must be the whole "
                          f"conversation, as the draft and the processors read it, not its new tokens alone.")
     raise ValueError(f"{traits.mask_name} has the shape {list(given)} and input_ids {list(shape)}: give one number per token, 0 for padding, or leave it out.")
@@ -180,7 +181,7 @@ def _check_mask(mask: torch.Tensor | None, generation, shape: torch.Size, cache,
 
 def _check_tails(cache, real: torch.Tensor) -> None:
     """A sliding layer keeps as many of the last columns as its window has, and any that real [B, P] hides among them took the place of a token."""
-    for keys, _, first in compat.read_cache(cache):
+    for keys, _, first in read_cache(cache):
         if (real[:, :first].any(-1) & ~real[:, first : first + keys.shape[2]].all(-1)).any():
             raise ValueError(f"{compat.CACHE}: its sliding layers hold the last {keys.shape[2]} columns alone, with padding among them, so that tokens which "
                              f"the window reaches are gone. Leave it out.")

@@ -8,22 +8,25 @@ i of the block goes to slot `cached + i`; a node has the position of the root pl
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from time import perf_counter
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from . import compat, passes
+from .caches import read_cache
 from .compiled import CompiledPasses, FixedBuffers
 from .distributions import Drawing
 from .head import head_at
 from .kv_cache import SlotCache
 from .layerwise import TRIAL
 from .lengths import check_counting, counts_itself
-from .masks import additive, who_sees_whom
+from .masks import CausalMasks, additive, who_sees_whom
 from .parts import read_at
 from .proposal import Proposal
 from .seq2seq import Decoder, Source
+from .states import Checkpoints, StateLayer
 from .tap import Tap, layers_of, show, watched
 from .tree import Tree
 
@@ -31,7 +34,7 @@ from .tree import Tree
 class CachedModel:
     """limit: most slots a row can need. role: how errors name the model. source: what the decoder of an encoder-decoder reads.
 
-    lengths: committed tokens per row whose keys and values are in the cache.
+    lengths: committed tokens per row whose keys and values are in the cache; where there are `states`, those that the states stand for.
     fresh: per row, how many tokens before the candidates the last pass has fed, the root included.
     reader: called as reader(firsts, logits) in a pass over more than the root, with the logits [B, n, V] of the block's last n
         places, the first of which is position firsts[b] of row b; n is cut so that they are at most READ numbers. None: not wanted.
@@ -48,7 +51,8 @@ class CachedModel:
         self.model, self.role = model, role
         self.run = model if source is None else Decoder(model, source)
         self.traits = traits or compat.traits_of(compat.unwrap(model), role)
-        self.cache = SlotCache(limit, FixedBuffers(model, role) if compile else None)
+        self.cache = SlotCache(limit, FixedBuffers(model, role) if compile else None, self.traits.states, StateLayer)
+        self.states = Checkpoints([layer for layer in self.cache.layers if isinstance(layer, StateLayer)]) if self.traits.states else None
         self.compiled = CompiledPasses(model, role, compile) if compile else None
         self.most, self.runner = passes.runner(model, compiled=False)
         if compile and (source is not None or self.traits.own_positions or counts_itself(compat.unwrap(model), limit)):
@@ -60,7 +64,7 @@ class CachedModel:
         self.embed: Callable[[torch.Tensor], torch.Tensor] | None = None
         self.taps: list[Tap] = []
         self.calls, self.seconds = 0, 0.0
-        self._masks: dict[int, tuple[torch.Tensor, int]] = {}  # by width: what `_causal` keeps, and the slot where its last block began
+        self._causal = CausalMasks(self.dtype, self.device)
 
     def room(self, rows: list[list[int]], room: list[int]) -> list[int]:
         """`room`, the tokens that each row may still get, such that drafted tokens stay in the model's context while the row does."""
@@ -85,7 +89,8 @@ class CachedModel:
         fresh = [row[length:] for row, length in zip(rows, self.lengths)]
         if proposal is None:
             proposal = Proposal.from_lists([[] for _ in rows], self.device)
-        if not proposal.tree.is_chain and max(map(len, fresh)) > 1:
+        apart = self.states is not None and (len(fresh[0]) > Checkpoints.PENDING or not self.lengths[0])
+        if (apart or not proposal.tree.is_chain) and max(map(len, fresh)) > 1:
             self.feed([tokens[:-1] for tokens in fresh])
             fresh = [tokens[-1:] for tokens in fresh]
         self.fresh, n = [len(tokens) for tokens in fresh], len(proposal.tree)
@@ -101,7 +106,7 @@ class CachedModel:
     def extend(self, tokens: torch.Tensor, advance: list[int]) -> torch.Tensor:
         """Feed one more token per row, int64 [B, 1]; logits [B, 1, V]. Row b keeps it if advance[b] is 1."""
         logits = self._forward(tokens.to(self.device), None, [1] * len(advance))
-        self.lengths = [length + step for length, step in zip(self.lengths, advance)]
+        self._keep([length + step for length, step in zip(self.lengths, advance)])
         return logits
 
     def several(self, tokens: torch.Tensor, k: list[int], vocab: int, drawing: Drawing, uniform: torch.Tensor, embeds: tuple | None = None) -> tuple | None:
@@ -187,7 +192,8 @@ class CachedModel:
             if logits is not None and not self.compiled.untried:
                 show(self.taps, states, starts)
                 return logits if keep or wanted is None else logits[:, wanted.to(logits.device)]
-        with watched(read_at(compat.unwrap(self.model), layers)) as states:
+        kept = nullcontext() if self.states is None else self.states.during(starts[0], starts[0] + width)
+        with kept, watched(read_at(compat.unwrap(self.model), layers)) as states:
             reference = (self.runner(self.run, **inputs) if tokens.numel() <= self.most else self.run(**inputs)).logits
         show(self.taps, states, starts)
         reference = reference if keep or wanted is None else reference[:, wanted.to(reference.device)]
@@ -220,7 +226,9 @@ class CachedModel:
         if self.traits.own_positions:
             if not chain:
                 raise ValueError(compat.own_mask_refusal(self.model, self.role))
-            return {"attention_mask": torch.ones((1, plan.visible), dtype=torch.long, device=device)}
+            mask = {"attention_mask": torch.ones((1, plan.visible), dtype=torch.long, device=device)}
+            placed = self.states is not None and self.traits.takes_positions
+            return mask | ({"position_ids": torch.arange(plan.cached, plan.visible, device=device)[None]} if placed else {})
         level = plan.start is not None and min(sizes) == width  # all rows begin at the same slot, and none is padded
         if level and chain and not plan.whole and (width == 1 or plan.start == 0):  # the model's own causal mask says the same, at less cost
             positions = torch.arange(plan.start, plan.start + width, device=device)[None]
@@ -233,7 +241,7 @@ class CachedModel:
             starts, last = torch.tensor([self.lengths, deepest], device=device)
             positions = starts[:, None] + torch.minimum(depths, last[:, None])
         if level and chain and not plan.whole and all(kind == "full" for _, kind, _ in self.traits.masks):
-            mask = self._causal(width).expand(len(sizes), -1, -1, -1)
+            mask = self._causal.mask(plan.start, width, plan.capacity).expand(len(sizes), -1, -1, -1)
             masks = {key: mask for key, _, _ in self.traits.masks}
             return {"position_ids": positions.expand(len(sizes), -1), "attention_mask": masks.get(None, masks)}
         slots = torch.arange(plan.visible, device=device)
@@ -245,18 +253,6 @@ class CachedModel:
         masks = {key: additive(kind, size, seen, positions[..., None], slot_positions, self.dtype).expand(len(sizes), -1, -1, -1)
                  for key, kind, size in self.traits.masks}
         return {"position_ids": positions.expand(len(sizes), -1), "attention_mask": masks.get(None, masks)}
-
-    def _causal(self, width: int) -> torch.Tensor:
-        """Mask [1, 1, Q, S] of a chain that begins at the same slot in all rows. It is kept, and only the columns of the block are
-        written: making it anew would take longer the longer the text is."""
-        plan = self.cache.plan
-        mask, last = self._masks.get(width, (None, 0))
-        if mask is None or mask.shape[-1] < plan.visible:
-            mask, last = torch.zeros((1, 1, width, plan.capacity), dtype=self.dtype, device=self.device), 0
-        mask[..., last : last + width] = 0
-        mask[..., plan.start : plan.visible] = torch.full((width, width), torch.finfo(self.dtype).min, dtype=self.dtype, device=self.device).triu(1)
-        self._masks[width] = mask, plan.start
-        return mask[..., : plan.visible]
 
     # --- rollback -----------------------------------------------------------------------------------------------------
 
@@ -275,11 +271,15 @@ class CachedModel:
             for layer in self.cache.layers if first < steps - 1 else ():
                 if layer.is_initialized:
                     layer.gather(starts + nodes[:, first:], starts + target[first:])
-        self.lengths = [length + own - 1 + step for length, own, step in zip(self.lengths, self.fresh, advance)]
+        self._keep([length + own - 1 + step for length, own, step in zip(self.lengths, self.fresh, advance)])
 
     def crop(self, lengths: list[int]) -> None:
         """Forget everything from position lengths[b] on in row b; all of it where that is below 0."""
-        self.lengths = [max(min(own, new), 0) for own, new in zip(self.lengths, lengths)]
+        self._keep([max(min(own, new), 0) for own, new in zip(self.lengths, lengths)])
+
+    def _keep(self, lengths: list[int]) -> None:
+        """What is cached of every row from now on; less where there are states, and none of just so many tokens."""
+        self.lengths = lengths if self.states is None else [self.states.back_to(length) for length in lengths]
 
     def keep(self, rows: list[int]) -> None:
         """Only these rows go on."""
@@ -290,7 +290,7 @@ class CachedModel:
     def load(self, cache: DynamicCache, columns: list[list[int]], cached: int) -> None:
         """Copy a caller's cache of `cached` columns; slot s of row b comes from column columns[b][s], the others are padding."""
         columns = [[column for column in row if column < cached] for row in columns]
-        self.cache.load(compat.read_cache(cache), columns, self.device)
+        self.cache.load(read_cache(cache), columns, self.device)
         self.lengths = [len(row) for row in columns]
 
     def row(self, b: int, last: bool = False) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -12,6 +12,7 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDe
 
 from . import compat, registry
 from .arguments import check_call, check_draft_stop, check_vocabulary
+from .caches import cached_tokens, write_cache
 from .cached_model import CachedModel
 from .config import MAX_ASSISTANT_TOKENS
 from .distributions import Sampler
@@ -65,12 +66,14 @@ class Call:
         self.processors = compat.processors_per_row(processors, input_ids, self.prompts)
         self.cache = model_kwargs.get(compat.CACHE)
         self.given = self.cache is not None and (
-            decoder.cache_is_given or self.cache.get_seq_length() > 0 or getattr(self.cache, "_is_user_defined", False)
+            decoder.cache_is_given or cached_tokens(self.cache) > 0 or getattr(self.cache, "_is_user_defined", False)
         )
-        if self.source is not None:
+        if self.source is not None or self.traits.states:
             if self.given:
-                raise ValueError(f"{compat.CACHE}: the {type(self.cache).__name__} of an encoder-decoder model cannot be continued with "
-                                 f"speculative=True. Leave it out, and pass decoder_input_ids for a text to be continued.")
+                kind, text = ("an encoder-decoder model", "decoder_input_ids for a text to be continued") if self.source else \
+                    ("a model that carries states", "the whole text as input_ids")
+                raise ValueError(f"{compat.CACHE}: the {type(self.cache).__name__} of {kind} cannot be continued with speculative=True. Leave it out, and pass "
+                                 f"{text}.")
             self.cache = None  # transformers' own, made for nothing
 
     def run(self, criteria: list) -> Any:
@@ -82,8 +85,8 @@ class Call:
         sequences = Sequences(self.prompts, self.max_new, criteria, device, decoder.streamer)
         longest, limit = self._lengths()
         target = CachedModel(self.model, limit, "target", self.traits, self.source, self.config.compile)
-        if self.given and self.cache.get_seq_length():
-            target.load(self.cache, self.columns, self.cache.get_seq_length())
+        if self.given and cached_tokens(self.cache):
+            target.load(self.cache, self.columns, cached_tokens(self.cache))
         target.reader = decoder.draft.read if decoder.draft.reads_prompt else None
         seeds = self._seeds(batch)
         noise, gumbel = Noise(seeds, device), Gumbel(seeds, device) if rule.coupled else None
@@ -94,7 +97,7 @@ class Call:
         loop = SpeculativeLoop(
             target, decoder.draft, rule, sampler, self._schedule(), sequences, noise, context, trace,
             want_scores=bool(as_dict and generation.output_scores), want_logits=bool(as_dict and generation.output_logits),
-            want_cache=bool(self.given or as_dict and generation.use_cache is not False),
+            want_cache=bool(self.given or as_dict and generation.use_cache is not False and not self.traits.states),
         )
         self._run(loop, sequences)
         output = self._pack(loop, sequences)
@@ -216,7 +219,7 @@ def assemble_cache(config, rows: list[list], columns: list[list[int]], width: in
             layers.append(tuple(piece[None] for piece in parts[0]))
         else:
             layers.append(tuple(_in_columns(pieces, columns, width) for pieces in zip(*parts)))
-    return compat.write_cache(config, layers, into)
+    return write_cache(config, layers, into)
 
 
 def _in_columns(pieces: tuple[torch.Tensor, ...], columns: list[list[int]], width: int) -> torch.Tensor:

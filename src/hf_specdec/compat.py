@@ -1,5 +1,5 @@
 """Everything that depends on the insides of transformers (5.10 up to 6): which processors look at the prefix, which masks a
-model wants, which models can be rolled back, and how its own caches are read and written."""
+model wants, and which models can be rolled back. Its caches are in `caches`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import CompileConfig, DynamicCache, GenerationMixin, LogitsProcessor, PreTrainedModel
+from transformers import CompileConfig, GenerationMixin, LogitsProcessor, PreTrainedModel
 from transformers.generation import logits_process as lp
 
-CACHE = "cache" if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters else "past_key_values"  # "cache" since 5.24
+from .caches import CACHE, states_of, why_not
 
 # --- logits processors ------------------------------------------------------------------------------------------------
 
@@ -117,6 +117,9 @@ class ModelTraits:
     max_positions:  longest text, or None; of the decoder where there is an encoder, too.
     encoder:        "none", "own" (encoder-decoder models) or "another's" (decoders that read the outputs of an encoder they
                     do not have). With either, masks and positions are the model's own.
+    states:         per layer, how many states it carries from token to token (`states.py`); () for models without any. With them,
+                    too, masks are the model's own.
+    takes_positions: whether forward takes position_ids.
     """
 
     masks: tuple[tuple[str | None, str, int], ...]
@@ -125,6 +128,8 @@ class ModelTraits:
     vocab_size: int
     max_positions: int | None
     encoder: str = "none"
+    states: tuple[int, ...] = ()
+    takes_positions: bool = True
 
     @property
     def mask_name(self) -> str:
@@ -148,15 +153,17 @@ def traits_of(model: PreTrainedModel, role: str) -> ModelTraits:
     own_mask = config.model_type in _OWN_MASK or getattr(config, "alibi", False) \
         or config.model_type in _OWN_MASK_BEFORE_SDPA and not model._supports_sdpa
     head = model.get_output_embeddings()
-    encoder = "own" if model.config.is_encoder_decoder else "another's" if "encoder_outputs" in forward else "none"
+    encoder, states = "own" if model.config.is_encoder_decoder else "another's" if "encoder_outputs" in forward else "none", _states(model, config)
     limits = ("max_target_positions", "max_position_embeddings", "max_seq_len")
     return ModelTraits(
         masks=_masks(config),
-        own_positions=own_mask or encoder != "none" or "position_ids" not in forward,
+        own_positions=own_mask or encoder != "none" or "position_ids" not in forward or bool(states),
         logits_to_keep="logits_to_keep" in forward,
         vocab_size=head.weight.shape[0] if torch.is_tensor(getattr(head, "weight", None)) else getattr(head, "out_features", config.vocab_size),
         max_positions=next((value for limit in limits if (value := getattr(config, limit, None)) and value > 0), None),
         encoder=encoder,
+        states=states,
+        takes_positions="position_ids" in forward,
     )
 
 
@@ -165,9 +172,10 @@ def _refuse_what_cannot_roll_back(model: PreTrainedModel, config: Any, name: str
     if model.config.is_encoder_decoder and kind not in ENCODER_DECODERS:
         raise ValueError(f"{name} is an encoder-decoder model of type {kind!r}, whose decoder nobody has tried to roll back; those that work are "
                          f"{sorted(ENCODER_DECODERS)}. Use speculative=False.")
-    strange = sorted(set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS) \
-        or sorted(set(getattr(config, "layers_block_type", None) or ()) - _KNOWN_BLOCKS - _KNOWN_LAYERS)  # transformers 5.10
-    if getattr(model, "_is_stateful", False) or strange:
+    states, strange = _states(model, config), _strange(config)
+    if states and (reason := why_not(model, config)):
+        raise ValueError(f"{name} carries a state from token to token, and {reason}: it cannot be rolled back after a rejected token. Use speculative=False.")
+    if not states and (getattr(model, "_is_stateful", False) or strange):
         what = f"layers of type {strange}" if strange else "a recurrent state"
         raise ValueError(f"{name} has {what}, which cannot be rolled back after a rejected token. Use speculative=False.")
     own_way = "reads the cache of its last loop itself" if getattr(config, "recurrent_kv_cache_mode", "") == "last_loop" else _OWN_WAYS.get(kind)
@@ -182,6 +190,16 @@ def _refuse_what_cannot_roll_back(model: PreTrainedModel, config: Any, name: str
                          f'nor trees. Call model.set_attn_implementation("sdpa") (or "eager").')
 
 
+def _strange(config: Any) -> list[str]:
+    """Types of layers that are no attention."""
+    return sorted(set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS) \
+        or sorted(set(getattr(config, "layers_block_type", None) or ()) - _KNOWN_BLOCKS - _KNOWN_LAYERS)  # transformers 5.10
+
+
+def _states(model: PreTrainedModel, config: Any) -> tuple[int, ...]:
+    return states_of(config) if getattr(model, "_is_stateful", False) or _strange(config) else ()
+
+
 def _reads_both_ways(model: PreTrainedModel, config: Any) -> bool:
     """Many configs carry an `is_decoder` that nothing heeds: it counts where a module has it, too."""
     if getattr(config, "use_bidirectional_attention", None) in (True, "all") or getattr(config, "is_causal", True) is False:
@@ -191,9 +209,11 @@ def _reads_both_ways(model: PreTrainedModel, config: Any) -> bool:
 
 def own_mask_refusal(model: PreTrainedModel, role: str) -> str:
     """Why a model that makes its own masks takes no batch and no tree."""
-    return (f"{role}: {type(unwrap(model)).__name__} makes its attention mask or position bias itself (as encoder-decoders and ALiBi do), so rows that "
-            f"accept different numbers of tokens, or branches of a tree, cannot share a pass. Generate the rows one by one "
-            f"(batch size 1) with chains, or use speculative=False.")
+    model = unwrap(model)
+    why = "carries a state from token to token" if _states(model, model.config.get_text_config()) else \
+        "makes its attention mask or position bias itself (as encoder-decoders and ALiBi do)"
+    return (f"{role}: {type(model).__name__} {why}, so rows that accept different numbers of tokens, or branches of a tree, cannot share a pass. "
+            f"Generate the rows one by one (batch size 1) with chains, or use speculative=False.")
 
 
 def device_of(model: PreTrainedModel) -> torch.device:
@@ -209,7 +229,7 @@ def _masks(config: Any) -> tuple[tuple[str | None, str, int], ...]:
     window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
     sizes = {"full_attention": ("full", 0), "sliding_attention": ("sliding", window or 0), "chunked_attention": ("chunked", chunk or 0)}
     if getattr(config, "layer_types", None):
-        return tuple((key, *sizes[key]) for key in sorted(set(config.layer_types)))
+        return tuple((key, *sizes[key]) for key in sorted(set(config.layer_types)) if key in sizes)
     if window is not None:
         return ((None, "sliding", window),)
     return ((None, "chunked", chunk),) if chunk is not None else ((None, "full", 0),)
@@ -248,50 +268,6 @@ def compiled_decoding() -> dict[str, Any]:
     return {"cache_implementation": "static", "compile_config": config}
 
 
-# --- transformers' own caches -----------------------------------------------------------------------------------------
-
 def mask_width(generation: Any, otherwise: int) -> int:
     """Columns of an attention mask that transformers has dropped because it hides nothing."""
     return getattr(generation, "_mask_length", otherwise)
-
-
-def check_cache(cache: Any, config: Any, rows: int) -> None:
-    """Refuse a caller's cache that is not a plain `DynamicCache`, or was filled with other `rows` or by another model."""
-    if not isinstance(cache, DynamicCache) or any("Quantized" in type(part).__name__ for part in (cache, *cache.layers)):
-        raise ValueError(f"{CACHE}: {type(cache).__name__} cannot be read and rolled back. Pass a DynamicCache, or none and no cache_implementation.")
-    layers = read_cache(cache)
-    wanted = getattr(config, "decoder_layers", None) or sum("Dummy" not in type(layer).__name__ for layer in _empty_cache(config).layers)
-    if layers and wanted not in (0, len(layers)):
-        raise ValueError(f"{CACHE} holds {len(layers)} layers and the target has {wanted}. Pass a cache that the target has filled, or leave it out.")
-    if layers and len(layers[0][0]) != rows:
-        raise ValueError(f"{CACHE} holds {len(layers[0][0])} rows and the call has {rows} (num_return_sequences and num_beams count, as in a "
-                         f"plain call). Pass a cache of the same rows (batch_repeat_interleave repeats them), or leave it out.")
-
-
-def _empty_cache(config: Any) -> DynamicCache:
-    """The cache that plain generate begins with; Dory's forward adds one for every further pass through its middle layers."""
-    cache, loops = DynamicCache(config=config), getattr(config, "n_recurrent_loops", 1)
-    middle = cache.layers[config.n_input_layers :][: config.n_recurrent_layers] if loops > 1 else []
-    cache.layers += [copy.deepcopy(layer) for layer in middle * (loops - 1)]
-    return cache
-
-
-def read_cache(cache: DynamicCache) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
-    """Per layer: keys and values [B, H, n, D], and the position of their first slot (sliding layers keep a tail only). A layer that reads
-    another's keys and values is left out."""
-    length, layers = cache.get_seq_length(), [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
-    return [(layer.keys, layer.values, length - layer.keys.shape[2]) for layer in layers if layer.keys.ndim == 4]
-
-
-def write_cache(config: Any, layers: list[tuple[torch.Tensor, torch.Tensor]], into: DynamicCache | None) -> DynamicCache:
-    """A `DynamicCache` that holds keys and values [B, H, n, D] per layer; `into` is refilled in place if given. config: None for a
-    decoder whose config counts the layers of its encoder."""
-    fresh = _empty_cache(config) if config is not None else DynamicCache()
-    if hasattr(fresh, "activate_past_recording"):
-        fresh.activate_past_recording()
-    for index, (keys, values) in enumerate(layers):
-        fresh.update(keys, values, index)
-    if into is None:
-        return fresh
-    into.layers = fresh.layers
-    return into

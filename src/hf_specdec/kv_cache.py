@@ -155,11 +155,13 @@ class SlotPlan:
 
 
 class SlotCache(Cache):
-    """A `transformers.Cache` of `SlotLayer`s. `limit`: most slots a row can ever need; buffers: as in `SlotPlan`."""
+    """A `transformers.Cache` of `SlotLayer`s. `limit`: most slots a row can ever need; buffers: as in `SlotPlan`; layer(plan, index, count): makes those
+    that carry `count` states, of which `states` has one number a layer."""
 
-    def __init__(self, limit: int, buffers: FixedBuffers | None = None):
+    def __init__(self, limit: int, buffers: FixedBuffers | None = None, states: tuple[int, ...] = (), layer: type[SlotLayer] = SlotLayer):
         super().__init__(layers=[])
         self.plan = SlotPlan(limit, buffers)
+        self.layers += [layer(self.plan, i, count) if count else SlotLayer(self.plan, i) for i, count in enumerate(states)]
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
         while len(self.layers) <= layer_idx:
@@ -175,7 +177,7 @@ class SlotCache(Cache):
     # --- a caller's own cache -------------------------------------------------------------------------------------------
 
     def load(self, layers: list[tuple[torch.Tensor, torch.Tensor, int]], columns: list[list[int]], device: torch.device) -> None:
-        """Copy a caller's cache, as `compat.read_cache` has it, slot s of row b from its column columns[b][s]; its other columns are padding."""
+        """Copy a caller's cache, as `caches.read_cache` has it, slot s of row b from its column columns[b][s]; its other columns are padding."""
         for index, (keys, values, first) in enumerate(layers):
             held = [[column - first for column in row if column >= first] for row in columns]
             rows = [[part[b : b + 1, :, row] for part in (keys, values)] for b, row in enumerate(held)]

@@ -85,6 +85,8 @@ def some_layers(model: PreTrainedModel, layers: int | Sequence[int]) -> PreTrain
     for name in ("hidden_size_per_layer_input", "num_kv_shared_layers"):
         if getattr(config, name, None):
             raise ValueError(f"target: {type(model).__name__} has {name}={getattr(config, name)}, so its layers do not run without the others; use another draft.")
+    if compat.traits_of(model, "target").states:
+        raise ValueError(f"target: {type(model).__name__} carries states from token to token, of which its first layers have some only; use another draft.")
     total = config.num_hidden_layers
     path = next((name for name, part in model.named_modules() if isinstance(part, torch.nn.ModuleList) and len(part) == total), None)
     if path is None:

@@ -65,6 +65,8 @@ class PassDraft(OnePassDraft):
         refuse_encoder(target, "target")
         super().__init__(heads, tree)
         self.target, self.traits = target, compat.traits_of(compat.unwrap(target), "target")
+        if self.traits.own_positions:
+            raise ValueError(compat.own_mask_refusal(target, "target"))
         self.cached: CachedModel | None = None
         self.context: Context | None = None
 

@@ -1,0 +1,89 @@
+"""Caches of transformers (5.10 up to 6): which models carry states in theirs, and how a caller's is checked, read and written."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from math import inf
+from typing import Any
+
+import torch
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
+
+CACHE = "cache" if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters else "past_key_values"  # "cache" since 5.24
+TESTED = frozenset(
+    "bailing_hybrid bamba falcon_h1 granitemoehybrid inkling2_text inkling_text kimi_linear lara_mini lfm2 lfm2_moe lfm3 mamba2 olmo_hybrid "
+    "qwen3_5_moe_text qwen3_5_text qwen3_next zaya".split()
+)
+_PLAIN = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}  # DummyLayer is newer than 5.17
+
+
+def states_of(config: Any) -> tuple[int, ...]:
+    """Per layer of a model, how many states it carries; () where none does, where one has a cache of another kind, and before transformers 5.17, in which
+    models do not go on from a state over several tokens."""
+    if not hasattr(LinearAttentionLayer, "activate_past_recording"):
+        return ()
+    layers = DynamicCache(config=config).layers
+    if not all(isinstance(layer, LinearAttentionLayer) or type(layer).__name__ in _PLAIN for layer in layers):
+        return ()
+    counts = tuple(layer.number_of_states if isinstance(layer, LinearAttentionLayer) else 0 for layer in layers)
+    return counts if any(counts) else ()
+
+
+def why_not(model: PreTrainedModel, config: Any) -> str | None:
+    """Why the states of this model cannot be carried through passes over several tokens; None where they can."""
+    if any(tuple(getattr(part, "time_step_limit", None) or (0.0, inf)) != (0.0, inf) for part in model.modules()):
+        return "transformers limits its time steps (time_step_min, time_step_limit) in passes over several tokens alone, not in decoding"
+    if config.model_type not in TESTED:
+        return "nobody has seen it go on from there over several tokens as it does token by token (Mamba 1 layers start from nothing)"
+    return None
+
+
+def cached_tokens(cache: DynamicCache) -> int:
+    """How many tokens a cache of transformers holds; one of states alone does not count them, and holds 1 where it holds any."""
+    if cache.layers and not any(isinstance(layer, CacheLayerMixin) for layer in cache.layers):
+        return int(any(any(layer.has_previous_state.values()) for layer in cache.layers if isinstance(layer, LinearAttentionLayer)))
+    return cache.get_seq_length()
+
+
+def check_cache(cache: Any, config: Any, rows: int) -> None:
+    """Refuse a caller's cache that is not a plain `DynamicCache`, or was filled with other `rows` or by another model."""
+    if not isinstance(cache, DynamicCache) or any("Quantized" in type(part).__name__ for part in (cache, *cache.layers)):
+        raise ValueError(f"{CACHE}: {type(cache).__name__} cannot be read and rolled back. Pass a DynamicCache, or none and no cache_implementation.")
+    layers = read_cache(cache)
+    wanted = getattr(config, "decoder_layers", None) or sum(isinstance(layer, CacheLayerMixin) for layer in _empty_cache(config).layers)
+    if layers and wanted not in (0, len(layers)):
+        raise ValueError(f"{CACHE} holds {len(layers)} layers and the target has {wanted}. Pass a cache that the target has filled, or leave it out.")
+    if layers and len(layers[0][0]) != rows:
+        raise ValueError(f"{CACHE} holds {len(layers[0][0])} rows and the call has {rows} (num_return_sequences and num_beams count, as in a "
+                         f"plain call). Pass a cache of the same rows (batch_repeat_interleave repeats them), or leave it out.")
+
+
+def _empty_cache(config: Any) -> DynamicCache:
+    """The cache that plain generate begins with; Dory's forward adds one for every further pass through its middle layers."""
+    cache, loops = DynamicCache(config=config), getattr(config, "n_recurrent_loops", 1)
+    middle = cache.layers[config.n_input_layers :][: config.n_recurrent_layers] if loops > 1 else []
+    cache.layers += [copy.deepcopy(layer) for layer in middle * (loops - 1)]
+    return cache
+
+
+def read_cache(cache: DynamicCache) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
+    """Per layer: keys and values [B, H, n, D], and the position of their first slot (sliding layers keep a tail only). A layer that reads
+    another's keys and values is left out."""
+    length, layers = cached_tokens(cache), [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
+    return [(layer.keys, layer.values, length - layer.keys.shape[2]) for layer in layers if layer.keys.ndim == 4]
+
+
+def write_cache(config: Any, layers: list[tuple[torch.Tensor, torch.Tensor]], into: DynamicCache | None) -> DynamicCache:
+    """A `DynamicCache` that holds keys and values [B, H, n, D] per layer; `into` is refilled in place if given. config: None for a
+    decoder whose config counts the layers of its encoder."""
+    fresh = _empty_cache(config) if config is not None else DynamicCache()
+    if hasattr(fresh, "activate_past_recording"):
+        fresh.activate_past_recording()
+    for index, (keys, values) in enumerate(layers):
+        fresh.update(keys, values, index)
+    if into is None:
+        return fresh
+    into.layers = fresh.layers
+    return into

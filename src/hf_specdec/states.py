@@ -1,0 +1,102 @@
+"""Layers that carry a state from token to token instead of keys and values: state-space models (Mamba), linear attention (gated delta rules), short
+convolutions; alone, or beside attention in a hybrid model.
+
+No token can be taken out of a state again. It is therefore kept as it was after earlier passes, and put back after a rejection. Tokens that have been committed
+since are fed once more, in front of the next candidates: a round is one pass, as ever. Where all candidates were accepted nothing is fed twice, nor where every
+state is that of a convolution, which consists of its last inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import pad
+from transformers.cache_utils import LinearAttentionLayer
+
+from .kv_cache import SlotLayer, SlotPlan
+
+State = tuple[dict, dict]  # of one layer, by number: inputs of convolutions [B, C, n] and recurrent states [B, ...]; None where there is none
+
+
+class StateLayer(SlotLayer, LinearAttentionLayer):
+    """`count` states, and the keys and values of a layer that has attention, too. In a pass, convolutions record all their inputs."""
+
+    def __init__(self, plan: SlotPlan, index: int, count: int):
+        SlotLayer.__init__(self, plan, index)
+        LinearAttentionLayer.__init__(self, count)
+        self.activate_past_recording()
+
+    def lazy_initialization(self, *keys_and_values, **states) -> None:
+        (SlotLayer if keys_and_values else LinearAttentionLayer).lazy_initialization(self, *keys_and_values, **states)
+
+    def is_recurrent(self) -> bool:
+        return any(state is not None for state in self.recurrent_states.values())
+
+    def taken(self, whole: bool) -> State:
+        """The states after a pass. whole: all that convolutions have read in it, and not only what the next token needs."""
+        inputs = {i: part if whole or part is None else self._last(i, part).contiguous() for i, part in self.conv_states.items()}
+        return inputs, dict(self.recurrent_states)
+
+    def put(self, state: State | None) -> None:
+        """Go on from a copy of `state`, because models change theirs in place; without one, from nothing."""
+        inputs, recurrent = state or ({}, {})
+        for i in range(self.number_of_states):
+            part, other = inputs.get(i), recurrent.get(i)
+            self.conv_states[i] = None if part is None else pad(self._last(i, part), (max(self.conv_kernel_size[i] - part.shape[-1], 0), 0)).clone()
+            self.recurrent_states[i] = None if other is None else other.clone()
+            self.is_conv_states_initialized[i], self.is_recurrent_states_initialized[i] = part is not None, other is not None
+            self.has_previous_state[i] = part is not None or other is not None
+
+    def _last(self, i: int, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs[..., -self.conv_kernel_size[i] :]
+
+
+@dataclass
+class Checkpoint:
+    """The states of all layers after a pass that has read the tokens start..length - 1. whole: as in `StateLayer.taken`."""
+
+    start: int
+    length: int
+    states: list[State]
+    whole: bool
+
+    def cut(self, length: int) -> None:
+        """Take back what convolutions have read from position `length` on."""
+        back = self.length - length
+        self.states = [({i: part[..., : part.shape[-1] - back] for i, part in inputs.items()}, none) for inputs, none in self.states]
+        self.length = length
+
+
+class Checkpoints:
+    """The states of the layers of one cache, of one row, after passes that may have to be returned to.
+
+    PENDING: most tokens that are fed once more in front of candidates; more than that get a pass of their own, which is a checkpoint, too.
+    """
+
+    PENDING = 16
+
+    def __init__(self, layers: list[StateLayer]):
+        self.layers = layers
+        self.kept: list[Checkpoint] = []
+
+    @contextmanager
+    def during(self, start: int, length: int) -> Iterator[None]:
+        """A pass that reads the tokens start..length - 1 goes on from the last states, and leaves others."""
+        for layer, state in zip(self.layers, self.kept[-1].states if self.kept else [None] * len(self.layers)):
+            layer.put(state)
+        yield
+        whole = not any(layer.is_recurrent() for layer in self.layers)
+        self.kept.append(Checkpoint(start, length, [layer.taken(whole) for layer in self.layers], whole))
+
+    def back_to(self, length: int) -> int:
+        """Forget what was read from position `length` on. How many tokens the states stand for then: `length` or fewer."""
+        while self.kept and self.kept[-1].length > length:
+            if self.kept[-1].whole and self.kept[-1].start <= length > 0:
+                self.kept[-1].cut(length)
+            else:
+                self.kept.pop()
+        self.kept = self.kept[-2:]  # drafts inside a cascade go back once more
+        return self.kept[-1].length if self.kept else 0

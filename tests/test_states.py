@@ -1,0 +1,167 @@
+"""Layers that carry states from token to token: what is kept of them, what is fed once more after a rejection, and what is refused."""
+
+import random
+import warnings
+
+import pytest
+import torch
+
+import hf_specdec
+from hf_specdec.cached_model import CachedModel
+from hf_specdec.caches import CACHE
+from hf_specdec.drafts import EarlyExitDraft, PromptLookupDraft, RecyclingDraft
+from hf_specdec.proposal import Proposal
+from hf_specdec.states import Checkpoints
+from tests.architectures import GOES_ON, STATEFUL
+from tests.helpers import ScriptedDraft, build, enabled, generated, padded, perturbed, plain, prompts, speculate, tiny_llama
+
+pytestmark = pytest.mark.skipif(not GOES_ON, reason="this transformers does not go on from a state over several tokens")
+KINDS = ["Qwen3.5 (text)", "Mamba 2", "Falcon-H1", "LFM2", "Kimi Linear"]  # delta rule beside attention, no attention, both in a layer, convolutions alone, one step
+every_kind = pytest.mark.parametrize("kind", KINDS)
+CPU = torch.device("cpu")
+RECURRENT, CONVOLUTIONS = "Qwen3.5 (text)", "LFM2"
+
+
+def model_of(kind: str, seed: int = 0):
+    return next(family for family in STATEFUL if family.name == kind).model("eager", seed)
+
+
+def widths_of(model, run) -> list[int]:
+    """Tokens of every pass of the model during run()."""
+    widths = []
+
+    def hook(module, args, kwargs):
+        widths.append(kwargs["input_ids"].shape[1])
+
+    handle = model.register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        run()
+    finally:
+        handle.remove()
+    return widths
+
+
+@every_kind
+@pytest.mark.parametrize("seed", range(4))
+@torch.no_grad()
+def test_whatever_is_drafted_kept_and_forgotten_the_logits_are_those_of_the_whole_text(kind, seed):
+    """Odd orders of score, extend, crop and commit; every logit is compared with that of a pass without a cache."""
+    model, rng = model_of(kind), random.Random(seed)
+    cached, text = CachedModel(model, 200), prompts(7, seed=seed)[0]
+
+    def whole(tokens):
+        return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+
+    for _ in range(14):
+        drafted = [rng.randrange(1, 60) for _ in range(rng.choice([0, 0, 1, 3, 6]))]
+        logits = cached.score([text], Proposal.from_lists([drafted], CPU))[0]
+        torch.testing.assert_close(logits, whole(text + drafted)[len(text) - 1 :], atol=2e-3, rtol=0)
+        kept = rng.randint(0, len(drafted))
+        cached.commit([1 + kept])
+        assert cached.lengths[0] <= len(text) + kept
+        text += drafted[:kept]
+        if rng.random() < 0.3:  # as a draft does: one token a time, some of which do not stand
+            if cached.lengths[0] == len(text):
+                for token in (5, 6, 7):
+                    step = cached.extend(torch.tensor([[token]]), [1])
+                torch.testing.assert_close(step[0, 0], whole([*text, 5, 6, 7])[-1], atol=2e-3, rtol=0)
+                text += [5, 6, 7][: rng.randint(0, 3)]
+            cached.crop([len(text) - rng.randint(0, 2)])
+        text = [*text, rng.randrange(1, 60)]
+
+
+def test_states_go_back_to_a_pass_and_those_of_convolutions_to_a_token():
+    for kind, most in ((RECURRENT, [20, 20, 23]), (CONVOLUTIONS, [21, 22, 23])):
+        for kept, length in zip((0, 1, 2), most):
+            cached = CachedModel(model_of(kind), 64)
+            with torch.no_grad():
+                cached.score([prompts(21)[0]], Proposal.from_lists([[3, 4]], CPU))
+            cached.commit([1 + kept])
+            assert cached.lengths == [length]
+
+
+def test_what_was_not_rejected_is_fed_once_more_and_never_more_than_the_limit_in_front_of_candidates():
+    model, k = model_of(RECURRENT), 4
+    wrong = ScriptedDraft(lambda row: [1] * k)
+    widths = widths_of(model, lambda: speculate(model, prompts(30), wrong, k=k, max_new_tokens=60))
+    assert widths[0] == 29, "the prompt has a pass of its own"
+    assert max(widths[1:]) <= Checkpoints.PENDING + k and sum(width > k + 1 for width in widths) > 20
+
+
+def test_a_model_of_convolutions_reads_nothing_twice():
+    model, k = model_of(CONVOLUTIONS), 4
+    widths = widths_of(model, lambda: speculate(model, prompts(30), ScriptedDraft(lambda row: [1] * k), k=k, max_new_tokens=40))
+    assert max(widths[1:]) <= k + 1
+
+
+@every_kind
+def test_plain_text_comes_out_with_k_auto_with_sampling_processors_and_with_stopping(kind):
+    model = model_of(kind)
+    for row in prompts(1, 3, 26):
+        expected = plain(model, [row], max_new_tokens=30, repetition_penalty=1.3)
+        out = speculate(model, [row], perturbed(model), k="auto", max_new_tokens=30, repetition_penalty=1.3)
+        assert generated(out, [row]) == expected
+        end = expected[0][9]
+        stopped = speculate(model, [row], perturbed(model), k=5, max_new_tokens=30, repetition_penalty=1.3, eos_token_id=end)
+        assert generated(stopped, [row])[0] == expected[0][: expected[0].index(end) + 1]
+
+
+def test_one_drafts_for_a_target_without_states_and_the_other_way_round():
+    llama, hybrid = tiny_llama(vocab_size=61), model_of(RECURRENT)
+    for target, draft in ((llama, hybrid), (hybrid, llama), (hybrid, model_of("Mamba 2")), (hybrid, model_of(CONVOLUTIONS, seed=1))):
+        (row,) = prompts(12)
+        assert generated(speculate(target, [row], draft, k=3, max_new_tokens=25), [row]) == plain(target, [row], max_new_tokens=25)
+
+
+def test_drafts_that_read_the_prompts_logits_work():
+    model, (row,) = model_of(RECURRENT), prompts(20)
+    assert generated(speculate(model, [row], RecyclingDraft(), k=4, max_new_tokens=40), [row]) == plain(model, [row], max_new_tokens=40)
+
+
+def test_compile_is_set_aside_with_a_warning():
+    model, (row,) = model_of(RECURRENT), prompts(12)
+    with pytest.warns(UserWarning, match="makes its masks or positions itself"):
+        out = speculate(model, [row], PromptLookupDraft(), k=3, max_new_tokens=8, speculative={"compile": True})
+    assert generated(out, [row]) == plain(model, [row], max_new_tokens=8)
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------------
+
+def refused(words: str, run) -> None:
+    with pytest.raises(ValueError, match=words):
+        run()
+
+
+def test_a_batch_a_tree_beams_and_early_exit_are_refused_by_name():
+    model = model_of(RECURRENT)
+    refused("carries a state.*batch size 1", lambda: speculate(model, prompts(4, 6), max_new_tokens=4))
+    refused("carries a state.*trees", lambda: speculate(model, prompts(4), RecyclingDraft(branches=3), max_new_tokens=4))
+    refused("carries a state", lambda: speculate(model, prompts(4), max_new_tokens=4, num_beams=2))
+    refused("carries states.*use another draft", lambda: EarlyExitDraft(model, 1))
+    refused("assistant_model.*carries a state.*batch size 1", lambda: speculate(tiny_llama(vocab_size=61), prompts(4, 6), model, max_new_tokens=4))
+
+
+def test_a_callers_cache_is_refused_and_none_is_handed_back():
+    for kind in (RECURRENT, "Mamba 2"):
+        model, inputs = model_of(kind), padded(prompts(5))
+        out = model.generate(**inputs, max_new_tokens=3, return_dict_in_generate=True)
+        longer = {"input_ids": torch.cat([out.sequences, torch.tensor([[7]])], dim=1), "attention_mask": torch.ones(1, 9, dtype=torch.long)}
+        target = enabled(model)
+        refused("cannot be continued with speculative=True", lambda: target.generate(**longer, **{CACHE: out[CACHE]}, max_new_tokens=3, speculative=True))
+        ours = target.generate(**inputs, max_new_tokens=3, return_dict_in_generate=True, speculative=True)
+        assert ours.get(CACHE) is None and torch.equal(ours.sequences, out.sequences)
+
+
+def test_time_steps_that_are_limited_in_wide_passes_alone_are_refused():
+    settings = next(family for family in STATEFUL if family.name == "Mamba 2").settings
+    refused("time_step_limit", lambda: hf_specdec.enable(build("mamba2", attn="eager", **settings, time_step_limit=(0.01, 0.1))))
+
+
+def test_nothing_is_left_behind():
+    model = model_of(RECURRENT)
+    (row,) = prompts(12)
+    before = plain(model, [row], max_new_tokens=12)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        speculate(model, [row], perturbed(model), k=3, max_new_tokens=12)
+    assert plain(model, [row], max_new_tokens=12) == before
