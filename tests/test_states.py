@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING
 
 import hf_specdec
 from hf_specdec.cached_model import CachedModel
@@ -16,7 +17,8 @@ from tests.architectures import GOES_ON, STATEFUL
 from tests.helpers import ScriptedDraft, build, enabled, generated, padded, perturbed, plain, prompts, speculate, tiny_llama
 
 pytestmark = pytest.mark.skipif(not GOES_ON, reason="this transformers does not go on from a state over several tokens")
-KINDS = ["Qwen3.5 (text)", "Mamba 2", "Falcon-H1", "LFM2", "Kimi Linear"]  # delta rule beside attention, no attention, both in a layer, convolutions alone, one step
+HERE = {family.name for family in STATEFUL if family.kind in CONFIG_MAPPING}
+KINDS = [kind for kind in ("Qwen3.5 (text)", "Mamba 2", "Falcon-H1", "LFM2", "Kimi Linear") if kind in HERE]  # delta rule beside attention, no attention, both in a layer, convolutions alone, one step
 every_kind = pytest.mark.parametrize("kind", KINDS)
 CPU = torch.device("cpu")
 RECURRENT, CONVOLUTIONS = "Qwen3.5 (text)", "LFM2"
@@ -108,7 +110,7 @@ def test_plain_text_comes_out_with_k_auto_with_sampling_processors_and_with_stop
 
 def test_one_drafts_for_a_target_without_states_and_the_other_way_round():
     llama, hybrid = tiny_llama(vocab_size=61), model_of(RECURRENT)
-    for target, draft in ((llama, hybrid), (hybrid, llama), (hybrid, model_of("Mamba 2")), (hybrid, model_of(CONVOLUTIONS, seed=1))):
+    for target, draft in ((llama, hybrid), (hybrid, llama), (hybrid, model_of("Falcon-H1")), (hybrid, model_of(CONVOLUTIONS, seed=1))):
         (row,) = prompts(12)
         assert generated(speculate(target, [row], draft, k=3, max_new_tokens=25), [row]) == plain(target, [row], max_new_tokens=25)
 
@@ -142,7 +144,7 @@ def test_a_batch_a_tree_beams_and_early_exit_are_refused_by_name():
 
 
 def test_a_callers_cache_is_refused_and_none_is_handed_back():
-    for kind in (RECURRENT, "Mamba 2"):
+    for kind in KINDS:
         model, inputs = model_of(kind), padded(prompts(5))
         out = model.generate(**inputs, max_new_tokens=3, return_dict_in_generate=True)
         longer = {"input_ids": torch.cat([out.sequences, torch.tensor([[7]])], dim=1), "attention_mask": torch.ones(1, 9, dtype=torch.long)}
@@ -153,8 +155,8 @@ def test_a_callers_cache_is_refused_and_none_is_handed_back():
 
 
 def test_time_steps_that_are_limited_in_wide_passes_alone_are_refused():
-    settings = next(family for family in STATEFUL if family.name == "Mamba 2").settings
-    refused("time_step_limit", lambda: hf_specdec.enable(build("mamba2", attn="eager", **settings, time_step_limit=(0.01, 0.1))))
+    settings = next(family for family in STATEFUL if family.name == "Falcon-H1").settings
+    refused("time_step_limit", lambda: hf_specdec.enable(build("falcon_h1", attn="eager", **settings, time_step_limit=(0.01, 0.1))))
 
 
 def test_nothing_is_left_behind():

@@ -10,7 +10,7 @@ from tests.helpers import FULL, perturbed
 
 N = 10_000 if FULL else 300
 PROMPT = [1, 2, 3, 1, 2]
-CASES = [("Qwen3.5 (text)", "model", {}), ("Falcon-H1", "prompt_lookup", dict(temperature=0.7)), ("LFM2", "model", dict(top_k=4)), ("Mamba 2", "uniform", dict(top_p=0.8))]
+CASES = [("Qwen3.5 (text)", "model", {}), ("Falcon-H1", "prompt_lookup", dict(temperature=0.7)), ("LFM2", "model", dict(top_k=4)), ("Bamba", "uniform", dict(top_p=0.8))]
 pytestmark = pytest.mark.skipif(not GOES_ON, reason="this transformers does not go on from a state over several tokens")
 
 
