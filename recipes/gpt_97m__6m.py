@@ -15,6 +15,7 @@ import argparse
 from functools import partial
 from pathlib import Path
 
+from hf_specdec.bench.simulated import SimulatedDraft, SimulatedTable
 from hf_specdec.drafts import ModelDraft, NGramDraft
 from recipe_kit import RecipeError
 from recipe_kit.corpus import Corpus, build_corpus, build_tokenizer, documents, kept_tokenizer
@@ -23,7 +24,6 @@ from recipe_kit.memory import check_memory, size_of
 from recipe_kit.models import random_model
 from recipe_kit.pretraining import Plan, pretrain
 from recipe_kit.recipe import token_prompts
-from recipe_kit.simulated import SimulatedDraft, SimulatedTable
 from recipe_kit.study import PAPER, Material, Row, Study
 from recipe_kit.study_cli import main
 from safetensors import SafetensorError

@@ -17,13 +17,13 @@ import copy
 from functools import partial
 from pathlib import Path
 
+from hf_specdec.bench.simulated import SimulatedDraft, SimulatedTable
 from hf_specdec.drafts import ModelDraft, NGramDraft
 from recipe_kit import RecipeError
 from recipe_kit.inputs import check_vocabulary, contents
 from recipe_kit.memory import check_memory, free_bytes, needed_bytes, size_of
 from recipe_kit.models import random_model
 from recipe_kit.recipe import token_prompts
-from recipe_kit.simulated import SimulatedDraft, SimulatedTable
 from recipe_kit.study import PAPER, Material, Row, Study
 from recipe_kit.study_cli import main
 from safetensors import SafetensorError

@@ -24,6 +24,9 @@ a tree of ten tokens). The cache is the package's own in every case; a plain `Dy
 Llama 4 with `attn_temperature_tuning` counts positions itself from `floor_scale` (8192) on: where `max_length` comes near it, batches and
 trees are refused; batch 1 with chains is exact at any length.
 
+"states": layers that carry a state from token to token (state-space models, linear attention, short convolutions), alone or beside attention. They need transformers
+5.17 or newer (Mamba 2: 5.24), a caller's cache is refused, and none is handed back.
+
 | family | model_type | masks | attention | batch 1 | ragged batch | tree |
 | --- | --- | --- | --- | --- | --- | --- |
 """

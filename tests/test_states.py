@@ -11,9 +11,13 @@ import hf_specdec
 from hf_specdec.cached_model import CachedModel
 from hf_specdec.caches import CACHE
 from hf_specdec.drafts import EarlyExitDraft, PromptLookupDraft, RecyclingDraft
+from hf_specdec.drafts.feature import FeatureDraft
+from hf_specdec.drafts.medusa import MedusaDraft
 from hf_specdec.proposal import Proposal
 from hf_specdec.states import Checkpoints
+from hf_specdec.training import build_drafter
 from tests.architectures import GOES_ON, STATEFUL
+from tests.conformance.builders import medusa_heads
 from tests.helpers import ScriptedDraft, build, enabled, generated, padded, perturbed, plain, prompts, speculate, tiny_llama
 
 pytestmark = pytest.mark.skipif(not GOES_ON, reason="this transformers does not go on from a state over several tokens")
@@ -127,6 +131,16 @@ def test_compile_is_set_aside_with_a_warning():
     assert generated(out, [row]) == plain(model, [row], max_new_tokens=8)
 
 
+@pytest.mark.parametrize("layers", [[0], [1]], ids=["linear attention", "attention"])
+def test_drafters_made_of_such_a_target_read_its_hidden_states(layers):
+    model, (row,) = model_of(RECURRENT), prompts(11)
+    drafter = build_drafter(model, layers, None, (0, 1, 2))
+    expected = plain(model, [row], max_new_tokens=24)
+    for draft in (FeatureDraft(drafter, model), MedusaDraft(medusa_heads(model), model), build_drafter(model, layers)):
+        out = speculate(model, [row], draft, k=3, max_new_tokens=24)
+        assert generated(out, [row]) == expected and out.speculation.proposed
+
+
 # --- what is refused ------------------------------------------------------------------------------------------------------
 
 def refused(words: str, run) -> None:
@@ -157,6 +171,10 @@ def test_a_callers_cache_is_refused_and_none_is_handed_back():
 def test_time_steps_that_are_limited_in_wide_passes_alone_are_refused():
     settings = next(family for family in STATEFUL if family.name == "Falcon-H1").settings
     refused("time_step_limit", lambda: hf_specdec.enable(build("falcon_h1", attn="eager", **settings, time_step_limit=(0.01, 0.1))))
+
+
+def test_a_drafter_cannot_be_made_of_layers_that_the_config_names_itself():
+    refused("FalconH1Config says of itself", lambda: build_drafter(model_of("Falcon-H1"), [1]))
 
 
 def test_nothing_is_left_behind():

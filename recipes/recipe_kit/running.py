@@ -13,13 +13,13 @@ import hf_specdec
 from hf_specdec.bench.arms import Answer, generate_arm
 from hf_specdec.bench.forks import Judge, first_difference
 from hf_specdec.bench.meter import measured
+from hf_specdec.bench.simulated import SimulatedDraft, SimulatedTable
 from hf_specdec.compat import CACHE
 from hf_specdec.drafts.model import ModelDraft
 
 from . import memory
 from .models import Pair, compressed, make_pair, weight_bytes
 from .recipe import BASELINE, BOTH, MX, PLAIN_OF, RUNS, SPECULATION, Recipe
-from .simulated import SimulatedDraft, SimulatedTable
 from .store import Store
 
 CONTEXT = 32  # tokens in the cache while single forwards are timed

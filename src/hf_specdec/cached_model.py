@@ -227,8 +227,7 @@ class CachedModel:
             if not chain:
                 raise ValueError(compat.own_mask_refusal(self.model, self.role))
             mask = {"attention_mask": torch.ones((1, plan.visible), dtype=torch.long, device=device)}
-            placed = self.states is not None and self.traits.takes_positions
-            return mask | ({"position_ids": torch.arange(plan.cached, plan.visible, device=device)[None]} if placed else {})
+            return mask | ({"position_ids": torch.arange(plan.cached, plan.visible, device=device)[None]} if self.traits.placed else {})
         level = plan.start is not None and min(sizes) == width  # all rows begin at the same slot, and none is padded
         if level and chain and not plan.whole and (width == 1 or plan.start == 0):  # the model's own causal mask says the same, at less cost
             positions = torch.arange(plan.start, plan.start + width, device=device)[None]

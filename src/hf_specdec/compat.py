@@ -119,7 +119,7 @@ class ModelTraits:
                     do not have). With either, masks and positions are the model's own.
     states:         per layer, how many states it carries from token to token (`states.py`); () for models without any. With them,
                     too, masks are the model's own.
-    takes_positions: whether forward takes position_ids.
+    placed:         positions are given although masks are the model's own.
     """
 
     masks: tuple[tuple[str | None, str, int], ...]
@@ -129,7 +129,7 @@ class ModelTraits:
     max_positions: int | None
     encoder: str = "none"
     states: tuple[int, ...] = ()
-    takes_positions: bool = True
+    placed: bool = False
 
     @property
     def mask_name(self) -> str:
@@ -154,16 +154,17 @@ def traits_of(model: PreTrainedModel, role: str) -> ModelTraits:
         or config.model_type in _OWN_MASK_BEFORE_SDPA and not model._supports_sdpa
     head = model.get_output_embeddings()
     encoder, states = "own" if model.config.is_encoder_decoder else "another's" if "encoder_outputs" in forward else "none", _states(model, config)
+    stateful = bool(states) or getattr(model, "_is_stateful", False)  # the latter alone: a draft of such a model's attention layers
     limits = ("max_target_positions", "max_position_embeddings", "max_seq_len")
     return ModelTraits(
         masks=_masks(config),
-        own_positions=own_mask or encoder != "none" or "position_ids" not in forward or bool(states),
+        own_positions=own_mask or encoder != "none" or "position_ids" not in forward or stateful,
         logits_to_keep="logits_to_keep" in forward,
         vocab_size=head.weight.shape[0] if torch.is_tensor(getattr(head, "weight", None)) else getattr(head, "out_features", config.vocab_size),
         max_positions=next((value for limit in limits if (value := getattr(config, limit, None)) and value > 0), None),
         encoder=encoder,
         states=states,
-        takes_positions="position_ids" in forward,
+        placed=stateful and "position_ids" in forward,
     )
 
 
@@ -175,7 +176,8 @@ def _refuse_what_cannot_roll_back(model: PreTrainedModel, config: Any, name: str
     states, strange = _states(model, config), _strange(config)
     if states and (reason := why_not(model, config)):
         raise ValueError(f"{name} carries a state from token to token, and {reason}: it cannot be rolled back after a rejected token. Use speculative=False.")
-    if not states and (getattr(model, "_is_stateful", False) or strange):
+    unknown = getattr(model, "_is_stateful", False) and not getattr(config, "layer_types", None)
+    if not states and (unknown or strange):
         what = f"layers of type {strange}" if strange else "a recurrent state"
         raise ValueError(f"{name} has {what}, which cannot be rolled back after a rejected token. Use speculative=False.")
     own_way = "reads the cache of its last loop itself" if getattr(config, "recurrent_kv_cache_mode", "") == "last_loop" else _OWN_WAYS.get(kind)

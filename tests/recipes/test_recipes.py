@@ -8,6 +8,8 @@ import sys
 import pytest
 import torch
 
+from hf_specdec.bench.simulated import SimulatedDraft
+
 from .conftest import FOLDER
 
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if "import Recipe, main" in path.read_text())  # those of four runs
@@ -26,7 +28,6 @@ def kit(recipes):
     import recipe_kit.memory
     import recipe_kit.models
     import recipe_kit.running
-    import recipe_kit.simulated
     import recipe_kit.store
     import recipe_kit.summary
 
@@ -252,7 +253,7 @@ def test_a_simulated_draft_runs_its_model_and_leaves_the_output_as_it_is(recipes
     settings = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
     plain = model.generate(ids, **settings).sequences
     for rate, expected in ((1.0, 1.0), (0.0, 0.0)):
-        simulated = kit.simulated.SimulatedDraft(draft, plain[0, 9:].tolist(), rate, seed=0)
+        simulated = SimulatedDraft(draft, plain[0, 9:].tolist(), rate, seed=0)
         out = model.generate(ids, speculative=True, assistant_model=simulated, num_assistant_tokens=5, **settings)
         assert torch.equal(out.sequences, plain) and out.speculation.acceptance_rate == expected
         assert out.speculation.draft_calls >= out.speculation.proposed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
+from ..compat import traits_of
 from .activation import RowActivation, needs_table
 from .attention import NAME
 from .interface import check_attention, set_attention
@@ -72,6 +73,8 @@ def _check(model: PreTrainedModel) -> None:
                          f'Use model.to("cpu", torch.bfloat16); in float32, rounding is too fine to fork in practice.')
     if cpu.library() is None:
         raise RuntimeError(f"row_invariant needs the compiled kernels: {cpu.kernel_info()['reason']}")
+    if traits_of(model, "model").states:
+        raise ValueError(f"model: the layers of {type(model).__name__} that carry states do not compute a token alike alone and among others.")
     check_attention(model, NAME)
     left = [choice for choice in plan(model, "bf16", (), "bf16") if choice.format is None and not isinstance(choice.module, MXLinear)]
     if left:

@@ -70,7 +70,7 @@ def build(target: PreTrainedModel, layers: list[int], head_ids: torch.Tensor | N
     `head_ids` of the head, where given). In the target's dtype and on its device. With `reads`, layers of the target whose hidden
     states it reads, it is a feature drafter (`drafts.features`).
 
-    Raises ValueError for a layer that the target does not have, and for a target without one list of layers.
+    Raises ValueError for a layer that the target does not have, for a target without one list of layers, and for layers that do not fit a model of these alone.
     """
     count = target.config.get_text_config().num_hidden_layers
     if not layers or not all(isinstance(layer, int) and 0 <= layer < count for layer in layers):
@@ -78,8 +78,12 @@ def build(target: PreTrainedModel, layers: list[int], head_ids: torch.Tensor | N
     draft = _empty(target, _with_layers(target.config, layers))
     prefix, own = parts.decoder_layers(target)
     _, new = parts.decoder_layers(draft)
-    for module, layer in zip(new, layers):
-        module.load_state_dict(_dense(own[layer]))
+    for place, (module, layer) in enumerate(zip(new, layers)):
+        try:
+            module.load_state_dict(_dense(own[layer]))
+        except RuntimeError as error:
+            raise ValueError(f"layers={layers!r}: layer {layer} of {type(target).__name__} is of another kind than layer {place} of a model of {len(layers)} "
+                             f"layers. Name other ones, such as {list(range(len(layers)))}.") from error
     rest = {name: p for name, p in target.state_dict().items() if not name.startswith(prefix)}
     _share(draft, target, head_ids)
     if reads:
@@ -222,9 +226,14 @@ def _check_target(about: dict, target: PreTrainedModel, folder: Path) -> None:
 def _with_layers(config, layers: list[int]):
     config = copy.deepcopy(config)
     text = config.get_text_config()
+    types = getattr(text, "layer_types", None)
     text.num_hidden_layers = len(layers)
-    if getattr(text, "layer_types", None):
-        text.layer_types = [text.layer_types[layer] for layer in layers]
+    if types:
+        try:
+            text.layer_types = [types[layer] for layer in layers]
+        except AttributeError:
+            raise ValueError(f"layers={layers!r}: {type(config).__name__} says of itself what its layers are, so no draft can be made of some of them. "
+                             f"Train heads (medusa) on it, or use another draft.") from None
     for name in ("quantization_config", "_name_or_path"):
         if hasattr(config, name):
             delattr(config, name)

@@ -1,4 +1,4 @@
-"""A draft model whose cost is real and whose acceptance is not: what it proposes is replaced."""
+"""Drafts whose cost is real and whose acceptance is not: what they propose is replaced. For measuring, where no trained pair is at hand."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import random
 
 import torch
 
-from hf_specdec.drafts.base import Context, Draft
-from hf_specdec.drafts.model import ModelDraft
-from hf_specdec.proposal import Proposal
+from ..drafts.base import Context, Draft
+from ..drafts.model import ModelDraft
+from ..proposal import Proposal
 
 
 class SimulatedDraft(ModelDraft):
