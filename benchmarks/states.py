@@ -43,11 +43,12 @@ SHAPES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"),
+                        help="in bfloat16 texts of random weights fork, and what is proposed is no longer right")
     parser.add_argument("--tiles", action="store_true", help="weights in the kernels' tiles")
     parser.add_argument("--rate", type=float, default=0.8)
     parser.add_argument("--k", type=int, nargs="+", default=[3, 7])
-    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--repetitions", type=int, default=3)
     given = parser.parse_args()
     table = Table(title=f"{given.dtype}{', tiles' if given.tiles else ''}, acceptance SIMULATED at {given.rate}; tokens per round without rejections' cost: "
@@ -55,13 +56,15 @@ def main() -> None:
     for name in ("shape", *(f"T({width}) / T(1)" for width in WIDTHS[1:]), *(f"K = {k}, over plain" for k in given.k), "block efficiency", "= plain"):
         table.add_column(name)
     differ = 0
+    console = Console(width=170)
     for name in given.shape:
+        console.print(f"{name} ...")
         model = shaped(name, given)
         costs = passes(model, given.repetitions + 2)
         ratios, blocks, same, texts = compared(model, given)
         differ += texts - same
         table.add_row(name, *(f"{costs[width] / costs[1]:.2f}" for width in WIDTHS[1:]), *(f"{ratio:.2f}x" for ratio in ratios), " / ".join(blocks), f"{same}/{texts}")
-    Console(width=170).print(table)
+    console.print(table)
     sys.exit(int(given.dtype == "float32" and differ > 0))
 
 
