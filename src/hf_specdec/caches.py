@@ -42,8 +42,9 @@ def why_not(model: PreTrainedModel, config: Any) -> str | None:
 
 def cached_tokens(cache: DynamicCache) -> int:
     """How many tokens a cache of transformers holds; one of states alone does not count them, and holds 1 where it holds any."""
-    if cache.layers and not any(isinstance(layer, CacheLayerMixin) for layer in cache.layers):
-        return int(any(any(layer.has_previous_state.values()) for layer in cache.layers if isinstance(layer, LinearAttentionLayer)))
+    layers = getattr(cache, "layers", ())  # that of an encoder-decoder model has none of its own
+    if layers and not any(isinstance(layer, CacheLayerMixin) for layer in layers):
+        return int(any(any(layer.has_previous_state.values()) for layer in layers if isinstance(layer, LinearAttentionLayer)))
     return cache.get_seq_length()
 
 
