@@ -84,10 +84,7 @@ def obeys_masks(model: PreTrainedModel, traits: ModelTraits) -> bool:
     if model.config.get_text_config().model_type in TESTED:
         return True
     if model not in _answers:
-        try:
-            _answers[model] = _ragged_equals_alone(model, traits)
-        except TypeError:  # some make positions of a pad token that they may not have
-            _answers[model] = False
+        _answers[model] = _ragged_equals_alone(model, traits)
     return _answers[model]
 
 
@@ -101,7 +98,8 @@ def _ragged_equals_alone(model: PreTrainedModel, traits: ModelTraits) -> bool:
     together = cached.score([row + new for row, new in zip(rows, block.tolist())]).float()
     for b, row in enumerate(rows):
         whole = torch.cat([torch.tensor([row], device=model.device), block[b : b + 1]], dim=1)
-        alone = model(input_ids=whole, use_cache=False).logits[0, -1].float()
+        positions = torch.arange(whole.shape[1], device=model.device)[None]  # as stock generate counts; RoBERTa alone would begin at its pad token + 1
+        alone = model(input_ids=whole, position_ids=positions, use_cache=False).logits[0, -1].float()
         if not torch.allclose(together[b, 0].to(alone.device), alone, atol=0.05 * float(alone.std()), rtol=0.0):
             return False
     return True
