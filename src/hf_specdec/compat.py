@@ -97,11 +97,14 @@ def _for_prompt(processor: LogitsProcessor, row: int, input_ids: torch.Tensor, p
 _KNOWN_LAYERS, _KNOWN_BLOCKS = {"full_attention", "sliding_attention", "chunked_attention"}, {"attention"}
 _OWN_MASK = {"bloom", "mpt", "gpt_neo"}
 _OWN_WAYS = {"moshi": "keeps its window by a cache that forgets", "cpmant": "puts a prompt of its own before every pass",
-             "paligemma": "reads its whole prompt in both directions"}
+             "paligemma": "reads its whole prompt in both directions", "blt": "groups its text into patches anew in every pass",
+             "xlm": "puts a mask token behind every pass", "prophetnet": "reads one token at a time from a cache",
+             **dict.fromkeys(("musicgen_decoder", "musicgen_melody_decoder"), "writes several codebooks by a generate of its own")}
+if CACHE == "past_key_values":  # transformers before 5.24
+    _OWN_WAYS |= dict.fromkeys(("big_bird", "doge", "megatron-bert", "rembert", "roformer"), "may read its prompt in both directions before transformers 5.24")
+    _OWN_WAYS |= {"git": "may make its positions itself before transformers 5.24", "glm_moe_dsa": "keeps keys of its own beside the cache"}
 _OWN_MASK_BEFORE_SDPA = {"ctrl"}  # takes a 4-D mask since it has sdpa attention; transformers 5.10 reads a 2-D one only
-ENCODER_DECODERS = frozenset(
-    "bart blenderbot blenderbot-small led longt5 m2m_100 marian mbart mt5 mvp pegasus pegasus_x plbart t5 umt5 whisper".split()
-)
+ENCODER_DECODERS = frozenset("bart blenderbot blenderbot-small led longt5 m2m_100 marian mbart mt5 mvp pegasus pegasus_x plbart t5 umt5 whisper".split())
 
 
 @dataclass(frozen=True)
