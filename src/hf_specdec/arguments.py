@@ -148,6 +148,7 @@ def check_call(model, input_ids, processors, generation, model_kwargs: dict, tra
         _check_tails(cache, real)
     _check_positions(positions, real)
     lengths.check_rope(compat.unwrap(model), generation.max_length, "target")
+    lengths.check_selection(compat.unwrap(model), generation.max_length, "target")
     if input_ids.shape[0] > 1:
         lengths.check_counting(compat.unwrap(model), generation.max_length, "target")
     _check_processors(processors, generation, own)

@@ -24,6 +24,17 @@ def check_rope(model: PreTrainedModel, max_length: int, role: str) -> None:
             )
 
 
+def check_selection(model: PreTrainedModel, max_length: int, role: str) -> None:
+    """Refuse a text in which Doge attends to the `keep_window_size` keys that it selects among all of a pass, drafted ones included."""
+    kept = getattr(model.config.get_text_config(), "keep_window_size", None)
+    if kept is not None and max_length + MOST_NODES > kept:
+        raise ValueError(
+            f"{role}: {type(model).__name__} attends to {kept} tokens (keep_window_size) that it selects among all of a pass, so in longer texts a pass "
+            f"over drafted tokens would differ from plain decoding. Keep max_length at {max(kept - MOST_NODES, 0)} or below (here {max_length}), or use "
+            f"speculative=False."
+        )
+
+
 def counts_itself(model: PreTrainedModel, length: int) -> bool:
     """Whether a pass over a text of `length` tokens may reach the positions from which on Llama 4 scales its attention, by places that it
     counts itself: the same for all rows, and along the nodes of a tree."""
