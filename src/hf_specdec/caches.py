@@ -76,14 +76,15 @@ def read_cache(cache: DynamicCache) -> list[tuple[torch.Tensor, torch.Tensor, in
     return [(layer.keys, layer.values, length - layer.keys.shape[2]) for layer in layers if layer.keys.ndim == 4]
 
 
-def write_cache(config: Any, layers: list[tuple[torch.Tensor, torch.Tensor]], into: DynamicCache | None) -> DynamicCache:
-    """A `DynamicCache` that holds keys and values [B, H, n, D] per layer; `into` is refilled in place if given. config: None for a
-    decoder whose config counts the layers of its encoder."""
+def write_cache(config: Any, layers: list[tuple[torch.Tensor, torch.Tensor] | None], into: DynamicCache | None) -> DynamicCache:
+    """A `DynamicCache` that holds keys and values [B, H, n, D] per layer, nothing where there are None; `into` is refilled in place if given. config: None
+    for a decoder whose config counts the layers of its encoder."""
     fresh = _empty_cache(config) if config is not None else DynamicCache()
     if hasattr(fresh, "activate_past_recording"):
         fresh.activate_past_recording()
-    for index, (keys, values) in enumerate(layers):
-        fresh.update(keys, values, index)
+    for index, parts in enumerate(layers):
+        if parts is not None:
+            fresh.update(*parts, index)
     if into is None:
         return fresh
     into.layers = fresh.layers

@@ -215,7 +215,9 @@ def assemble_cache(config, rows: list[list], columns: list[list[int]], width: in
     alike = len(rows) == 1 and columns[0][:width] == list(range(width))  # one row without padding: its slots are the columns
     layers = []
     for parts in zip(*rows):
-        if alike and parts[0][0].shape[1] == width:
+        if parts[0] is None:
+            layers.append(None)
+        elif alike and parts[0][0].shape[1] == width:
             layers.append(tuple(piece[None] for piece in parts[0]))
         else:
             layers.append(tuple(_in_columns(pieces, columns, width) for pieces in zip(*parts)))

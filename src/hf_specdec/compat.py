@@ -212,6 +212,11 @@ def _reads_both_ways(model: PreTrainedModel, config: Any) -> bool:
     return getattr(config, "is_decoder", True) is False and any(getattr(part, "is_decoder", True) is False for part in model.modules())
 
 
+def why_not_compiled(model: PreTrainedModel) -> str | None:
+    """What the cache of a compiled pass, keys and values of every layer, does not fit."""
+    return "it passes over layers where there is no image" if getattr(model.config.get_text_config(), "cross_attention_layers", None) else None
+
+
 def own_mask_refusal(model: PreTrainedModel, role: str) -> str:
     """Why a model that makes its own masks takes no batch and no tree."""
     model = unwrap(model)

@@ -98,6 +98,8 @@ class CompiledPasses:
         self.most, self.runner = passes.runner(model, compiled=True)
         for addition in passes.ADDITIONS:
             addition.prepare(model)
+        if why := compat.why_not_compiled(compat.unwrap(model)):
+            self.give_up(why)
 
     def places(self, width: int) -> int | None:
         """The places of the compiled block that takes `width` tokens; None where there is none."""

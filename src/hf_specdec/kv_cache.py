@@ -186,16 +186,18 @@ class SlotCache(Cache):
             self.plan.lay([len(row) - len(own) for row, own in zip(columns, held)], width, device)
             self.update(*padded, index)
 
-    def row(self, b: int, length: int, last: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The first `length` slots of row b: keys and values [H, n, D] per layer; copies, unless it is the `last` that is asked of this cache and
-        its buffers are nobody else's afterwards."""
-        parts = [(layer.keys[b, :, :length], layer.values[b, :, :length]) for layer in self.layers]
-        return parts if last and self.plan.buffers is None else [(keys.clone(), values.clone()) for keys, values in parts]
+    def row(self, b: int, length: int, last: bool) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
+        """The first `length` slots of row b: keys and values [H, n, D] per layer, None of one that holds nothing; copies, unless it is the `last` that
+        is asked of this cache and its buffers are nobody else's afterwards."""
+        parts = [(layer.keys[b, :, :length], layer.values[b, :, :length]) if layer.is_initialized else None for layer in self.layers]
+        return parts if last and self.plan.buffers is None else [part and (part[0].clone(), part[1].clone()) for part in parts]
 
     # --- what models and masks ask --------------------------------------------------------------------------------------
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.plan.cached
+        """0 of a layer behind the first that holds nothing: so Mllama's cross-attention sees, before transformers 5.24, that there is no image."""
+        holds = layer_idx == 0 or layer_idx < len(self.layers) and self.layers[layer_idx].is_initialized
+        return self.plan.cached if holds else 0
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         return self.plan.cached
