@@ -68,10 +68,11 @@ class Call:
         self.given = self.cache is not None and (
             decoder.cache_is_given or cached_tokens(self.cache) > 0 or getattr(self.cache, "_is_user_defined", False)
         )
-        if self.source is not None or self.traits.states:
+        self.holds_more = bool(self.traits.states) or self.traits.indexed  # than keys and values
+        if self.source is not None or self.holds_more:
             if self.given:
                 kind, text = ("an encoder-decoder model", "decoder_input_ids for a text to be continued") if self.source else \
-                    ("a model that carries states", "the whole text as input_ids")
+                    (f"a model that {'keeps the keys of an indexer' if self.traits.indexed else 'carries states'}", "the whole text as input_ids")
                 raise ValueError(f"{compat.CACHE}: the {type(self.cache).__name__} of {kind} cannot be continued with speculative=True. Leave it out, and pass "
                                  f"{text}.")
             self.cache = None  # transformers' own, made for nothing
@@ -97,7 +98,7 @@ class Call:
         loop = SpeculativeLoop(
             target, decoder.draft, rule, sampler, self._schedule(), sequences, noise, context, trace,
             want_scores=bool(as_dict and generation.output_scores), want_logits=bool(as_dict and generation.output_logits),
-            want_cache=bool(self.given or as_dict and generation.use_cache is not False and not self.traits.states),
+            want_cache=bool(self.given or as_dict and generation.use_cache is not False and not self.holds_more),
         )
         self._run(loop, sequences)
         output = self._pack(loop, sequences)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import CompileConfig, GenerationMixin, LogitsProcessor, PreTrainedModel
+from transformers import Cache, CompileConfig, GenerationMixin, LogitsProcessor, PreTrainedModel
 from transformers.generation import logits_process as lp
 
 from .caches import CACHE, states_of, why_not
@@ -94,7 +94,9 @@ def _for_prompt(processor: LogitsProcessor, row: int, input_ids: torch.Tensor, p
 
 # --- what a model accepts ---------------------------------------------------------------------------------------------
 
+_INDEXED = "indexed_attention"
 _KNOWN_LAYERS, _KNOWN_BLOCKS = {"full_attention", "sliding_attention", "chunked_attention"}, {"attention"}
+_KNOWN_LAYERS |= {_INDEXED} if hasattr(Cache, "update_indexer") else set()
 _OWN_MASK = {"bloom", "mpt", "gpt_neo"}
 _OWN_WAYS = {"moshi": "keeps its window by a cache that forgets", "cpmant": "puts a prompt of its own before every pass",
              "paligemma": "reads its whole prompt in both directions", "blt": "groups its text into patches anew in every pass",
@@ -123,6 +125,7 @@ class ModelTraits:
     states:         per layer, how many states it carries from token to token (`states.py`); () for models without any. With them,
                     too, masks are the model's own.
     placed:         positions are given although masks are the model's own.
+    indexed:        layers keep the keys of an indexer beside keys and values.
     """
 
     masks: tuple[tuple[str | None, str, int], ...]
@@ -133,6 +136,7 @@ class ModelTraits:
     encoder: str = "none"
     states: tuple[int, ...] = ()
     placed: bool = False
+    indexed: bool = False
 
     @property
     def mask_name(self) -> str:
@@ -168,6 +172,7 @@ def traits_of(model: PreTrainedModel, role: str) -> ModelTraits:
         encoder=encoder,
         states=states,
         placed=stateful and "position_ids" in forward,
+        indexed=_INDEXED in (getattr(config, "layer_types", None) or ()),
     )
 
 
@@ -214,7 +219,10 @@ def _reads_both_ways(model: PreTrainedModel, config: Any) -> bool:
 
 def why_not_compiled(model: PreTrainedModel) -> str | None:
     """What the cache of a compiled pass, keys and values of every layer, does not fit."""
-    return "it passes over layers where there is no image" if getattr(model.config.get_text_config(), "cross_attention_layers", None) else None
+    config = model.config.get_text_config()
+    if getattr(config, "cross_attention_layers", None):
+        return "it passes over layers where there is no image"
+    return "it keeps the keys of an indexer, too" if _INDEXED in (getattr(config, "layer_types", None) or ()) else None
 
 
 def own_mask_refusal(model: PreTrainedModel, role: str) -> str:
@@ -237,7 +245,7 @@ def device_of(model: PreTrainedModel) -> torch.device:
 
 def _masks(config: Any) -> tuple[tuple[str | None, str, int], ...]:
     window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
-    sizes = {"full_attention": ("full", 0), "sliding_attention": ("sliding", window or 0), "chunked_attention": ("chunked", chunk or 0)}
+    sizes = {"full_attention": ("full", 0), "sliding_attention": ("sliding", window or 0), "chunked_attention": ("chunked", chunk or 0), _INDEXED: ("full", 0)}
     if getattr(config, "layer_types", None):
         return tuple((key, *sizes[key]) for key in sorted(set(config.layer_types)) if key in sizes)
     if window is not None:

@@ -20,10 +20,12 @@ FEWEST = 256  # slots of a cache of fixed shapes
 
 
 class SlotLayer(CacheLayerMixin):
-    """Keys and values [B, H, capacity, D] of layer number `index`, written at the slots that the cache has laid out."""
+    """Keys and values [B, H, capacity, D] of layer number `index`, written at the slots that the cache has laid out. indexer: a layer beside it for the
+    keys by which some models (DeepSeek-V3.2) select what they attend to."""
 
     is_sliding = False
     is_compileable = False
+    indexer: "SlotLayer | None" = None
 
     def __init__(self, plan: "SlotPlan", index: int = 0):
         super().__init__()
@@ -44,6 +46,8 @@ class SlotLayer(CacheLayerMixin):
         if self.is_initialized and self.plan.buffers is not None:
             self.plan.buffers.give_back((self.index, "keys"), self.keys)
             self.plan.buffers.give_back((self.index, "values"), self.values)
+        if self.indexer is not None:
+            self.indexer.release()
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
         """Write [B, H, Q, D] at the planned slots; return everything up to the longest row, [B, H, visible, D]."""
@@ -54,6 +58,11 @@ class SlotLayer(CacheLayerMixin):
             self.keys, self.values = self.keys.to(key_states.dtype), self.values.to(value_states.dtype)
         visible = self.plan.visible
         return self._write(self.keys, key_states)[:, :, :visible], self._write(self.values, value_states)[:, :, :visible]
+
+    def update_indexer(self, states: torch.Tensor) -> torch.Tensor:
+        """Write keys [B, Q, D] of the indexer at the planned slots; return all of them, [B, visible, D]."""
+        self.indexer = self.indexer or SlotLayer(self.plan, -1 - self.index)
+        return self.indexer.update(states[:, None], states[:, None, :, :0])[0][:, 0]
 
     def settled(self) -> "SlotLayer":
         """The layer, with buffers of the planned capacity."""
@@ -87,6 +96,8 @@ class SlotLayer(CacheLayerMixin):
             else:
                 by_slot = buffer.transpose(1, 2)
                 by_slot[_rows(target), target] = by_slot[_rows(source), source]
+        if self.indexer is not None:
+            self.indexer.gather(source, target)
 
     def keep(self, rows: torch.Tensor) -> None:
         """Drop all other rows."""
@@ -97,6 +108,8 @@ class SlotLayer(CacheLayerMixin):
                 self.keys, self.values = keys, values
             else:
                 self._move(keys, values)
+        if self.indexer is not None:
+            self.indexer.keep(rows)
 
     # what models and masks of transformers ask of a layer
     def get_seq_length(self) -> int:
