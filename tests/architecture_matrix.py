@@ -9,10 +9,11 @@ from pathlib import Path
 
 import torch
 import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import hf_specdec
 from tests import encoder_decoders
-from tests.architectures import ATTENTION, FAMILIES, REFUSED, Family, offers, outcome
+from tests.architectures import ATTENTION, FAMILIES, OWN_WAYS, REFUSED, Family, offers, outcome
 from tests.helpers import build
 
 HEAD = """# Supported families
@@ -21,11 +22,16 @@ Made by `python -m tests.architecture_matrix` on transformers {transformers}, to
 greedy text equal to plain `generate` token for token, drafted by prompt lookup and by a perturbed copy of the model (for trees: by
 a tree of ten tokens). The cache is the package's own in every case; a plain `DynamicCache` may be passed in and is handed back.
 
+{count}
+
 Llama 4 with `attn_temperature_tuning` counts positions itself from `floor_scale` (8192) on: where `max_length` comes near it, batches and
-trees are refused; batch 1 with chains is exact at any length.
+trees are refused; batch 1 with chains is exact at any length. Doge is refused where `max_length` comes near its `keep_window_size`.
+Models that read images or sounds, too, are run on texts; other inputs of theirs are refused.
 
 "states": layers that carry a state from token to token (state-space models, linear attention, short convolutions), alone or beside attention. They need transformers
 5.17 or newer (Mamba 2: 5.24), a caller's cache is refused, and none is handed back.
+
+"selected": an indexer picks the keys that are attended to; here, too, a caller's cache is refused, and none is handed back.
 
 | family | model_type | masks | attention | batch 1 | ragged batch | tree |
 | --- | --- | --- | --- | --- | --- | --- |
@@ -74,6 +80,19 @@ def refusal(kind: str, settings: dict, make=partial(build, attn="eager")) -> str
     return "NOT REFUSED"
 
 
+def count(lines: list[str]) -> str:
+    """How many of the model types that AutoModelForCausalLM knows are in the table, and how they came out. lines: of the table, as FAMILIES."""
+    found: dict[str, list[list[str]]] = {}
+    for family, text in zip(FAMILIES, lines):
+        found.setdefault(family.kind, []).append(text.strip("| ").split(" | ")[4:])
+    known, refused = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), {kind for _, kind, _ in REFUSED + OWN_WAYS}
+    exact = {kind for kind in known & found.keys() if all(cells[0] == "exact" for cells in found[kind])}
+    everywhere = {kind for kind in exact if all(cells == ["exact"] * 3 for cells in found[kind])}
+    others = sorted(known - exact - refused)
+    return (f"Of the {len(known)} model types of `AutoModelForCausalLM`, {len(exact)} are exact at batch 1, {len(everywhere)} of them in ragged batches and trees, "
+            f"too, and {len(known & refused - exact)} are refused (below). Not run: {', '.join(f'`{kind}`' for kind in others)}.")
+
+
 def main(path: str = "docs/SUPPORTED.md") -> None:
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
@@ -84,11 +103,11 @@ def main(path: str = "docs/SUPPORTED.md") -> None:
         reasons.update({reason.removeprefix("refused: "): family.name for reason in why})
         print(f"\r{done}/{len(FAMILIES)} {family.name:<40}", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
-    text = HEAD.format(transformers=transformers.__version__, torch=torch.__version__) + "\n".join(lines)
+    text = HEAD.format(transformers=transformers.__version__, torch=torch.__version__, count=count(lines)) + "\n".join(lines)
     text += "\n" + ENCODER_DECODERS + "".join(map(encoder_decoder_line, encoder_decoders.FAMILIES))
     text += "\n## Refused, with these words\n\n| family | message |\n| --- | --- |\n"
     text += "".join(f"| {family} | {reason} |\n" for reason, family in reasons.items())
-    text += "".join(f"| {name} | {refusal(kind, settings)} |\n" for name, kind, settings in REFUSED)
+    text += "".join(f"| {name} | {refusal(kind, settings)} |\n" for name, kind, settings in REFUSED + OWN_WAYS)
     text += "".join(f"| {name} | {refusal(kind, settings, encoder_decoders.refused)} |\n" for name, kind, settings in encoder_decoders.REFUSED)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(text)

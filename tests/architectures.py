@@ -11,6 +11,7 @@ from transformers import CONFIG_MAPPING, CTRLLMHeadModel
 from transformers.cache_utils import LinearAttentionLayer
 
 import hf_specdec
+from hf_specdec import compat
 from hf_specdec.caches import CACHE
 from tests.helpers import VOCAB, KnowingTreeDraft, build, generated, perturbed, plain, prompts, repetitive, speculate
 
@@ -129,6 +130,136 @@ FAMILIES = [
     Family("Sarvam-MoE", "sarvam_moe", {**_LLAMA, "head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
 ]
 
+# the other model types that AutoModelForCausalLM knows
+_TOKENS = dict(bos_token_id=1, pad_token_id=0)  # where a config wants them
+_ROUTED = dict(_LLAMA, head_dim=8, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, n_shared_experts=1, first_k_dense_replace=1)
+_BERT = dict(_HEADS, is_decoder=True, max_position_embeddings=128)
+_ROBERTA = dict(_BERT, pad_token_id=1, **_UNTIED)
+_DECODER = dict(_TOKENS, vocab_size=VOCAB, d_model=32, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=48, max_position_embeddings=128,
+                decoder_start_token_id=1, forced_eos_token_id=None)
+_EYE = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=28, patch_size=14)
+_UNSPECIAL = dict(pad_token_id=0, bos_token_id=None, eos_token_id=None)
+_GEMMA = dict(_SHARED, **_UNSPECIAL, **_UNTIED, num_kv_shared_layers=0, num_hidden_layers=2, layer_types=_HYBRID["layer_types"], global_head_dim=8)
+_ROTARY_PER_LAYER = dict.fromkeys(_HYBRID["layer_types"], {"rope_type": "default", "rope_theta": 1e4})
+_INDEXED = dict(_LATENT, index_head_dim=8, index_n_heads=16, index_topk=8)
+_DOTS = dict(_INDEXED, head_dim=16, moe_shared_expert_intermediate_size=16, swa_num_attention_heads=4, swa_num_key_value_heads=4, swa_q_lora_rank=16,
+             swa_kv_lora_rank=16, swa_head_dim=16, swa_qk_nope_head_dim=8, swa_v_head_dim=8)
+_VISION_DOTS = dict(hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=1, num_attention_heads=4, num_local_experts=2,
+                    adapter_in_dim=32, adapter_out_dim=32, per_layer_config={})
+_AUDIO_DOTS = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, downsample_hidden_size=8, adapter_input_size=32,
+                   adapter_out_dim=32)
+FAMILIES += [
+    Family("AFMoE", "afmoe", {**_LLAMA, **_EXPERTS, **_HYBRID, "head_dim": 8, "num_dense_layers": 1}, window="hybrid"),
+    Family("Aria (text)", "aria_text", {**_LLAMA, "moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1, "pad_token_id": 0}),
+    Family("A.X K1", "axk1", _LATENT),
+    Family("A.X K2", "axk2", _INDEXED, window="selected"),
+    Family("Beam", "beam", {**_LLAMA, **_EXPERTS, **_HYBRID, "head_dim": 8}, window="hybrid"),
+    Family("BitNet", "bitnet", _LLAMA),
+    Family("Cohere2-MoE", "cohere2_moe", {**_LLAMA, **_EXPERTS, **_HYBRID, "head_dim": 8, "logit_scale": 1.0}, window="hybrid"),
+    Family("Cohere Compass (text)", "cohere_compass_text", {**_LLAMA, **_HYBRID, **_UNTIED, "rope_parameters": _ROTARY_PER_LAYER}, window="hybrid"),
+    Family("CWM", "cwm", {**_LLAMA, **_HYBRID, **_TOKENS, "head_dim": 8}, spread=0.4, window="hybrid"),
+    Family("DBRX", "dbrx", dict(vocab_size=VOCAB, d_model=32, n_heads=4, n_layers=2, max_seq_len=128,
+                                attn_config=dict(kv_n_heads=2, clip_qkv=8, rope_theta=1e4), ffn_config=dict(ffn_hidden_size=32, hidden_size=32, moe_top_k=2))),
+    Family("DeepSeek-V3.2", "deepseek_v32", _INDEXED, window="selected"),
+    Family("Doge", "doge", _LLAMA),
+    Family("dots1", "dots1", {**_ROUTED, **_HYBRID}, window="hybrid"),
+    Family("dots.3", "dots3_note", {"text_config": {**_DOTS, "head_dim": 16, "layer_types": ["indexed_attention"] * 2, **_UNSPECIAL},
+                                    "vision_config": _VISION_DOTS, "audio_config": _AUDIO_DOTS}, window="selected"),
+    Family("dots.3 (text)", "dots3_note_text", {**_DOTS, **_WINDOW, "layer_types": ["sliding_attention", "indexed_attention"]}, window="selected"),
+    Family("dots.3 (text, without selection)", "dots3_note_text", {**_DOTS, **_HYBRID, "use_dsa": False}, window="hybrid"),
+    Family("Emu3", "emu3", {"bos_token_id": 1, "vq_config": dict(embed_dim=8, num_embeddings=8, base_channels=32, channel_multiplier=[1], num_res_blocks=1),
+                            "text_config": {**_LLAMA, **_TOKENS, "eos_token_id": None}}),
+    Family("ERNIE 4.5 MoE", "ernie4_5_moe", {**_LLAMA, "moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1, "moe_intermediate_size": 16,
+                                             "moe_layer_start_index": 1, "moe_layer_end_index": 1}),
+    Family("EXAONE-MoE", "exaone_moe", {**_LLAMA, **_EXPERTS, **_HYBRID, "head_dim": 8, "first_k_dense_replace": 1}, window="hybrid"),
+    Family("FlexOlmo", "flex_olmo", {**_LLAMA, "num_experts": 4, "num_experts_per_tok": 2}),
+    Family("Flint", "flint", {**_LLAMA, **_EXPERTS, **_HYBRID, "head_dim": 8}, window="hybrid"),
+    Family("Fuyu", "fuyu", {**_HEADS, "text_config": {**_HEADS, "model_type": "persimmon", **_UNSPECIAL}}),
+    Family("Gemma 3", "gemma3", {"text_config": {**_LLAMA, **_HYBRID, **_UNTIED, **_UNSPECIAL, "head_dim": 8, "query_pre_attn_scalar": 8},
+                                 "vision_config": _EYE, "mm_tokens_per_image": 4, **_UNTIED}, window="hybrid"),
+    Family("Gemma 4", "gemma4", {"text_config": _GEMMA, "vision_config": {**_EYE, "num_key_value_heads": 4, "head_dim": 8,
+           "position_embedding_size": 16}, "audio_config": None, **_UNTIED}, spread=0.2, window="hybrid"),
+    Family("Gemma 4 Unified", "gemma4_unified", {"text_config": _GEMMA, "vision_config": dict(mm_embed_dim=32, mm_posemb_size=8, output_proj_dims=32),
+                                                 "audio_config": dict(audio_embed_dim=32), **_UNTIED}, spread=0.2, window="hybrid"),
+    Family("Gemma 4 Unified (text)", "gemma4_unified_text", _GEMMA, window="hybrid"),
+    Family("GIT", "git", {**_HEADS, "vision_config": _EYE}, spread=0.5),
+    Family("GLM-4-MoE Lite", "glm4_moe_lite", _LATENT),
+    Family("GLM-MoE-DSA", "glm_moe_dsa", {**_INDEXED, "indexer_types": ["full", "shared"]}, spread=0.4, window="selected"),
+    Family("GOT-OCR2", "got_ocr2", {"text_config": {**_LLAMA, "model_type": "qwen2", **_UNSPECIAL},
+                                    "vision_config": dict(hidden_size=32, output_channels=32, num_hidden_layers=2, num_attention_heads=4, mlp_dim=32, image_size=64)}),
+    Family("GPT-SW3", "gpt-sw3", _GPT2),
+    Family("Granite SWA", "granite_swa", {**_LLAMA, **_HYBRID, "attention_multiplier": 0.35}, window="hybrid"),
+    Family("Granite-MoE SWA", "granitemoe_swa", {**_LLAMA, **_MOE, **_HYBRID, "attention_multiplier": 0.35}, window="hybrid"),
+    Family("Granite-MoE (shared)", "granitemoeshared", {**_LLAMA, **_MOE, "attention_multiplier": 0.35, "shared_intermediate_size": 16}),
+    Family("HRM (text)", "hrm_text", {**_LLAMA, "head_dim": 8}),
+    Family("Hunyuan-MoE", "hunyuan_v1_moe", {**_LLAMA, "head_dim": 8, "num_experts": 4, "moe_topk": 2}),
+    Family("HY v3", "hy_v3", {**_LLAMA, **_EXPERTS, "head_dim": 8, "num_shared_experts": 1, "first_k_dense_replace": 1}),
+    Family("HY v4", "hy_v4", {**_INDEXED, "indexer_types": ["full", "shared"]}, window="selected"),
+    Family("HyperCLOVA X", "hyperclovax", _LLAMA),
+    Family("InternLM3", "internlm3", _LLAMA),
+    Family("IQuestCoder", "iquestcoder", _LLAMA),
+    Family("Jais 2", "jais2", _LLAMA),
+    Family("JetMoE", "jetmoe", {**_LLAMA, "kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    Family("Kolibri 1", "kolibri1", {**_LLAMA, **_EXPERTS, **_HYBRID, "head_dim": 8}, window="hybrid"),
+    Family("Laguna", "laguna", {**_LLAMA, **_EXPERTS, **_HYBRID, "head_dim": 8, "shared_expert_intermediate_size": 16}, window="hybrid"),
+    Family("Llama 4 (chunked)", "llama4", {"text_config": {**_LLAMA, **_MOE, **_UNSPECIAL, "head_dim": 8, "attention_chunk_size": 8,
+                                                           "intermediate_size_mlp": 48, "no_rope_layers": [1, 0]}, "vision_config": _EYE}, window="chunked"),
+    Family("LongCat-Flash", "longcat_flash", {**_LATENT, "head_dim": 8, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 16, "moe_topk": 2, "zero_expert_num": 2,
+                                              "num_layers": 2}),
+    Family("Mellum", "mellum", {**_LLAMA, **_EXPERTS, **_HYBRID, "head_dim": 8}, window="hybrid"),
+    Family("MiMo-V2-Flash", "mimo_v2_flash", {**_LLAMA, **_HYBRID, **_EXPERTS, "head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4}, window="hybrid"),
+    Family("MiniCPM3", "minicpm3", _LATENT),
+    Family("MiniMax-M2", "minimax_m2", {**_LLAMA, **_MOE, "head_dim": 8}),
+    Family("MiniMax-M3 (text, dense)", "minimax_m3_vl_text", {**_LLAMA, **_MOE, "head_dim": 8, "rotary_dim": 4, "dense_intermediate_size": 48,
+                                                              "shared_intermediate_size": 16, "mlp_layer_types": ["dense", "sparse"]}),
+    Family("Ministral 3", "ministral3", {**_LLAMA, "head_dim": 8}),
+    Family("Mllama", "mllama", {"text_config": {**_LLAMA, **_TOKENS, "eos_token_id": None, "num_hidden_layers": 3, "cross_attention_layers": [1],
+                                                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+                                "vision_config": {**_EYE, "num_global_layers": 1, "intermediate_layers_indices": [1], "vision_output_dim": 64}}),
+    Family("ModernBERT (decoder)", "modernbert-decoder", {**_HEADS, **_TOKENS, "cls_token_id": 1, "sep_token_id": 1, "local_attention": 16,
+                                                          "layer_types": _HYBRID["layer_types"], **_UNTIED}, window="hybrid"),
+    Family("MOSS-Transcribe", "moss_transcribe_diarize", {"text_config": {**_LLAMA, "head_dim": 8, **_UNSPECIAL},
+                                                          "audio_config": dict(d_model=32, encoder_layers=2, encoder_attention_heads=4, encoder_ffn_dim=48)},
+           ragged=False),
+    Family("NanoChat", "nanochat", _LLAMA),
+    Family("Phi-4 Multimodal", "phi4_multimodal", {
+        **_LLAMA, **_UNSPECIAL, "original_max_position_embeddings": 128, "vision_config": {**_EYE, "crop_size": 28},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+        "audio_config": dict(hidden_size=32, intermediate_size=48, num_blocks=2, num_attention_heads=4, ext_pw_out_channel=32,
+                             depthwise_separable_out_channel=32, nemo_conv_channels=32)}),
+    Family("Solar Open", "solar_open", {**_ROUTED, "n_group": 1, "topk_group": 1}),
+    Family("VaultGemma", "vaultgemma", {**_LLAMA, **_HYBRID, **_UNTIED, "head_dim": 8, "query_pre_attn_scalar": 8}, window="hybrid"),
+    Family("Youtu", "youtu", _LATENT),
+    Family("BERT (as a decoder)", "bert", _BERT, spread=0.6),
+    Family("BERT Generation", "bert-generation", _BERT, spread=0.6),
+    Family("BigBird (as a decoder)", "big_bird", _BERT, spread=1.0),
+    Family("CamemBERT (as a decoder)", "camembert", _ROBERTA, spread=1.6),
+    Family("Data2Vec (as a decoder)", "data2vec-text", _ROBERTA, spread=1.0),
+    Family("ELECTRA (as a decoder)", "electra", {**_BERT, "embedding_size": 32}, spread=0.6),
+    Family("ERNIE (as a decoder)", "ernie", _BERT, spread=0.6),
+    Family("Megatron-BERT (as a decoder)", "megatron-bert", _BERT, spread=0.6),
+    Family("RemBERT (as a decoder)", "rembert", {**_BERT, "input_embedding_size": 32, "output_embedding_size": 32}, spread=1.0),
+    Family("RoBERTa (as a decoder)", "roberta", _ROBERTA, spread=1.0),
+    Family("RoBERTa-PreLayerNorm (as a decoder)", "roberta-prelayernorm", _ROBERTA, spread=0.6),
+    Family("RoCBert (as a decoder)", "roc_bert", {**_BERT, "enable_pronunciation": False, "enable_shape": False, "shape_vocab_size": 9,
+                                                  "pronunciation_vocab_size": 9}, spread=1.0),
+    Family("RoFormer (as a decoder)", "roformer", {**_BERT, "embedding_size": 32}, ragged=False, spread=0.6),
+    Family("XLM-RoBERTa (as a decoder)", "xlm-roberta", _ROBERTA, spread=1.6),
+    Family("XLM-RoBERTa-XL (as a decoder)", "xlm-roberta-xl", _ROBERTA, spread=0.6),
+    Family("X-MOD (as a decoder)", "xmod", {**_ROBERTA, "languages": ["en"], "default_language": "en"}, spread=1.0),
+    Family("BART (its decoder)", "bart", _DECODER, ragged=False, spread=0.6),
+    Family("BigBird-Pegasus (its decoder)", "bigbird_pegasus", _DECODER, ragged=False),
+    Family("Blenderbot (its decoder)", "blenderbot", _DECODER, ragged=False),
+    Family("Blenderbot (small, its decoder)", "blenderbot-small", _DECODER, ragged=False, spread=0.6),
+    Family("Marian (its decoder)", "marian", _DECODER, ragged=False, spread=0.6),
+    Family("mBART (its decoder)", "mbart", _DECODER, ragged=False),
+    Family("MVP (its decoder)", "mvp", _DECODER, ragged=False, spread=0.6),
+    Family("Pegasus (its decoder)", "pegasus", _DECODER, ragged=False),
+    Family("PLBart (its decoder)", "plbart", _DECODER, ragged=False, spread=0.6),
+    Family("TrOCR", "trocr", _DECODER, ragged=False, spread=0.6),
+    Family("Whisper (its decoder)", "whisper", {**_DECODER, "max_target_positions": 128}, ragged=False),
+]
+
 _DELTA = dict(layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8)
 _KIMI = dict(_HEADS, kv_lora_rank=16, qk_rope_head_dim=8, v_head_dim=8, qk_nope_head_dim=8, num_experts_per_tok=2, num_local_experts=4, moe_intermediate_size=16)
 _SSM = dict(mamba_n_heads=8, mamba_d_head=8, mamba_d_state=8, mamba_chunk_size=8)
@@ -138,10 +269,14 @@ _INKLING = dict(_LLAMA, head_dim=8, swa_num_attention_heads=4, swa_num_key_value
 _NEMOTRON = dict(_LLAMA, head_dim=8, layers_block_type=["mamba", "attention", "mlp"], ssm_state_size=8, mamba_num_heads=8, mamba_head_dim=8, n_groups=2)
 _ZAMBA2 = dict(_HEADS, num_hidden_layers=3, layers_block_type=["mamba", "hybrid", "mamba"], mamba_d_state=8, n_mamba_heads=8, mamba_headdim=8,
                num_mem_blocks=1, adapter_rank=4, attention_head_dim=16)
+_VISION = dict(depth=1, hidden_size=32, intermediate_size=48, num_heads=4, out_hidden_size=32, num_position_embeddings=16, deepstack_visual_indexes=[])
 # layers that carry states from token to token
 STATEFUL = [
     Family("Qwen3.5 (text)", "qwen3_5_text", {**_LLAMA, **_DELTA, "head_dim": 8}),
     Family("Qwen3.5-MoE (text)", "qwen3_5_moe_text", {**_LLAMA, **_DELTA, **_EXPERTS, "head_dim": 8, "shared_expert_intermediate_size": 16}),
+    Family("Qwen3.5", "qwen3_5", {"text_config": {**_LLAMA, **_DELTA, **_UNSPECIAL, "head_dim": 8}, "vision_config": _VISION}),
+    Family("Qwen3.5-MoE", "qwen3_5_moe", {"text_config": {**_LLAMA, **_DELTA, **_EXPERTS, **_UNSPECIAL, "head_dim": 8, "shared_expert_intermediate_size": 16},
+                                          "vision_config": _VISION}),
     Family("Qwen3-Next", "qwen3_next", {**_LLAMA, **_DELTA, **_EXPERTS, "head_dim": 8}),
     Family("Granite 4 (hybrid)", "granitemoehybrid", {**_LLAMA, **_MOE, **_SSM, "shared_intermediate_size": 32, "layer_types": ["mamba", "attention"]}),
     Family("Falcon-H1", "falcon_h1", {**_LLAMA, **_SSM, "mamba_d_ssm": 64}),
@@ -163,6 +298,8 @@ GOES_ON = hasattr(LinearAttentionLayer, "activate_past_recording")  # since tran
 STATEFUL = [family for family in STATEFUL if family.kind != "mamba2" or CACHE == "cache"]  # before 5.24 its forward has a name of its own for its cache
 FAMILIES += [replace(family, ragged=False, window="states") for family in STATEFUL if GOES_ON]
 FAMILIES = [line for line in FAMILIES if line.kind in CONFIG_MAPPING]  # of the installed transformers
+_TOO_OLD = [line for line in FAMILIES if line.kind in compat._OWN_WAYS]
+FAMILIES = [line for line in FAMILIES if line not in _TOO_OLD]
 
 # What cannot be rolled back: (name, model_type, settings)
 REFUSED = [
@@ -174,8 +311,41 @@ REFUSED = [
     ("Zamba 2", "zamba2", _ZAMBA2),
     ("MiniMax", "minimax", dict(_LLAMA, **_MOE, head_dim=8, block_size=8, layer_types=_DELTA["layer_types"])),
 ]
+_QWEN4 = dict(_LLAMA, **{**_DELTA, "layer_types": ["linear_attention"] * 2}, **_EXPERTS, head_dim=8, shared_expert_intermediate_size=16, hc_lowrank=4,
+              ngram_vocab_size_base=64, split_ngram_parts=1)
+REFUSED += [
+    ("Falcon-Mamba", "falcon_mamba", dict(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, state_size=8)),
+    ("Inkling 2 (loop, text)", "inkling2_loop_text", dict(_INKLING, unpadded_vocab_size=VOCAB, n_layers_per_attn_res_block=1)),
+    ("Qwen4-Exp", "qwen4_exp", {"text_config": dict(_QWEN4, **_UNSPECIAL), "vision_config": {n: size for n, size in _VISION.items() if n != "deepstack_visual_indexes"}}),
+    ("Qwen4-Exp (text)", "qwen4_exp_text", _QWEN4),
+    ("Zamba", "zamba", dict(_HEADS, num_hidden_layers=4, mamba_d_state=8, mamba_dt_rank=4, n_mamba_heads=2, attention_head_dim=16,
+                            layer_types=["linear_attention", "hybrid"] * 2)),
+    ("xLSTM", "xlstm", dict(vocab_size=VOCAB, hidden_size=32, embedding_dim=32, num_hidden_layers=1, num_blocks=1, num_heads=4)),
+    ("DeepSeek-V4", "deepseek_v4", dict(_LLAMA, head_dim=8, q_lora_rank=16, o_lora_rank=16, n_routed_experts=4, num_experts_per_tok=2,
+                                        moe_intermediate_size=16, index_head_dim=8, index_n_heads=2)),
+    ("MiniMax-M3 (text, sparse)", "minimax_m3_vl_text", dict(_LLAMA, **_MOE, head_dim=8, rotary_dim=4, shared_intermediate_size=16, index_head_dim=8,
+                                                             index_n_heads=2, layer_types=["full_attention", "minimax_m3_sparse"])),
+]
 REFUSED += [(family.name, family.kind, family.settings) for family in STATEFUL if not GOES_ON]
-REFUSED = [line for line in REFUSED if line[1] in CONFIG_MAPPING]
+_BYTES = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, hidden_size_global=32)
+_PART = dict(_GEMMA, hidden_size_per_layer_input=0, vocab_size_per_layer_input=0, num_kv_shared_layers=2)
+# What reads its text in a way of its own
+OWN_WAYS = [
+    ("BLT", "blt", dict(encoder_hash_byte_group_vocab=8, patcher_config=_BYTES, encoder_config=_BYTES, decoder_config=_BYTES, global_config=_BYTES)),
+    ("CPM-Ant", "cpmant", dict(vocab_size=VOCAB, hidden_size=32, num_attention_heads=4, dim_head=8, dim_ff=48, num_hidden_layers=1)),
+    ("Gemma 4 (assistant)", "gemma4_assistant", dict(text_config=_PART, backbone_hidden_size=32)),
+    ("Gemma 4 Unified (assistant)", "gemma4_unified_assistant", dict(text_config=_PART, backbone_hidden_size=32)),
+    ("Moshi", "moshi", dict(_HEADS, ffn_dim=48, audio_vocab_size=8)),
+    ("OpenAI GPT", "openai-gpt", dict(vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=4, n_positions=64)),
+    ("ProphetNet (its decoder)", "prophetnet", dict(_UNSPECIAL, vocab_size=VOCAB, hidden_size=32, num_decoder_layers=1, num_decoder_attention_heads=4,
+                                                    decoder_ffn_dim=48, decoder_start_token_id=1)),
+    ("Reformer", "reformer", dict(vocab_size=VOCAB, hidden_size=32, feed_forward_size=48, num_attention_heads=4, attention_head_size=8,
+                                  axial_pos_embds=False, attn_layers=["local"], is_decoder=True)),
+    ("XLM", "xlm", dict(_UNSPECIAL, vocab_size=VOCAB, emb_dim=32, n_layers=1, n_heads=4)),
+    ("XLNet", "xlnet", dict(vocab_size=VOCAB, d_model=32, n_layer=1, n_head=4, d_inner=48)),
+]
+OWN_WAYS += [(line.name, line.kind, line.settings) for line in _TOO_OLD]
+REFUSED, OWN_WAYS = ([line for line in lines if line[1] in CONFIG_MAPPING] for lines in (REFUSED, OWN_WAYS))
 
 
 # --- what is run with a line ------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 import pytest
 
 import hf_specdec
-from tests.architectures import ATTENTION, FAMILIES, REFUSED, offers, outcome, reference
+from tests.architectures import ATTENTION, FAMILIES, OWN_WAYS, REFUSED, offers, outcome, reference
 from tests.helpers import FULL, build
 
 REQUIRED = FAMILIES.index(next(family for family in FAMILIES if family.name == "Apertus"))
@@ -50,7 +50,14 @@ def test_the_reference_texts_are_neither_stuck_nor_alike(family):
 @pytest.mark.parametrize(("name", "kind", "settings"), REFUSED, ids=[line[0] for line in REFUSED])
 def test_recurrent_models_are_refused_when_they_are_enabled(name, kind, settings):
     model = build(kind, attn="eager", **settings)
-    with pytest.raises(ValueError, match=f"(?s)model: {type(model).__name__}.*(recurrent state|layers of type|carries a state).*speculative=False"):
+    with pytest.raises(ValueError, match=f"(?s)model: {type(model).__name__}.*(recurrent state|layers of type|carries a state|keys of its own).*speculative=False"):
+        hf_specdec.enable(model)
+
+
+@pytest.mark.parametrize(("name", "kind", "settings"), OWN_WAYS, ids=[line[0] for line in OWN_WAYS])
+def test_models_that_read_their_text_in_ways_of_their_own_are_refused_when_they_are_enabled(name, kind, settings):
+    model = build(kind, attn="eager", **settings)
+    with pytest.raises(ValueError, match=f"model: {type(model).__name__} .*so its passes cannot be ours. Use speculative=False"):
         hf_specdec.enable(model)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
+from transformers import CONFIG_MAPPING, DynamicCache, StoppingCriteria, StoppingCriteriaList
 
 import hf_specdec
 from hf_specdec.compat import CACHE
@@ -78,6 +78,29 @@ def test_an_explicit_cache_is_filled_in_place_over_two_turns(name):
     second = ours(model, again, cache)
     assert torch.equal(second.sequences, stock(model, again).sequences)
     assert cache.get_seq_length() == second.sequences.shape[1] - 1
+
+
+def test_a_layer_that_is_passed_over_without_an_image_holds_nothing_in_the_returned_cache_either():
+    model, ids = made("Mllama"), torch.tensor(repetitive(14))
+    mine, theirs = ours(model, ids, None, FIRST, perturbed(model)), stock(model, ids, new=FIRST)
+    assert torch.equal(mine.sequences, theirs.sequences)
+    assert [layer.keys is None for layer in mine[CACHE].layers] == [layer.keys is None for layer in theirs[CACHE].layers] == [False, True, False]
+    again = next_turn(mine.sequences)
+    assert torch.equal(stock(model, again, mine[CACHE]).sequences, stock(model, again).sequences)
+    with pytest.warns(UserWarning, match="target: .* runs without compile=True: it passes over layers"):
+        assert torch.equal(speculate(model, ids.tolist(), speculative={"compile": True}, max_new_tokens=FIRST).sequences, theirs.sequences)
+
+
+@pytest.mark.skipif("deepseek_v32" not in CONFIG_MAPPING, reason="this transformers has no indexed attention")
+def test_the_cache_of_a_model_that_keeps_the_keys_of_an_indexer_is_neither_taken_nor_handed_back():
+    model, ids = made("DeepSeek-V3.2"), torch.tensor(repetitive(14))
+    theirs = stock(model, ids, new=FIRST)
+    mine = ours(model, ids, None, FIRST, perturbed(model))
+    assert torch.equal(mine.sequences, theirs.sequences) and mine.get(CACHE) is None
+    with pytest.raises(ValueError, match="DynamicCache of a model that keeps the keys of an indexer cannot be continued.*the whole text as input_ids"):
+        ours(model, next_turn(theirs.sequences), theirs[CACHE])
+    with pytest.warns(UserWarning, match="target: .* runs without compile=True: it keeps the keys of an indexer"):
+        assert torch.equal(speculate(model, ids.tolist(), speculative={"compile": True}, max_new_tokens=FIRST).sequences, theirs.sequences)
 
 
 def test_an_explicit_cache_is_filled_where_only_the_tensor_is_asked_for():

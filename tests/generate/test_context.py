@@ -6,6 +6,7 @@ from functools import lru_cache
 import pytest
 import torch
 
+from hf_specdec import compat
 from hf_specdec.compat import CACHE
 from tests.architectures import FAMILIES
 from tests.helpers import KnowingTreeDraft, ScriptedDraft, build, enabled, generated, padded, perturbed, plain, prompts, speculate
@@ -163,3 +164,15 @@ def test_in_a_text_that_stays_short_it_takes_batches_and_trees():
     assert generated(speculate(model, rows, draft, 10, max_new_tokens=16), rows) == texts
     with pytest.raises(ValueError, match="max_length at 1728 or below"):
         speculate(model, rows, draft, 10, max_new_tokens=1800)
+
+
+# --- Doge's selection of keys -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif("doge" in compat._OWN_WAYS, reason="before transformers 5.24 Doge is refused")
+def test_a_model_that_selects_among_the_keys_of_a_pass_is_refused_where_it_would():
+    family, row = next(line for line in FAMILIES if line.name == "Doge"), prompts(7)[0]
+    model = build("doge", **{**family.settings, "keep_window_size": 300})
+    with pytest.raises(ValueError, match=r"target: DogeForCausalLM .*keep_window_size.*max_length at 44 or below \(here 47\).*speculative=False"):
+        speculate(model, [row], max_new_tokens=40)
+    assert [generated(speculate(model, [row], max_new_tokens=37), [row])] == [plain(model, [row], max_new_tokens=37)]
