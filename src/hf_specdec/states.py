@@ -35,9 +35,9 @@ class StateLayer(SlotLayer, LinearAttentionLayer):
     def is_recurrent(self) -> bool:
         return any(state is not None for state in self.recurrent_states.values())
 
-    def taken(self, whole: bool) -> State:
-        """The states after a pass. whole: all that convolutions have read in it, and not only what the next token needs."""
-        inputs = {i: part if whole or part is None else self._last(i, part).contiguous() for i, part in self.conv_states.items()}
+    def taken(self, more: int) -> State:
+        """The states after a pass; of what convolutions have read as much as the next token needs, and `more` tokens before that."""
+        inputs = {i: None if part is None else self._last(i, part, more).contiguous() for i, part in self.conv_states.items()}
         return inputs, dict(self.recurrent_states)
 
     def put(self, state: State | None) -> None:
@@ -50,23 +50,22 @@ class StateLayer(SlotLayer, LinearAttentionLayer):
             self.is_conv_states_initialized[i], self.is_recurrent_states_initialized[i] = part is not None, other is not None
             self.has_previous_state[i] = part is not None or other is not None
 
-    def _last(self, i: int, inputs: torch.Tensor) -> torch.Tensor:
-        return inputs[..., -self.conv_kernel_size[i] :]
+    def _last(self, i: int, inputs: torch.Tensor, more: int = 0) -> torch.Tensor:
+        return inputs[..., -self.conv_kernel_size[i] - more :]
 
 
 @dataclass
 class Checkpoint:
-    """The states of all layers after a pass that has read the tokens start..length - 1. whole: as in `StateLayer.taken`."""
+    """The states of all layers after `length` tokens; they can be cut down to `start`."""
 
     start: int
     length: int
     states: list[State]
-    whole: bool
 
     def cut(self, length: int) -> None:
         """Take back what convolutions have read from position `length` on."""
         back = self.length - length
-        self.states = [({i: part[..., : part.shape[-1] - back] for i, part in inputs.items()}, none) for inputs, none in self.states]
+        self.states = [({i: part[..., : part.shape[-1] - back] for i, part in inputs.items()}, recurrent) for inputs, recurrent in self.states]
         self.length = length
 
 
@@ -74,9 +73,10 @@ class Checkpoints:
     """The states of the layers of one cache, of one row, after passes that may have to be returned to.
 
     PENDING: most tokens that are fed once more in front of candidates; more than that get a pass of their own, which is a checkpoint, too.
+    REACH: by how many tokens the states of convolutions can be cut.
     """
 
-    PENDING = 16
+    PENDING, REACH = 16, 128
 
     def __init__(self, layers: list[StateLayer]):
         self.layers = layers
@@ -88,13 +88,13 @@ class Checkpoints:
         for layer, state in zip(self.layers, self.kept[-1].states if self.kept else [None] * len(self.layers)):
             layer.put(state)
         yield
-        whole = not any(layer.is_recurrent() for layer in self.layers)
-        self.kept.append(Checkpoint(start, length, [layer.taken(whole) for layer in self.layers], whole))
+        reach = 0 if any(layer.is_recurrent() for layer in self.layers) else min(self.REACH, length - start)
+        self.kept.append(Checkpoint(length - reach, length, [layer.taken(reach) for layer in self.layers]))
 
     def back_to(self, length: int) -> int:
         """Forget what was read from position `length` on. How many tokens the states stand for then: `length` or fewer."""
         while self.kept and self.kept[-1].length > length:
-            if self.kept[-1].whole and self.kept[-1].start <= length > 0:
+            if self.kept[-1].start <= length > 0:
                 self.kept[-1].cut(length)
             else:
                 self.kept.pop()
