@@ -266,8 +266,9 @@ _SSM = dict(mamba_n_heads=8, mamba_d_head=8, mamba_d_state=8, mamba_chunk_size=8
 _SHORT = dict(layer_types=["conv", "full_attention"])
 _INKLING = dict(_LLAMA, head_dim=8, swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=8, sliding_window_size=8, d_rel=4, rel_extent=32,
                 moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2)
-_NEMOTRON = dict(_LLAMA, head_dim=8, layers_block_type=["mamba", "attention", "mlp"], ssm_state_size=8, mamba_num_heads=8, mamba_head_dim=8, n_groups=2)
-_ZAMBA2 = dict(_HEADS, num_hidden_layers=3, layers_block_type=["mamba", "hybrid", "mamba"], mamba_d_state=8, n_mamba_heads=8, mamba_headdim=8,
+_STEPS = dict(time_step_min=0.5, chunk_size=8)  # a limit that matters: transformers heeds it in prompts, and not in decoding
+_NEMOTRON = dict(_LLAMA, **_STEPS, head_dim=8, layers_block_type=["mamba", "attention", "mlp"], ssm_state_size=8, mamba_num_heads=8, mamba_head_dim=8, n_groups=2)
+_ZAMBA2 = dict(_HEADS, **_STEPS, num_hidden_layers=3, layers_block_type=["mamba", "hybrid", "mamba"], mamba_d_state=8, n_mamba_heads=8, mamba_headdim=8,
                num_mem_blocks=1, adapter_rank=4, attention_head_dim=16)
 _VISION = dict(depth=1, hidden_size=32, intermediate_size=48, num_heads=4, out_hidden_size=32, num_position_embeddings=16, deepstack_visual_indexes=[])
 # layers that carry states from token to token
@@ -285,6 +286,8 @@ STATEFUL = [
     Family("LFM3", "lfm3", {**_LLAMA, **_SHORT, "head_dim": 8}),
     Family("LFM3 (sliding)", "lfm3", {**_LLAMA, **_WINDOW, "head_dim": 8, "layer_types": ["conv", "sliding_attention"]}),
     Family("Mamba 2", "mamba2", dict(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=8, num_heads=8, head_dim=8, n_groups=1, chunk_size=8)),
+    Family("Nemotron-H", "nemotron_h", _NEMOTRON),
+    Family("Zamba 2", "zamba2", _ZAMBA2),
     Family("Bamba", "bamba", {**_LLAMA, **_SSM, "attn_layer_indices": [1]}),
     Family("Kimi Linear", "kimi_linear", {**_KIMI, "layer_types": _DELTA["layer_types"], "linear_head_dim": 8, "linear_num_heads": 4}),
     Family("OLMo (hybrid)", "olmo_hybrid", {**_LLAMA, **_DELTA}),
@@ -307,8 +310,6 @@ REFUSED = [
     ("RWKV", "rwkv", dict(vocab_size=VOCAB, hidden_size=32, attention_hidden_size=32, num_hidden_layers=2, context_length=64)),
     ("RecurrentGemma", "recurrent_gemma", dict(_HEADS, lru_width=32)),
     ("Jamba", "jamba", dict(_LLAMA, **_MOE, mamba_d_state=8, mamba_dt_rank=4, attn_layer_period=2, attn_layer_offset=1)),
-    ("Nemotron-H", "nemotron_h", _NEMOTRON),
-    ("Zamba 2", "zamba2", _ZAMBA2),
     ("MiniMax", "minimax", dict(_LLAMA, **_MOE, head_dim=8, block_size=8, layer_types=_DELTA["layer_types"])),
 ]
 _QWEN4 = dict(_LLAMA, **{**_DELTA, "layer_types": ["linear_attention"] * 2}, **_EXPERTS, head_dim=8, shared_expert_intermediate_size=16, hc_lowrank=4,

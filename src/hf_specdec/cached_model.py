@@ -18,7 +18,7 @@ from . import compat, passes
 from .caches import read_cache
 from .compiled import CompiledPasses, FixedBuffers
 from .distributions import Drawing
-from .head import head_at
+from .head import READ, head_at, places_of
 from .kv_cache import SlotCache
 from .layerwise import TRIAL
 from .lengths import check_counting, counts_itself
@@ -44,15 +44,13 @@ class CachedModel:
     compiled: the passes over fixed shapes, where compile=True; the prompt pass, and what does not compile, runs without.
     """
 
-    READ = 2**26
-
     def __init__(self, model: PreTrainedModel, limit: int, role: str = "target", traits: compat.ModelTraits | None = None,
                  source: Source | None = None, compile: bool | str = False):
         self.model, self.role = model, role
         self.run = model if source is None else Decoder(model, source)
         self.traits = traits or compat.traits_of(compat.unwrap(model), role)
         self.cache = SlotCache(limit, FixedBuffers(model, role) if compile else None, self.traits.states, StateLayer)
-        self.states = Checkpoints([layer for layer in self.cache.layers if isinstance(layer, StateLayer)]) if self.traits.states else None
+        self.states = Checkpoints(self.cache.layers, compat.unwrap(model)) if self.traits.states else None
         self.compiled = CompiledPasses(model, role, compile) if compile else None
         self.most, self.runner = passes.runner(model, compiled=False)
         if compile and (source is not None or self.traits.own_positions or counts_itself(compat.unwrap(model), limit)):
@@ -89,7 +87,9 @@ class CachedModel:
         fresh = [row[length:] for row, length in zip(rows, self.lengths)]
         if proposal is None:
             proposal = Proposal.from_lists([[] for _ in rows], self.device)
-        apart = self.states is not None and (len(fresh[0]) > Checkpoints.PENDING or not self.lengths[0])
+        if self.states is not None and not self.lengths[0]:
+            return self._start(fresh, proposal)
+        apart = self.states is not None and len(fresh[0]) > Checkpoints.PENDING
         if (apart or not proposal.tree.is_chain) and max(map(len, fresh)) > 1:
             self.feed([tokens[:-1] for tokens in fresh])
             fresh = [tokens[-1:] for tokens in fresh]
@@ -102,6 +102,15 @@ class CachedModel:
         columns = torch.tensor(self.fresh, device=self.device)[:, None] + torch.arange(-1, n, device=self.device)
         tokens.scatter_(1, columns[:, 1:], proposal.tokens.to(self.device))
         return self._forward(tokens, proposal.tree, sizes, columns)
+
+    def _start(self, prompt: list[list[int]], proposal: Proposal) -> torch.Tensor:
+        """As `score`, of a text of which nothing is cached: a pass over it, whose states stay whatever is rejected, and one over the candidates."""
+        size, self.fresh = len(prompt[0]), [0]
+        logits = [self._forward(torch.tensor(prompt, device=self.device), None, [size], torch.tensor([[size - 1]], device=self.device))]
+        self.lengths = [size]
+        if len(proposal.tree):
+            logits.append(self._forward(proposal.tokens.to(self.device), proposal.tree, proposal.sizes))
+        return torch.cat(logits, dim=1)
 
     def extend(self, tokens: torch.Tensor, advance: list[int]) -> torch.Tensor:
         """Feed one more token per row, int64 [B, 1]; logits [B, 1, V]. Row b keeps it if advance[b] is 1."""
@@ -156,7 +165,8 @@ class CachedModel:
         """Logits at `columns` int64 [B, m] of the block, or at all of them; sizes[b]: places of row b that are meant. first: the node
         of the tree at which the block begins."""
         begin = perf_counter()
-        wanted, columns = (None, None) if columns is None else self._wanted(columns, tokens.shape)
+        most = None if self.reader is None else max(READ // (len(tokens) * self.traits.vocab_size), 1)
+        wanted, columns = (None, None) if columns is None else places_of(columns, tokens.shape[1], most)
         apart = columns is not None and self.reader is None and self.compiled is None and self.traits.logits_to_keep \
             and len(wanted) > columns.shape[1]
         with head_at(self.model, columns if apart else None):
@@ -207,14 +217,6 @@ class CachedModel:
         trial.compiled, trial.embed = self.compiled, self.embed
         text = [(7 * i + 1) % self.traits.vocab_size for i in range(TRIAL)]
         trial.score([text] + [text[: TRIAL - ragged]] * (len(self.lengths) - 1))
-
-    def _wanted(self, columns: torch.Tensor, block: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:
-        """The places of the block that logits are computed of, ascending, and where `columns` are among them."""
-        if self.reader is None:
-            return columns.unique(return_inverse=True)
-        most = max(self.READ // (block[0] * self.traits.vocab_size), 1)
-        first = min(int(columns.min()), max(block[1] - most, 0))
-        return torch.arange(first, block[1], device=columns.device), columns - first
 
     # --- positions and masks ------------------------------------------------------------------------------------------
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import copy
 import inspect
-from math import inf
 from typing import Any
 
 import torch
-from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import DynamicCache, GenerationMixin
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 CACHE = "cache" if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters else "past_key_values"  # "cache" since 5.24
-TESTED = frozenset(
-    "bailing_hybrid bamba falcon_h1 granitemoehybrid inkling2_text inkling_text kimi_linear lara_mini lfm2 lfm2_moe lfm3 mamba2 olmo_hybrid "
-    "qwen3_5_moe_text qwen3_5_text qwen3_next zaya".split()
+GO_ON = frozenset(  # from a state over several tokens as they do token by token
+    "bailing_hybrid bamba falcon_h1 granitemoehybrid inkling2_text inkling_text kimi_linear lara_mini lfm2 lfm2_moe lfm3 mamba2 nemotron_h olmo_hybrid "
+    "qwen3_5_moe_text qwen3_5_text qwen3_next zamba2 zaya".split()
 )
 _PLAIN = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}  # DummyLayer is newer than 5.17
 
@@ -29,15 +28,6 @@ def states_of(config: Any) -> tuple[int, ...]:
         return ()
     counts = tuple(layer.number_of_states if isinstance(layer, LinearAttentionLayer) else 0 for layer in layers)
     return counts if any(counts) else ()
-
-
-def why_not(model: PreTrainedModel, config: Any) -> str | None:
-    """Why the states of this model cannot be carried through passes over several tokens; None where they can."""
-    if any(tuple(getattr(part, "time_step_limit", None) or (0.0, inf)) != (0.0, inf) for part in model.modules()):
-        return "transformers limits its time steps (time_step_min, time_step_limit) in passes over several tokens alone, not in decoding"
-    if config.model_type not in TESTED:
-        return "nobody has seen it go on from there over several tokens as it does token by token (Mamba 1 layers start from nothing)"
-    return None
 
 
 def cached_tokens(cache: DynamicCache) -> int:

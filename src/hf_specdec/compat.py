@@ -14,7 +14,7 @@ import torch
 from transformers import Cache, CompileConfig, GenerationMixin, LogitsProcessor, PreTrainedModel
 from transformers.generation import logits_process as lp
 
-from .caches import CACHE, states_of, why_not
+from .caches import CACHE, GO_ON, states_of
 
 # --- logits processors ------------------------------------------------------------------------------------------------
 
@@ -182,8 +182,9 @@ def _refuse_what_cannot_roll_back(model: PreTrainedModel, config: Any, name: str
         raise ValueError(f"{name} is an encoder-decoder model of type {kind!r}, whose decoder nobody has tried to roll back; those that work are "
                          f"{sorted(ENCODER_DECODERS)}. Use speculative=False.")
     states, strange = _states(model, config), _strange(config)
-    if states and (reason := why_not(model, config)):
-        raise ValueError(f"{name} carries a state from token to token, and {reason}: it cannot be rolled back after a rejected token. Use speculative=False.")
+    if states and config.model_type not in GO_ON:
+        raise ValueError(f"{name} carries a state from token to token, and nobody has seen it go on from there over several tokens as it does token by token (Mamba 1 "
+                         f"layers start from nothing): it cannot be rolled back after a rejected token. Use speculative=False.")
     unknown = getattr(model, "_is_stateful", False) and not getattr(config, "layer_types", None)
     if not states and (unknown or strange):
         what = f"layers of type {strange}" if strange else "a recurrent state"

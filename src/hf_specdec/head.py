@@ -9,6 +9,8 @@ from threading import get_ident
 import torch
 from transformers import PreTrainedModel
 
+READ = 2**26  # most numbers of logits that are computed of a prompt for a draft that reads them
+
 
 @contextmanager
 def head_at(model: PreTrainedModel, places: torch.Tensor | None) -> Iterator[None]:
@@ -31,3 +33,12 @@ def head_at(model: PreTrainedModel, places: torch.Tensor | None) -> Iterator[Non
         yield
     finally:
         hook.remove()
+
+
+def places_of(columns: torch.Tensor, width: int, most: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The places of a block of `width` tokens that logits are computed of, int64 [n] ascending, and where `columns` int64 [B, m] are among them: no others, or,
+    with `most`, the block's last places, of which the first may be cut so that they are at most so many."""
+    if most is None:
+        return columns.unique(return_inverse=True)
+    first = min(int(columns.min()), max(width - most, 0))
+    return torch.arange(first, width, device=columns.device), columns - first

@@ -11,13 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import inf
 
 import torch
+from torch import nn
 from torch.nn.functional import pad
 from transformers.cache_utils import LinearAttentionLayer
 
 from .kv_cache import SlotLayer, SlotPlan
 
+ANY = (0.0, inf)  # of a time step's limits
 State = tuple[dict, dict]  # of one layer, by number: inputs of convolutions [B, C, n] and recurrent states [B, ...]; None where there is none
 
 
@@ -70,7 +73,7 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The states of the layers of one cache, of one row, after passes that may have to be returned to.
+    """The states of `layers` of one cache, of one row, after passes of `model` that may have to be returned to.
 
     PENDING: most tokens that are fed once more in front of candidates; more than that get a pass of their own, which is a checkpoint, too.
     REACH: by how many tokens the states of convolutions can be cut.
@@ -78,16 +81,24 @@ class Checkpoints:
 
     PENDING, REACH = 16, 128
 
-    def __init__(self, layers: list[StateLayer]):
-        self.layers = layers
+    def __init__(self, layers: list[SlotLayer], model: nn.Module):
+        self.layers = [layer for layer in layers if isinstance(layer, StateLayer)]
         self.kept: list[Checkpoint] = []
+        self.limited = [part for part in model.modules() if tuple(getattr(part, "time_step_limit", None) or ANY) != ANY]
 
     @contextmanager
     def during(self, start: int, length: int) -> Iterator[None]:
         """A pass that reads the tokens start..length - 1 goes on from the last states, and leaves others."""
         for layer, state in zip(self.layers, self.kept[-1].states if self.kept else [None] * len(self.layers)):
             layer.put(state)
-        yield
+        limits = [part.time_step_limit for part in self.limited]
+        try:
+            for part in self.limited if start else ():  # transformers limits the time steps of Mamba 2 in prompts, and not in decoding
+                part.time_step_limit = ANY
+            yield
+        finally:
+            for part, limit in zip(self.limited, limits):
+                part.time_step_limit = limit
         reach = 0 if any(layer.is_recurrent() for layer in self.layers) else min(self.REACH, length - start)
         self.kept.append(Checkpoint(length - reach, length, [layer.taken(reach) for layer in self.layers]))
 
