@@ -7,6 +7,7 @@ import inspect
 from typing import Any
 
 import torch
+import transformers
 from transformers import DynamicCache, GenerationMixin
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
@@ -15,6 +16,7 @@ GO_ON = frozenset(  # from a state over several tokens as they do token by token
     "bailing_hybrid bamba falcon_h1 granitemoehybrid inkling2_text inkling_text kimi_linear lara_mini lfm2 lfm2_moe lfm3 mamba2 nemotron_h olmo_hybrid "
     "qwen3_5_moe_text qwen3_5_text qwen3_next zamba2 zaya".split()
 )
+_MAY_RECORD = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 21)  # before, a window that records its past does not fit its mask after two passes
 _PLAIN = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}  # DummyLayer is newer than 5.17
 
 
@@ -70,7 +72,7 @@ def write_cache(config: Any, layers: list[tuple[torch.Tensor, torch.Tensor] | No
     """A `DynamicCache` that holds keys and values [B, H, n, D] per layer, nothing where there are None; `into` is refilled in place if given. config: None
     for a decoder whose config counts the layers of its encoder."""
     fresh = _empty_cache(config) if config is not None else DynamicCache()
-    if hasattr(fresh, "activate_past_recording"):
+    if _MAY_RECORD:
         fresh.activate_past_recording()
     for index, parts in enumerate(layers):
         if parts is not None:
