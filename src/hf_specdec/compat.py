@@ -104,7 +104,8 @@ _OWN_WAYS = {"moshi": "keeps its window by a cache that forgets", "cpmant": "put
              **dict.fromkeys(("musicgen_decoder", "musicgen_melody_decoder"), "writes several codebooks by a generate of its own")}
 if CACHE == "past_key_values":  # transformers before 5.24
     _OWN_WAYS |= dict.fromkeys(("big_bird", "doge", "megatron-bert", "rembert", "roformer"), "may read its prompt in both directions before transformers 5.24")
-    _OWN_WAYS |= {"git": "may make its positions itself before transformers 5.24", "glm_moe_dsa": "keeps keys of its own beside the cache"}
+    _OWN_WAYS |= {"git": "may make its positions itself before transformers 5.24"}
+    _OWN_WAYS |= dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "hy_v4"), "keeps keys of its own beside the cache before transformers 5.24")
 _OWN_MASK_BEFORE_SDPA = {"ctrl"}  # takes a 4-D mask since it has sdpa attention; transformers 5.10 reads a 2-D one only
 ENCODER_DECODERS = frozenset("bart blenderbot blenderbot-small led longt5 m2m_100 marian mbart mt5 mvp pegasus pegasus_x plbart t5 umt5 whisper".split())
 
@@ -185,11 +186,11 @@ def _refuse_what_cannot_roll_back(model: PreTrainedModel, config: Any, name: str
     if states and config.model_type not in GO_ON:
         raise ValueError(f"{name} carries a state from token to token, and nobody has seen it go on from there over several tokens as it does token by token (Mamba 1 "
                          f"layers start from nothing): it cannot be rolled back after a rejected token. Use speculative=False.")
+    own_way = "reads the cache of its last loop itself" if getattr(config, "recurrent_kv_cache_mode", "") == "last_loop" else _OWN_WAYS.get(kind)
     unknown = getattr(model, "_is_stateful", False) and not getattr(config, "layer_types", None)
-    if not states and (unknown or strange):
+    if not states and not own_way and (unknown or strange):
         what = f"layers of type {strange}" if strange else "a recurrent state"
         raise ValueError(f"{name} has {what}, which cannot be rolled back after a rejected token. Use speculative=False.")
-    own_way = "reads the cache of its last loop itself" if getattr(config, "recurrent_kv_cache_mode", "") == "last_loop" else _OWN_WAYS.get(kind)
     if own_way or not model.config.is_encoder_decoder and CACHE not in inspect.signature(model.forward).parameters:
         raise ValueError(f"{name} {own_way or f'takes no cache (no {CACHE}=)'}, so its passes cannot be ours. Use speculative=False.")
     if not model.config.is_encoder_decoder and _reads_both_ways(model, config):

@@ -91,7 +91,7 @@ def test_a_layer_that_is_passed_over_without_an_image_holds_nothing_in_the_retur
         assert torch.equal(speculate(model, ids.tolist(), speculative={"compile": True}, max_new_tokens=FIRST).sequences, theirs.sequences)
 
 
-@pytest.mark.skipif("deepseek_v32" not in CONFIG_MAPPING, reason="this transformers has no indexed attention")
+@pytest.mark.skipif("deepseek_v32" not in CONFIG_MAPPING or CACHE != "cache", reason="this transformers has no indexed attention")
 def test_the_cache_of_a_model_that_keeps_the_keys_of_an_indexer_is_neither_taken_nor_handed_back():
     model, ids = made("DeepSeek-V3.2"), torch.tensor(repetitive(14))
     theirs = stock(model, ids, new=FIRST)
