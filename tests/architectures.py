@@ -8,11 +8,10 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from transformers import CONFIG_MAPPING, CTRLLMHeadModel
-from transformers.cache_utils import LinearAttentionLayer
 
 import hf_specdec
 from hf_specdec import compat
-from hf_specdec.caches import CACHE
+from hf_specdec.caches import CACHE, GOES_ON
 from tests.helpers import VOCAB, KnowingTreeDraft, build, generated, perturbed, plain, prompts, repetitive, speculate
 
 _LLAMA = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -297,7 +296,6 @@ STATEFUL = [
     Family("Lara mini", "lara_mini", _LLAMA),
     Family("Zaya", "zaya", {**_LLAMA, "head_dim": 8, "num_experts": 4, "moe_intermediate_size": 16, "router_hidden_size": 16}, spread=0.6),
 ]
-GOES_ON = hasattr(LinearAttentionLayer, "activate_past_recording")  # since transformers 5.17 models go on from a state over several tokens
 STATEFUL = [family for family in STATEFUL if family.kind != "mamba2" or CACHE == "cache"]  # before 5.24 its forward has a name of its own for its cache
 FAMILIES += [replace(family, ragged=False, window="states") for family in STATEFUL if GOES_ON]
 FAMILIES = [line for line in FAMILIES if line.kind in CONFIG_MAPPING]  # of the installed transformers

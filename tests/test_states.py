@@ -8,14 +8,14 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from hf_specdec.cached_model import CachedModel
-from hf_specdec.caches import CACHE
+from hf_specdec.caches import CACHE, GOES_ON
 from hf_specdec.drafts import EarlyExitDraft, PromptLookupDraft, RecyclingDraft
 from hf_specdec.drafts.feature import FeatureDraft
 from hf_specdec.drafts.medusa import MedusaDraft
 from hf_specdec.proposal import Proposal
 from hf_specdec.states import Checkpoints
 from hf_specdec.training import build_drafter
-from tests.architectures import GOES_ON, STATEFUL
+from tests.architectures import STATEFUL
 from tests.conformance.builders import medusa_heads
 from tests.helpers import ScriptedDraft, enabled, generated, padded, perturbed, plain, prompts, speculate, tiny_llama
 

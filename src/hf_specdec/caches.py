@@ -16,14 +16,15 @@ GO_ON = frozenset(  # from a state over several tokens as they do token by token
     "bailing_hybrid bamba falcon_h1 granitemoehybrid inkling2_text inkling_text kimi_linear lara_mini lfm2 lfm2_moe lfm3 mamba2 nemotron_h olmo_hybrid "
     "qwen3_5_moe_text qwen3_5_text qwen3_next zamba2 zaya".split()
 )
-_MAY_RECORD = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 21)  # before, a window that records its past does not fit its mask after two passes
+_VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
+GOES_ON = _VERSION >= (5, 17)  # before, models do not go on from a state over several tokens, or not all of them
+_MAY_RECORD = _VERSION >= (5, 21)  # before, a window that records its past does not fit its mask after two passes
 _PLAIN = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}  # DummyLayer is newer than 5.17
 
 
 def states_of(config: Any) -> tuple[int, ...]:
-    """Per layer of a model, how many states it carries; () where none does, where one has a cache of another kind, and before transformers 5.17, in which
-    models do not go on from a state over several tokens."""
-    if not hasattr(LinearAttentionLayer, "activate_past_recording"):
+    """Per layer of a model, how many states it carries; () where none does, where one has a cache of another kind, and before transformers 5.17."""
+    if not GOES_ON:
         return ()
     layers = DynamicCache(config=config).layers
     if not all(isinstance(layer, LinearAttentionLayer) or type(layer).__name__ in _PLAIN for layer in layers):

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.architectures import GOES_ON, STATEFUL
+from hf_specdec.caches import GOES_ON
+from tests.architectures import STATEFUL
 from tests.conformance import law
 from tests.conformance.builders import VARIANTS, make
 from tests.conformance.test_encoder_decoder_law import Dishonest
