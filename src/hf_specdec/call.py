@@ -58,7 +58,7 @@ class Call:
         self.prompts = [row[columns].tolist() for row, columns in zip(input_ids, self.columns)]
         if min(map(len, self.prompts)) == 0:
             raise ValueError("input_ids: a row without a token cannot be continued; give every row at least one.")
-        if hasattr(decoder.streamer, "put") and len(self.prompts) > 1:
+        if hasattr(decoder.streamer, "put") and len(self.prompts) > 1 and generation_config.num_beams in (None, 1):
             raise ValueError(f"streamer: a text streamer takes one row, this call has {len(self.prompts)}. Pass a callable "
                              f"streamer(row, tokens, drafted).")
         self.max_new = ceil(generation_config.max_length) - input_ids.shape[1]  # plain generate takes 12.5, too, and ends at 13

@@ -233,7 +233,7 @@ def own_mask_refusal(model: PreTrainedModel, role: str) -> str:
     why = "carries a state from token to token" if _states(model, model.config.get_text_config()) else \
         "makes its attention mask or position bias itself (as encoder-decoders and ALiBi do)"
     return (f"{role}: {type(model).__name__} {why}, so rows that accept different numbers of tokens, or branches of a tree, cannot share a pass. "
-            f"Generate the rows one by one (batch size 1) with chains, or use speculative=False.")
+            f"Generate the rows one by one (batch size 1; num_return_sequences and num_beams make rows, too) with chains, or use speculative=False.")
 
 
 def device_of(model: PreTrainedModel) -> torch.device:

@@ -32,7 +32,8 @@ def check_trees(draft, model: PreTrainedModel, traits: ModelTraits, length: int,
     if not draft.may_branch:
         return
     if traits.own_positions:
-        raise ValueError(f"{own_mask_refusal(model, role)} The draft {draft.name!r} proposes trees.")
+        raise ValueError(f"{own_mask_refusal(model, role)} The draft {draft.name!r} proposes trees: "
+                         f"use one that proposes chains, such as PromptLookupDraft() or a draft model.")
     if role == "target":  # what a draft computes may be anything
         check_counting(compat.unwrap(model), length, role)
 

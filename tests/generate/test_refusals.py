@@ -177,9 +177,16 @@ def test_a_second_turn_needs_the_whole_conversation(new):
     assert out[0, whole.shape[1]:].tolist() == plain(model, [whole[0].tolist()], max_new_tokens=6)[0]
 
 
-def test_beams_are_not_streamed():
-    with pytest.raises(ValueError, match="num_beams=2: beams cannot be streamed"):
-        ours(hf_specdec.enable(tiny_llama(3)), ROWS[:1], num_beams=2, streamer=lambda row, tokens, drafted: None)
+class TextStream:
+    def put(self, ids): ...
+
+    def end(self): ...
+
+
+@pytest.mark.parametrize("streamer", [lambda row, tokens, drafted: None, TextStream()], ids=["callable", "text"])
+def test_beams_are_not_streamed(streamer):
+    with pytest.raises(ValueError, match="num_beams=2: beams cannot be streamed|with beam search"):
+        ours(hf_specdec.enable(tiny_llama(3)), ROWS[:1], num_beams=2, streamer=streamer)
 
 
 # --- processors and criteria that know the batch ---------------------------------------------------------------------------
