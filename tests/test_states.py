@@ -2,6 +2,7 @@
 
 import random
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -157,6 +158,18 @@ def test_time_steps_are_limited_in_the_prompt_alone_as_plain_generate_does(kind)
         model.model.register_forward_hook(stop)
         speculate(model, [row], k=4, max_new_tokens=40)
     assert [part.time_step_limit for part in model.modules() if hasattr(part, "time_step_limit")] == limits
+
+
+def test_two_threads_do_not_take_each_others_limits():
+    model, rows = enabled(model_of("Nemotron-H")), prompts(12, 15, 9, 20)
+    expected = [plain(model, [row], max_new_tokens=20) for row in rows]
+
+    def run(row):
+        ids = torch.tensor([row])
+        return model.generate(ids, attention_mask=torch.ones_like(ids), speculative=True, num_assistant_tokens=3, max_new_tokens=20)[0, len(row) :].tolist()
+
+    with ThreadPoolExecutor(4) as threads:
+        assert [[text] for text in threads.map(run, rows)] == expected
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------------

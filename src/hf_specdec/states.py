@@ -9,9 +9,10 @@ state is that of a convolution, which consists of its last inputs.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from math import inf
+from threading import RLock
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from transformers.cache_utils import LinearAttentionLayer
 from .kv_cache import SlotLayer, SlotPlan
 
 ANY = (0.0, inf)  # of a time step's limits
+_limits = RLock()  # who holds it may change them
 State = tuple[dict, dict]  # of one layer, by number: inputs of convolutions [B, C, n] and recurrent states [B, ...]; None where there is none
 
 
@@ -84,23 +86,31 @@ class Checkpoints:
     def __init__(self, layers: list[SlotLayer], model: nn.Module):
         self.layers = [layer for layer in layers if isinstance(layer, StateLayer)]
         self.kept: list[Checkpoint] = []
-        self.limited = [part for part in model.modules() if tuple(getattr(part, "time_step_limit", None) or ANY) != ANY]
+        with _limits:
+            self.limited = [part for part in model.modules() if tuple(getattr(part, "time_step_limit", None) or ANY) != ANY]
 
     @contextmanager
     def during(self, start: int, length: int) -> Iterator[None]:
         """A pass that reads the tokens start..length - 1 goes on from the last states, and leaves others."""
         for layer, state in zip(self.layers, self.kept[-1].states if self.kept else [None] * len(self.layers)):
             layer.put(state)
-        limits = [part.time_step_limit for part in self.limited]
-        try:
-            for part in self.limited if start else ():  # transformers limits the time steps of Mamba 2 in prompts, and not in decoding
-                part.time_step_limit = ANY
+        with self._heeding(prompt=not start) if self.limited else nullcontext():
             yield
-        finally:
-            for part, limit in zip(self.limited, limits):
-                part.time_step_limit = limit
         reach = 0 if any(layer.is_recurrent() for layer in self.layers) else min(self.REACH, length - start)
         self.kept.append(Checkpoint(length - reach, length, [layer.taken(reach) for layer in self.layers]))
+
+    @contextmanager
+    def _heeding(self, prompt: bool) -> Iterator[None]:
+        """transformers limits the time steps of Mamba 2 in prompts and not in decoding. Of several threads one at a time."""
+        with _limits:
+            limits = [part.time_step_limit for part in self.limited]
+            try:
+                for part in () if prompt else self.limited:
+                    part.time_step_limit = ANY
+                yield
+            finally:
+                for part, limit in zip(self.limited, limits):
+                    part.time_step_limit = limit
 
     def back_to(self, length: int) -> int:
         """Forget what was read from position `length` on. How many tokens the states stand for then: `length` or fewer."""
