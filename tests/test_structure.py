@@ -19,7 +19,7 @@ LEAVES = {"__main__", "bench", "cli", "commands", "mx", "viz", "training"}
 # what may be imported by what comes after it; modules of one line know nothing of each other
 LINES = [
     {"tree", "registry", "theory", "noise", "compat", "kv_cache", "draft_stop", "head", "lengths", "parts", "passes", "method", "memory", "budget",
-     "law", "nucleus", "lazy_law", "caches", "states"},
+     "law", "nucleus", "lazy_law", "caches", "states", "media"},
     {"proposal", "sequences", "tree_shapes", "distributions", "config", "schedule", "trace", "seq2seq", "tap", "masks", "layerwise"},
     {"compiled"},
     {"cached_model", "acceptance.base", "acceptance.primitive"},
@@ -32,7 +32,7 @@ LINES = [
     {"integration"},
     {""},
 ]
-WITHIN = {("compat", "caches"), ("states", "kv_cache"), ("lazy_law", "law"), ("lazy_law", "nucleus"), ("drafts.feature_tree", "drafts.feature"), ("drafts.feature_tree", "drafts.model_tree"), ("drafts.feature", "drafts.features"),
+WITHIN = {("compat", "caches"), ("media", "compat"), ("media", "caches"), ("states", "kv_cache"), ("lazy_law", "law"), ("lazy_law", "nucleus"), ("drafts.feature_tree", "drafts.feature"), ("drafts.feature_tree", "drafts.model_tree"), ("drafts.feature", "drafts.features"),
           ("drafts.feature", "drafts.model"), ("drafts.ngram", "drafts.ngram_table"), ("drafts", "drafts.base"),
           ("drafts.model_tree", "drafts.model"), ("acceptance.coupled", "acceptance.greedy"), ("acceptance.block", "acceptance.sampling"),
           ("acceptance.spectr", "acceptance.sampling"), ("acceptance.typical", "acceptance.threshold"), ("drafts.mixture", "drafts.choosing"), ("drafts.mixture", "drafts.merging"),
@@ -145,7 +145,8 @@ def test_insides_of_transformers_are_imported_in_few_files(module):
 
 
 # private names of transformers and torch that are read elsewhere, each for want of a public one
-READ_ELSEWHERE = {"call": {"_pad_token_tensor"}, "compiled": {"_forward_hooks", "_forward_pre_hooks"}}
+READ_ELSEWHERE = {"call": {"_pad_token_tensor"}, "compiled": {"_forward_hooks", "_forward_pre_hooks"},
+                  "media": {"_prepare_position_ids_for_generation", "_expand_inputs_for_generation"}}
 
 
 @lru_cache(maxsize=1)

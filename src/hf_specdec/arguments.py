@@ -12,6 +12,7 @@ from . import compat, lengths
 from .caches import cached_tokens, check_cache, read_cache
 from .config import SpeculativeConfig
 from .drafts.base import Draft
+from .media import SEES, media_in
 from .probe import check_batch, check_mode
 
 # Arguments that ask transformers for another way of decoding, and what to do instead.
@@ -116,8 +117,8 @@ def check_draft_stop(draft: Draft, config: SpeculativeConfig) -> None:
                          f'own. Pass a smaller model as assistant_model, or leave draft_stop="constant" (or "heuristic").')
 
 
-def check_call(model, input_ids, processors, generation, model_kwargs: dict, traits: compat.ModelTraits) -> None:
-    """What transformers has made of the call, its model's own config included."""
+def check_call(model, input_ids, processors, generation, model_kwargs: dict, traits: compat.ModelTraits) -> dict:
+    """What transformers has made of the call, its model's own config included. Returns what is shown beside the text, {} for nothing."""
     check_mode(model, "target")
     own = compat.unwrap(model).generation_config
     _check_beams(model, generation, traits)
@@ -130,9 +131,12 @@ def check_call(model, input_ids, processors, generation, model_kwargs: dict, tra
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(generation, name, None) and generation.return_dict_in_generate:
             raise ValueError(f"{name}=True: not available from a pass that scores several tokens. Drop it, or use speculative=False.")
-    _check_inputs(model, model_kwargs, traits)
+    cache, cached = model_kwargs.get(compat.CACHE), 0
+    if cache is not None and traits.encoder != "own":
+        check_cache(cache, compat.unwrap(model).config, input_ids.shape[0])
+        cached = cached_tokens(cache)
+    shown = _check_inputs(compat.unwrap(model).config, model_kwargs, traits, cached)
     mask, positions = model_kwargs.get(traits.mask_name), model_kwargs.get("position_ids")
-    cache = model_kwargs.get(compat.CACHE)
     _check_mask(mask, generation, input_ids.shape, cache, traits)
     real = torch.ones_like(input_ids).bool() if mask is None else mask[:, -input_ids.shape[1]:].bool()
     longest = int(real.sum(-1).max())
@@ -141,29 +145,38 @@ def check_call(model, input_ids, processors, generation, model_kwargs: dict, tra
     if traits.encoder == "own":
         _check_encoder_decoder(model, input_ids.shape[0], real)
     elif cache is not None:
-        check_cache(cache, compat.unwrap(model).config, input_ids.shape[0])
-        if cached_tokens(cache) >= input_ids.shape[1]:
-            raise ValueError(f"{compat.CACHE} holds {cached_tokens(cache)} tokens and input_ids {input_ids.shape[1]}; input_ids must be "
+        if cached >= input_ids.shape[1]:
+            raise ValueError(f"{compat.CACHE} holds {cached} tokens and input_ids {input_ids.shape[1]}; input_ids must be "
                              f"the whole conversation, with at least one token that is not cached yet.")
         _check_tails(cache, real)
-    _check_positions(positions, real)
+    if not shown:
+        _check_positions(positions, real, cached)
+    elif (generation.num_beams or 1) > 1:
+        raise ValueError(f"num_beams={generation.num_beams}: beams share a pass over the text of their prompts, which {next(iter(shown))} is no part of. Use "
+                         f"num_beams=1, or speculative=False.")
     lengths.check_rope(compat.unwrap(model), generation.max_length, "target")
     lengths.check_selection(compat.unwrap(model), generation.max_length, "target")
     if input_ids.shape[0] > 1:
         lengths.check_counting(compat.unwrap(model), generation.max_length, "target")
     _check_processors(processors, generation, own)
     check_batch(compat.unwrap(model), traits, input_ids.shape[0], "target")
+    return shown
 
 
-def _check_inputs(model, model_kwargs: dict, traits: compat.ModelTraits) -> None:
-    """Model inputs that the loop does not know are refused, but for those that say that there are no images."""
-    known = {"attention_mask", compat.CACHE, "use_cache", "logits_to_keep", "cache_position", "output_attentions",
-             "output_hidden_states", *(("encoder_outputs", "decoder_attention_mask") if traits.encoder == "own" else ("position_ids",))}
-    kinds = ("mm_token_type_ids", "token_type_ids") if hasattr(compat.unwrap(model).config, "vision_config") else ("mm_token_type_ids",)
-    for name, value in model_kwargs.items():
-        nothing = isinstance(value, dict) and not value or name in kinds and torch.is_tensor(value) and not value.any()
-        if value is not None and name not in known and not nothing:
-            raise ValueError(f"{name}: this model input is not supported with speculative=True. Drop it, or use speculative=False.")
+def _check_inputs(config, model_kwargs: dict, traits: compat.ModelTraits, cached: int) -> dict:
+    """What is shown beside the text, {} for nothing. What the loop does not know of it is refused."""
+    shown = media_in(config, model_kwargs, cached)
+    seen = ("encoder_outputs", "decoder_attention_mask") if traits.encoder == "own" else shown if config.model_type in SEES else ()
+    for name in shown:
+        if name not in seen:
+            raise ValueError(f"{name}: this model input is not supported with speculative=True for a model of type {config.model_type!r}. Drop it, or use "
+                             f"speculative=False.")
+    if traits.encoder == "own":
+        return {}
+    if shown and cached:
+        raise ValueError(f"{compat.CACHE} beside {next(iter(shown))}: what is shown anew cannot be told from what the cache has seen. Pass the whole "
+                         f"conversation without the cache, or its text alone with it.")
+    return shown
 
 
 def _check_mask(mask: torch.Tensor | None, generation, shape: torch.Size, cache, traits: compat.ModelTraits) -> None:
@@ -188,12 +201,14 @@ def _check_tails(cache, real: torch.Tensor) -> None:
                              f"the window reaches are gone. Leave it out.")
 
 
-def _check_positions(positions: torch.Tensor | None, real: torch.Tensor) -> None:
-    """Given ones [..., L] must be those that the loop counts, at the places of `real` [B, P] that there are."""
+def _check_positions(positions: torch.Tensor | None, real: torch.Tensor, cached: int) -> None:
+    """Given ones [..., L] must be those that the loop counts, at the places of `real` [B, P] that there are; behind a cache of `cached` columns, which may
+    hold images, they may begin elsewhere."""
     if positions is None:
         return
-    width = min(positions.shape[-1], real.shape[1])
+    width = min(positions.shape[-1], real.shape[1] - cached)
     mask, counted = real[:, -width:], (real.cumsum(-1) - 1)[:, -width:]
+    counted = counted + (positions[..., -1:] - counted[:, -1:] if cached else 0)
     shape = torch.Size([*positions.shape[:-2], *mask.shape])
     try:
         same = torch.equal(positions[..., -width:].expand(shape)[mask.expand(shape)], counted.expand(shape)[mask.expand(shape)])

@@ -22,7 +22,8 @@ from .head import READ, head_at, places_of
 from .kv_cache import SlotCache
 from .layerwise import TRIAL
 from .lengths import check_counting, counts_itself
-from .masks import CausalMasks, additive, who_sees_whom
+from .masks import Placing
+from .media import Media, ahead
 from .parts import read_at
 from .proposal import Proposal
 from .seq2seq import Decoder, Source
@@ -35,6 +36,8 @@ class CachedModel:
     """limit: most slots a row can need. role: how errors name the model. source: what the decoder of an encoder-decoder reads.
 
     lengths: committed tokens per row whose keys and values are in the cache; where there are `states`, those that the states stand for.
+    media: what the prompts show beside their text; the first pass reads it (`look`).
+    ahead: per row, by how much the positions of its tokens exceed their number; [] where they are the same.
     fresh: per row, how many tokens before the candidates the last pass has fed, the root included.
     reader: called as reader(firsts, logits) in a pass over more than the root, with the logits [B, n, V] of the block's last n
         places, the first of which is position firsts[b] of row b; n is cut so that they are at most READ numbers. None: not wanted.
@@ -56,13 +59,15 @@ class CachedModel:
         if compile and (source is not None or self.traits.own_positions or counts_itself(compat.unwrap(model), limit)):
             self.compiled.give_up("it makes its masks or positions itself")
         self.device, self.dtype = compat.device_of(model), model.dtype
+        self.media: Media | None = None
         self.lengths: list[int] = []
+        self.ahead: list[int] = []
         self.fresh: list[int] = []
         self.reader: Callable[[list[int], torch.Tensor], None] | None = None
         self.embed: Callable[[torch.Tensor], torch.Tensor] | None = None
         self.taps: list[Tap] = []
         self.calls, self.seconds = 0, 0.0
-        self._causal = CausalMasks(self.dtype, self.device)
+        self.placing = Placing(self.traits, self.dtype, self.device)
 
     def room(self, rows: list[list[int]], room: list[int]) -> list[int]:
         """`room`, the tokens that each row may still get, such that drafted tokens stay in the model's context while the row does."""
@@ -73,6 +78,11 @@ class CachedModel:
         """Show, from now on, what these layers put out in every pass."""
         self.taps.append(Tap(layers))
         return self.taps[-1]
+
+    def look(self, media: Media | None) -> None:
+        """The first pass reads what the prompts show, too."""
+        if media is not None:
+            self.media, self.ahead = media, ahead(media.positions, media.columns)
 
     def beyond(self, rows: list[list[int]]) -> bool:
         """Whether the last token of a row lies beyond the model's context: it may have been generated, but cannot be fed."""
@@ -87,7 +97,7 @@ class CachedModel:
         fresh = [row[length:] for row, length in zip(rows, self.lengths)]
         if proposal is None:
             proposal = Proposal.from_lists([[] for _ in rows], self.device)
-        if self.states is not None and not self.lengths[0]:
+        if (self.states is not None or self.media is not None) and not any(self.lengths):
             return self._start(fresh, proposal)
         apart = self.states is not None and len(fresh[0]) > Checkpoints.PENDING
         if (apart or not proposal.tree.is_chain) and max(map(len, fresh)) > 1:
@@ -103,13 +113,14 @@ class CachedModel:
         tokens.scatter_(1, columns[:, 1:], proposal.tokens.to(self.device))
         return self._forward(tokens, proposal.tree, sizes, columns)
 
-    def _start(self, prompt: list[list[int]], proposal: Proposal) -> torch.Tensor:
-        """As `score`, of a text of which nothing is cached: a pass over it, whose states stay whatever is rejected, and one over the candidates."""
-        size, self.fresh = len(prompt[0]), [0]
-        logits = [self._forward(torch.tensor(prompt, device=self.device), None, [size], torch.tensor([[size - 1]], device=self.device))]
-        self.lengths = [size]
+    def _start(self, prompts: list[list[int]], proposal: Proposal) -> torch.Tensor:
+        """As `score`, of texts of which nothing is cached: a pass over them, whose states stay whatever is rejected and which sees what they show, and
+        one over the candidates."""
+        sizes = [len(tokens) for tokens in prompts]
+        logits = [self._forward(self._padded(prompts, 0), None, sizes, torch.tensor(sizes, device=self.device)[:, None] - 1)]
+        self.lengths, self.fresh = [size - 1 for size in sizes], [1] * len(sizes)
         if len(proposal.tree):
-            logits.append(self._forward(proposal.tokens.to(self.device), proposal.tree, proposal.sizes))
+            logits.append(self._forward(proposal.tokens.to(self.device), proposal.tree, proposal.sizes, first=1))
         return torch.cat(logits, dim=1)
 
     def extend(self, tokens: torch.Tensor, advance: list[int]) -> torch.Tensor:
@@ -192,12 +203,13 @@ class CachedModel:
                 show(self.taps, states, starts)
                 return logits if wanted is None else logits[:, wanted.to(logits.device)]
         self.cache.plan.lay(starts, width, self.device)
-        inputs = self._positions_and_masks(width, tree, sizes, first)
+        seen = self.media is not None and not any(starts)
+        inputs = self.media.first_pass(tokens, sizes, self.cache) if seen else self._positions_and_masks(width, tree, sizes, first)
         keep = wanted is not None and self.traits.logits_to_keep
         inputs |= {"logits_to_keep": wanted} if keep else {}
         inputs |= {compat.CACHE: self.cache, "use_cache": True, "return_dict": True}
         inputs |= {"input_ids": tokens} if embeds is None else {"inputs_embeds": embeds}
-        if self.compiled is not None and not any(starts):
+        if self.compiled is not None and not any(starts) and not seen:
             logits, states = self.compiled.start(self.run, inputs, layers, self._trial) or (None, [])
             if logits is not None and not self.compiled.untried:
                 show(self.taps, states, starts)
@@ -221,39 +233,15 @@ class CachedModel:
     # --- positions and masks ------------------------------------------------------------------------------------------
 
     def _positions_and_masks(self, width: int, tree: Tree | None, sizes: list[int], first: int = 0) -> dict:
-        plan, device = self.cache.plan, self.device
         chain = tree is None or tree.is_chain
         if not chain and self.role == "target":  # a draft is exact whatever it computes
-            check_counting(compat.unwrap(self.model), plan.limit, self.role)
-        if self.traits.own_positions:
-            if not chain:
-                raise ValueError(compat.own_mask_refusal(self.model, self.role))
-            mask = {"attention_mask": torch.ones((1, plan.visible), dtype=torch.long, device=device)}
-            return mask | ({"position_ids": torch.arange(plan.cached, plan.visible, device=device)[None]} if self.traits.placed else {})
-        level = plan.start is not None and min(sizes) == width  # all rows begin at the same slot, and none is padded
-        if level and chain and not plan.whole and (width == 1 or plan.start == 0):  # the model's own causal mask says the same, at less cost
-            positions = torch.arange(plan.start, plan.start + width, device=device)[None]
-            return {"position_ids": positions.expand(len(sizes), -1), "attention_mask": None}
-        depths = torch.arange(first, first + width, device=device) if chain else torch.tensor(tree.depths[first:], device=device)
-        if level:
-            positions = (depths + (plan.start - first))[None]
-        else:
-            deepest = [first + size - 1 if chain else max(tree.depths[: first + size]) for size in sizes]
-            starts, last = torch.tensor([self.lengths, deepest], device=device)
-            positions = starts[:, None] + torch.minimum(depths, last[:, None])
-        if level and chain and not plan.whole and all(kind == "full" for _, kind, _ in self.traits.masks):
-            mask = self._causal.mask(plan.start, width, plan.capacity).expand(len(sizes), -1, -1, -1)
-            masks = {key: mask for key, _, _ in self.traits.masks}
-            return {"position_ids": positions.expand(len(sizes), -1), "attention_mask": masks.get(None, masks)}
-        slots = torch.arange(plan.visible, device=device)
-        if chain:
-            slot_positions, seen = slots[None, None], slots <= positions[..., None]
-        else:
-            slot_positions, seen = who_sees_whom(self.lengths, slots, tree)
-            seen = seen[:, first:]
-        masks = {key: additive(kind, size, seen, positions[..., None], slot_positions, self.dtype).expand(len(sizes), -1, -1, -1)
-                 for key, kind, size in self.traits.masks}
-        return {"position_ids": positions.expand(len(sizes), -1), "attention_mask": masks.get(None, masks)}
+            check_counting(compat.unwrap(self.model), self.cache.plan.limit, self.role)
+        if not chain and self.traits.own_positions:
+            raise ValueError(compat.own_mask_refusal(self.model, self.role))
+        inputs = self.placing(self.cache.plan, self.lengths, width, tree, sizes, first)
+        if any(self.ahead) and "position_ids" in inputs:
+            inputs["position_ids"] = inputs["position_ids"] + torch.tensor(self.ahead, device=self.device)[:, None]
+        return inputs
 
     # --- rollback -----------------------------------------------------------------------------------------------------
 
@@ -284,7 +272,9 @@ class CachedModel:
 
     def keep(self, rows: list[int]) -> None:
         """Only these rows go on."""
-        self.lengths = [self.lengths[row] for row in rows]
+        if self.media is not None and not any(self.lengths) and rows != list(range(len(self.lengths))):  # what is shown is of all rows
+            self.media, self.ahead = None, []
+        self.lengths, self.ahead = [self.lengths[row] for row in rows], [self.ahead[row] for row in rows] if self.ahead else []
         for layer in self.cache.layers:
             layer.keep(torch.tensor(rows, device=self.device))
 

@@ -19,6 +19,7 @@ from .distributions import Sampler
 from .draft_stop import StopRule
 from .drafts.base import Context, Draft
 from .loop import SpeculativeLoop
+from .media import Media, ahead
 from .memory import check_logits
 from .noise import Gumbel, Noise
 from .probe import check_trees
@@ -50,11 +51,13 @@ class Call:
         self.traits = compat.traits_of(compat.unwrap(model), "target")
         check_vocabulary(decoder.draft, self.traits)
         check_draft_stop(decoder.draft, self.config)
-        check_call(model, input_ids, processors, generation_config, model_kwargs, self.traits)
+        shown = check_call(model, input_ids, processors, generation_config, model_kwargs, self.traits)
         self.source = Source.of(model, inputs_tensor, model_kwargs) if self.traits.encoder == "own" else None
         mask = model_kwargs.get(self.traits.mask_name)
         mask = torch.ones_like(input_ids) if mask is None else mask[:, -input_ids.shape[1]:]
         self.columns = [keep.nonzero()[:, 0].tolist() for keep in mask.bool()]  # of every row, what is not padding
+        self.positions = model_kwargs.get("position_ids")
+        self.media = Media(model, shown, input_ids, self.columns, self.positions, decoder.given) if shown else None
         self.prompts = [row[columns].tolist() for row, columns in zip(input_ids, self.columns)]
         if min(map(len, self.prompts)) == 0:
             raise ValueError("input_ids: a row without a token cannot be continued; give every row at least one.")
@@ -88,12 +91,14 @@ class Call:
         target = CachedModel(self.model, limit, "target", self.traits, self.source, self.config.compile)
         if self.given and cached_tokens(self.cache):
             target.load(self.cache, self.columns, cached_tokens(self.cache))
+            target.ahead = ahead(self.positions, self.columns)
+        target.look(self.media)
         target.reader = decoder.draft.read if decoder.draft.reads_prompt else None
         seeds = self._seeds(batch)
         noise, gumbel = Noise(seeds, device), Gumbel(seeds, device) if rule.coupled else None
         sampler = Sampler(self.processors, rule.samples, bool(as_dict and generation.output_scores), gumbel, sequences.eos)
         context = Context(sequences.tokens, longest, self.traits.vocab_size, device, sampler, noise.uniform, self.source, self._stop(),
-                          target, self.config.seed is None)
+                          target, self.config.seed is None, media=self.media)
         trace = SpeculationTrace(decoder.settings(self.rule_name), rule.lossless)
         loop = SpeculativeLoop(
             target, decoder.draft, rule, sampler, self._schedule(), sequences, noise, context, trace,

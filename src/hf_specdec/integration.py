@@ -115,6 +115,7 @@ def _generate(model, stock, *args, speculative=None, assistant_model=None, **kwa
     check_arguments(kwargs, own)
     decoder = SpeculativeDecoder(assistant_model, config, **bound)
     decoder.load(model)
+    decoder.given = kwargs
     decoder.cache_is_given = any(kwargs.get(name) is not None for name in (compat.CACHE, "past_key_values"))
     with decoder.stop_strings_taken_over(compat.unwrap(model), kwargs) as kwargs:
         output = stock(custom_generate=decoder, **kwargs)
@@ -155,6 +156,7 @@ class SpeculativeDecoder:
         self.passed = draft is not None
         if draft is not None or source_of(self.config) is None:
             self._take(draft)
+        self.given: dict[str, Any] | None = None  # the arguments of `generate`, where they are known
         self.cache_is_given = False
         self.trace: SpeculationTrace | None = None
         self._give_back = _nothing  # to the model, when transformers has prepared the call

@@ -1,9 +1,11 @@
-"""Attention masks of blocks that are no plain causal ones."""
+"""Positions of the tokens of a block, and attention masks where it is no plain causal one."""
 
 from __future__ import annotations
 
 import torch
 
+from .compat import ModelTraits
+from .kv_cache import SlotPlan
 from .tree import Tree
 
 
@@ -44,3 +46,43 @@ def additive(kind: str, size: int, seen: torch.Tensor, query: torch.Tensor, slot
     elif kind == "chunked":
         seen = seen & (slot // size == query // size)
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
+
+
+class Placing:
+    """How a model is told where the tokens of a block are and what they see."""
+
+    def __init__(self, traits: ModelTraits, dtype: torch.dtype, device: torch.device):
+        self.traits, self.dtype, self.device = traits, dtype, device
+        self.causal = CausalMasks(dtype, device)
+
+    def __call__(self, plan: SlotPlan, lengths: list[int], width: int, tree: Tree | None, sizes: list[int], first: int = 0) -> dict:
+        """position_ids int64 [B, width], counted in tokens, and attention_mask, for the block that `plan` has laid out: in row b, sizes[b] tokens of a
+        chain, or nodes of `tree` from node `first` on, behind lengths[b] tokens (and, of a tree, those that come before)."""
+        device, chain = self.device, tree is None or tree.is_chain
+        if self.traits.own_positions:
+            mask = {"attention_mask": torch.ones((1, plan.visible), dtype=torch.long, device=device)}
+            return mask | ({"position_ids": torch.arange(plan.cached, plan.visible, device=device)[None]} if self.traits.placed else {})
+        level = plan.start is not None and min(sizes) == width  # all rows begin at the same slot, and none is padded
+        if level and chain and not plan.whole and (width == 1 or plan.start == 0):  # the model's own causal mask says the same, at less cost
+            positions = torch.arange(plan.start, plan.start + width, device=device)[None]
+            return {"position_ids": positions.expand(len(sizes), -1), "attention_mask": None}
+        depths = torch.arange(first, first + width, device=device) if chain else torch.tensor(tree.depths[first:], device=device)
+        if level:
+            positions = (depths + (plan.start - first))[None]
+        else:
+            deepest = [first + size - 1 if chain else max(tree.depths[: first + size]) for size in sizes]
+            starts, last = torch.tensor([lengths, deepest], device=device)
+            positions = starts[:, None] + torch.minimum(depths, last[:, None])
+        if level and chain and not plan.whole and all(kind == "full" for _, kind, _ in self.traits.masks):
+            mask = self.causal.mask(plan.start, width, plan.capacity).expand(len(sizes), -1, -1, -1)
+            masks = {key: mask for key, _, _ in self.traits.masks}
+            return {"position_ids": positions.expand(len(sizes), -1), "attention_mask": masks.get(None, masks)}
+        slots = torch.arange(plan.visible, device=device)
+        if chain:
+            slot_positions, seen = slots[None, None], slots <= positions[..., None]
+        else:
+            slot_positions, seen = who_sees_whom(lengths, slots, tree)
+            seen = seen[:, first:]
+        masks = {key: additive(kind, size, seen, positions[..., None], slot_positions, self.dtype).expand(len(sizes), -1, -1, -1)
+                 for key, kind, size in self.traits.masks}
+        return {"position_ids": positions.expand(len(sizes), -1), "attention_mask": masks.get(None, masks)}

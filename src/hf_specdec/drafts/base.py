@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ..cached_model import CachedModel
     from ..distributions import Sampler
     from ..draft_stop import StopRule
+    from ..media import Media
     from ..seq2seq import Source
 
 _in_use: set[int] = set()  # ids of drafts; no attribute, for a copy of one that is in use is not in use
@@ -61,6 +62,7 @@ class Context:
     timed:      False where a run has to repeat exactly: decide nothing by measured time.
     stock:      stock assisted decoding asks: it takes chains, and shows no states.
     outer:      the context that a draft inside another one was made of; its own rows may run ahead of that one's.
+    media:      what the prompts show beside their text; None for nothing.
     barred:     rows whose text, as far as it runs ahead, the target cannot write.
     """
 
@@ -76,6 +78,7 @@ class Context:
     timed: bool = True
     stock: bool = False
     outer: "Context | None" = None
+    media: "Media | None" = None
     barred: set[int] = field(default_factory=set)
 
     def text(self, b: int, drafted: list[int]) -> torch.Tensor | None:

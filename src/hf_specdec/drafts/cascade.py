@@ -58,6 +58,7 @@ class CascadeDraft(Draft):
         self.rule = (SpeculativeSampling if context.sampler.do_sample else GreedyMatching)()
         self.cached = CachedModel(self.model, context.max_length + 2 * 64, "model", self.traits, compile=context.compiles)
         self.cached.lengths = [0] * len(context.rows)
+        self.cached.look(context.media and context.media.for_draft(self.model))
         if self.draft.reads_prompt:
             self.cached.reader = lambda firsts, logits: self.draft.read(firsts, self._fit(logits))
         self.inner = Inner(self.draft, context, target=self.cached)

@@ -46,6 +46,9 @@ class EarlyExitDraft(ModelDraft):
         if self.shared:
             self.cached.cache = context.target.cache
 
+    def _pictures(self, context: Context) -> None:
+        """Nothing but what is in the target's cache."""
+
     def evidence(self, context: Context) -> list[int]:
         """-1 before the target has read the prompt."""
         return [-1] * len(context.rows) if self.shared and not context.target.lengths else super().evidence(context)
@@ -59,7 +62,7 @@ class EarlyExitDraft(ModelDraft):
         if not self.shared:
             super()._forget_what_was_rejected(context)
             return
-        self.cached.lengths = list(context.target.lengths)
+        self.cached.lengths, self.cached.ahead = list(context.target.lengths), list(context.target.ahead)
         self.base, self.drafted = [len(row) for row in context.rows], [[] for _ in context.rows]
 
     def keep(self, rows: list[int]) -> None:

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from .. import compat, parts
 from ..cached_model import CachedModel
 from ..law import draw
+from ..media import Media
 from ..probe import check_batch, check_mode
 from ..proposal import Proposal, Verdict
 from ..seq2seq import Source
@@ -51,6 +52,7 @@ class ModelDraft(Draft):
         check_mode(self.model, "assistant_model")
         check_batch(compat.unwrap(self.model), self.traits, len(context.rows), "assistant_model")
         self.cached.lengths = [0] * len(context.rows)
+        self.cached.look(self._pictures(context))
         self.stop = context.stop.start(len(context.rows)) if context.stop is not None and self.stops else None
 
     def _source(self, context: Context) -> Source | None:
@@ -62,6 +64,10 @@ class ModelDraft(Draft):
             raise ValueError(f"assistant_model: {type(compat.unwrap(self.model)).__name__} is an encoder-decoder model, and the target, which has "
                              f"no encoder, gives it nothing to read. Pass a decoder-only draft.")
         return None
+
+    def _pictures(self, context: Context) -> Media | None:
+        """What the model sees of the images that the target sees."""
+        return context.media and context.media.for_draft(self.model)
 
     def _fits(self, context: Context) -> bool:
         """Whether all rows are within the draft's own context; beyond it the target decodes alone."""

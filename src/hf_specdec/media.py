@@ -1,0 +1,115 @@
+"""What a prompt shows beside its text: images, videos, sounds. The pass over the prompt reads them, as the first pass of plain generate does; what comes
+after it is text. transformers prepares that pass (5.10 up to 6)."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from . import compat
+from .caches import CACHE
+
+SEES = frozenset("gemma3 idefics3 internvl llava qwen2_5_vl qwen2_vl qwen3_vl smolvlm".split())  # model types whose answers to pictures or sounds were compared with plain generate's
+_READ, _READS = "mm_encoder_outputs", "_maybe_prepare_encoder_kwargs_for_generation"  # since transformers 5.24, where a model has them
+_SIGHT = ("patch_size", "spatial_patch_size", "temporal_patch_size", "spatial_merge_size", "in_channels", "num_channels", "num_mel_bins")
+_TEXT = frozenset(("attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "cache_position", "output_attentions", "output_hidden_states"))
+
+
+def media_in(config: Any, model_kwargs: dict[str, Any], cached: int = 0) -> dict[str, Any]:
+    """Of the model inputs that `generate` has prepared for the model of `config` those that are no text; {} where they say no more than that there is
+    nothing behind the first `cached` tokens."""
+    marks = ("mm_token_type_ids", "token_type_ids") if hasattr(config, "vision_config") else ("mm_token_type_ids",)
+    found = {name: value for name, value in model_kwargs.items() if name not in _TEXT and value is not None and not (isinstance(value, dict) and not value)}
+    return found if any(name not in marks or bool(value[..., cached:].any()) for name, value in found.items()) else {}
+
+
+@dataclass
+class Media:
+    """inputs: of the call, by the names that forward has for them. columns: per row, the places of its tokens in the padded prompts `tokens` int64 [B, P].
+    positions: int64 [B, P], or [axes, B, P] where a model has several for an image; None where it takes none. raw: the arguments that
+    `generate` was given, of before an encoder read them (transformers 5.24 runs it first); None where nobody has kept them."""
+
+    model: PreTrainedModel
+    inputs: dict[str, Any]
+    tokens: torch.Tensor
+    columns: list[list[int]]
+    positions: torch.Tensor | None
+    raw: dict[str, Any] | None = None
+
+    def first_pass(self, tokens: torch.Tensor, sizes: list[int], cache: Any) -> dict[str, Any]:
+        """The arguments of the pass over rows of sizes[b] tokens, int64 [B, W], that begin with the prompts and are padded on the right."""
+        width, device = tokens.shape[1], tokens.device
+        places, lengths = torch.arange(width, device=device), torch.tensor(sizes, device=device)[:, None]
+        given = {name: self._laid_out(value, width) for name, value in self.inputs.items()}
+        given["attention_mask"] = None if min(sizes) == width else (places < lengths).long()
+        if self.positions is not None:
+            beyond = places + torch.tensor(ahead(self.positions, self.columns), device=device)[:, None]
+            given["position_ids"] = self._laid_out(self.positions, width, beyond)
+        given = self.model.prepare_inputs_for_generation(tokens, use_cache=True, is_first_iteration=True, **{CACHE: cache}, **given)
+        return {name: value for name, value in given.items() if value is not None}
+
+    def _laid_out(self, value: Any, width: int, beyond: torch.Tensor | int = 0) -> Any:
+        """A tensor with a number for every token as the rows of a pass have them, `beyond` where the prompts have ended; anything else as it is."""
+        shape = self.tokens.shape
+        if not torch.is_tensor(value) or value.is_floating_point() or value.ndim < 2 or value.shape[-1] != shape[1] or value.shape[-2] not in (1, shape[0]):
+            return value
+        if width == shape[1] and all(len(own) == width for own in self.columns):
+            return value
+        laid = torch.zeros((*value.shape[:-2], shape[0], width), dtype=value.dtype, device=value.device) + beyond
+        for b, own in enumerate(self.columns):
+            laid[..., b, : len(own)] = value[..., b if value.shape[-2] > 1 else 0, own]
+        return laid.to(value.dtype)
+
+    def for_draft(self, model: PreTrainedModel) -> "Media | None":
+        """The same for a draft `model` that sees what the target sees; None for one that reads the text alone, marks of images in it included."""
+        own, seen, device = compat.unwrap(model), compat.unwrap(self.model), compat.device_of(model)
+        given = self._as_given(own)
+        if type(own) is not type(seen) or _eyes(own.config) != _eyes(seen.config) or not given:
+            return None
+        tokens, mask = self.tokens.to(device), torch.zeros_like(self.tokens, device=device)
+        for b, columns in enumerate(self.columns):
+            mask[b, columns] = 1
+        copies = len(tokens) // self.prompts  # num_return_sequences
+        prompts, mask = tokens[::copies], mask[::copies]
+        given = {name: value.to(device, own.dtype if value.dtype == seen.dtype else value.dtype) if torch.is_tensor(value) else value
+                 for name, value in given.items()}
+        positions = None if self.positions is None else own._prepare_position_ids_for_generation(prompts, {**given, "attention_mask": mask})
+        if hasattr(own, _READS):
+            given = getattr(own, _READS)(prompts, given, "input_ids", own.generation_config)
+        _, given = own._expand_inputs_for_generation(copies, input_ids=prompts, position_ids=positions, **given)
+        return Media(model, given, tokens, self.columns, given.pop("position_ids", None))
+
+    @property
+    def prompts(self) -> int:
+        """How many prompts were given."""
+        return next((len(self.raw[name]) for name in ("input_ids", "inputs") if self.raw and self.raw.get(name) is not None), len(self.tokens))
+
+    def _as_given(self, model: PreTrainedModel) -> dict[str, Any]:
+        """The inputs that `model` can read; {} where there are none."""
+        if self.raw is None:
+            return {} if _READ in self.inputs else self.inputs
+        names = set(inspect.signature(model.forward).parameters) - _TEXT - {"input_ids", "inputs_embeds", "labels"}
+        return {name: value for name, value in self.raw.items() if name in names and value is not None}
+
+
+def ahead(positions: torch.Tensor | None, columns: list[list[int]]) -> list[int]:
+    """Per row, by how much the positions of what follows the prompt exceed the number of tokens before it: an image of many tokens may take few. positions,
+    columns: as `Media` has them. ValueError where a prompt ends within an image."""
+    if positions is None:
+        return []
+    ends = [positions[max(len(positions) - 3, 0) :, b, own[-1]] if positions.ndim == 3 else positions[b, own[-1]] for b, own in enumerate(columns)]
+    axes = [set(end.reshape(-1).tolist()) for end in ends]
+    if any(len(each) > 1 for each in axes):
+        raise ValueError("input_ids: the prompt ends with an image, whose last token has several positions. Put a token of text behind it.")
+    return [each.pop() - len(own) + 1 for each, own in zip(axes, columns)]
+
+
+def _eyes(config: Any) -> list:
+    """What decides how many tokens an image or a sound becomes, and which."""
+    marks = [(name, value) for name, value in sorted(config.to_dict().items()) if name.endswith(("_token_id", "_token_index", "_seq_length", "_seq_len", "scale_factor"))]
+    parts = [getattr(config, name, None) for name in ("vision_config", "audio_config")]
+    return [marks] + [[getattr(part, name, None) for name in _SIGHT] for part in parts]

@@ -1,0 +1,242 @@
+"""Prompts that show images or sounds beside their text: the answers are plain generate's, whatever drafts, in ragged batches, too."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from scipy.stats import chisquare
+
+from hf_specdec import SpeculativeDecoder, integration
+from hf_specdec.cached_model import CachedModel
+from hf_specdec.drafts import CascadeDraft, EarlyExitDraft, MixtureDraft, ModelDraft, ModelTreeDraft, PromptLookupDraft
+from hf_specdec.media import SEES, Media, ahead, media_in
+from tests.helpers import perturbed
+from tests.seeing import FAMILIES, IMAGE
+
+NEW = 20
+BY_NAME = {family.name: family for family in FAMILIES}
+every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+counts_by_axes = pytest.mark.parametrize("name", ["Qwen2-VL", "Qwen3-VL"])
+
+
+def plain(model, inputs, **settings):
+    return model.generate(**inputs, max_new_tokens=NEW, **settings)
+
+
+def ours(model, inputs, draft=None, k=4, **settings):
+    return integration.generate(model, **inputs, max_new_tokens=NEW, assistant_model=draft, num_assistant_tokens=k, return_dict_in_generate=True, **settings)
+
+
+def other_pictures(family, inputs):
+    """The same text with other images."""
+    fresh, shown = family.prompts(len(inputs["input_ids"]), seed=9), family.shows(1, torch.Generator())[1]
+    return {**inputs, **{name: fresh[name] for name in shown if fresh[name].is_floating_point()}}
+
+
+@every_family
+def test_the_type_is_known_to_see(family):
+    assert family.kind in SEES
+
+
+@every_family
+def test_the_answer_depends_on_what_is_shown(family):
+    model, inputs = family.model(), family.prompts(1)
+    assert not torch.equal(plain(model, inputs), plain(model, other_pictures(family, inputs)))
+
+
+@every_family
+@pytest.mark.parametrize("rows", [1, 3])
+def test_greedy_answers_are_those_of_plain_generate(family, rows):
+    if rows > 1 and not family.ragged:
+        pytest.skip("one row")
+    model, inputs = family.model(), family.prompts(rows)
+    reference = plain(model, inputs)
+    drafts = [None, perturbed(model, 0.02)] + ([MixtureDraft(), ModelTreeDraft(model)] if family.ragged else [])
+    for draft in drafts:
+        assert torch.equal(ours(model, inputs, draft).sequences, reference), type(draft).__name__
+
+
+@every_family
+def test_a_draft_of_the_same_kind_sees_what_the_target_sees(family):
+    model, inputs = family.model(), family.prompts(1, seed=1)
+    out = ours(model, inputs, copy.deepcopy(model))
+    assert torch.equal(out.sequences, plain(model, inputs)) and out.speculation.acceptance_rate > 0.99
+
+
+@every_family
+def test_two_images_in_a_prompt(family):
+    model, inputs = family.model(), family.prompts(1, seed=2, images=2)
+    assert torch.equal(ours(model, inputs).sequences, plain(model, inputs))
+
+
+def test_a_batch_that_ends_at_different_lengths():
+    family = BY_NAME["Qwen2.5-VL"]
+    model, inputs = family.model(), family.prompts(3)
+    reference = plain(model, inputs)
+    ends = [int(reference[b, inputs["input_ids"].shape[1] + 3 * b + 1]) for b in range(3)]
+    out = ours(model, inputs, MixtureDraft(), eos_token_id=ends, pad_token_id=0)
+    assert torch.equal(out.sequences, plain(model, inputs, eos_token_id=ends, pad_token_id=0))
+
+
+@pytest.mark.parametrize("name", ["LLaVA", "Qwen2-VL"])
+@pytest.mark.parametrize("make", [lambda model: ModelDraft(model), lambda model: EarlyExitDraft(model, 1), lambda model: CascadeDraft(perturbed(model, 0.02), PromptLookupDraft())],
+                         ids=["model", "early exit", "cascade"])
+def test_drafts_made_of_models(name, make):
+    family = BY_NAME[name]
+    model, inputs = family.model(), family.prompts(3, seed=3)
+    assert torch.equal(ours(model, inputs, make(model)).sequences, plain(model, inputs))
+
+
+@pytest.mark.parametrize("name", ["LLaVA", "Qwen2-VL"])
+def test_a_draft_that_comes_in_after_a_row_has_gone(name):
+    """Its first pass is over fewer prompts than the call had, so that it cannot be shown anything."""
+    family = BY_NAME[name]
+    model, inputs = family.model(), family.prompts(2, seed=3)
+    first = int(plain(model, inputs)[0, inputs["input_ids"].shape[1]])
+
+    class Late(ModelDraft):
+        def propose(self, context, k):
+            return super().propose(context, [own if len(context.rows) == 1 else 0 for own in k])
+
+    settings = dict(eos_token_id=first, pad_token_id=0)
+    assert torch.equal(ours(model, inputs, Late(copy.deepcopy(model)), **settings).sequences, plain(model, inputs, **settings))
+
+
+@counts_by_axes
+def test_several_answers_to_one_image(name):
+    family = BY_NAME[name]
+    model, inputs = family.model(), family.prompts(2)
+    out = integration.generate(model, **inputs, max_new_tokens=NEW, assistant_model=copy.deepcopy(model), do_sample=True, num_return_sequences=3, top_k=4,
+                               speculative={"seed": 5, "num_assistant_tokens": 3}, return_dict_in_generate=True)
+    assert len(out.sequences) == 6 and out.speculation.acceptance_rate > 0.99
+
+
+@pytest.mark.parametrize("name", ["LLaVA", "Qwen2-VL"])
+def test_samples_follow_the_law_of_the_model_that_sees(name):
+    """Pairs of tokens of 3,000 answers against p(x) p(y | x) from passes without a cache; those of another image are rejected."""
+    family = BY_NAME[name]
+    model, inputs = family.model(), family.prompts(1, seed=4)
+    n, top = 3000, 3
+
+    def law(shown):
+        """By pairs of tokens, their probability under top-k."""
+        pairs = {}
+        for x, p in next_of(shown, []):
+            for y, q in next_of(shown, [x]):
+                pairs[x, y] = p * q
+        return pairs
+
+    @torch.no_grad()
+    def next_of(shown, tokens):
+        out = model.generate(**shown, max_new_tokens=1 + len(tokens), output_scores=True, return_dict_in_generate=True,
+                             prefix_allowed_tokens_fn=lambda b, ids: tokens[len(ids) - shown["input_ids"].shape[1]:][:1] or list(range(61)))
+        values, ids = out.scores[-1][0].softmax(-1).topk(top)
+        values = values.double()
+        return list(zip(ids.tolist(), (values / values.sum()).tolist()))
+
+    out = integration.generate(model, **inputs, max_new_tokens=2, assistant_model=perturbed(model, 0.01), do_sample=True, num_return_sequences=n, top_k=top,
+                               speculative={"seed": 11, "num_assistant_tokens": 1}, return_dict_in_generate=True)
+    assert 0.02 < out.speculation.acceptance_rate < 0.98
+    pairs = [tuple(row) for row in out.sequences[:, -2:].tolist()]
+
+    def p_value(expected):
+        if set(pairs) - set(expected):
+            return 0.0
+        total = sum(expected.values())
+        return chisquare([pairs.count(pair) for pair in expected], [n * p / total for p in expected.values()]).pvalue
+
+    assert p_value(law(inputs)) > 1e-3
+    assert p_value(law(other_pictures(family, inputs))) < 1e-6
+
+
+def test_processors_read_the_whole_prompt():
+    family = BY_NAME["LLaVA"]
+    model, inputs = family.model(), family.prompts(2)
+    settings = dict(repetition_penalty=1.3, no_repeat_ngram_size=2)
+    assert torch.equal(ours(model, inputs, MixtureDraft(), **settings).sequences, plain(model, inputs, **settings))
+
+
+@pytest.mark.parametrize("name", ["Gemma 3", "Qwen3-VL"])
+def test_scores_logits_and_the_cache_that_comes_back(name):
+    family = BY_NAME[name]
+    model, inputs = family.model(), family.prompts(2)
+    settings = dict(output_scores=True, output_logits=True)
+    reference, out = plain(model, inputs, return_dict_in_generate=True, **settings), ours(model, inputs, MixtureDraft(), **settings)
+    for one, other in zip(reference.logits, out.logits, strict=True):
+        assert torch.allclose(one, other, atol=1e-3)
+    told = {name: value for name, value in inputs.items() if name in ("input_ids", "attention_mask")}
+    more = torch.cat([reference.sequences, torch.tensor([[7, 9, 11]] * 2)], dim=1)
+    mask = torch.cat([told["attention_mask"], torch.ones(2, NEW + 3, dtype=torch.long)], dim=1)
+    cache = lambda output: {key: getattr(output, key) for key in ("cache", "past_key_values") if getattr(output, key, None) is not None}  # noqa: E731
+    name_of, held = next(iter(cache(reference).items()))
+    wanted = model.generate(input_ids=more, attention_mask=mask, max_new_tokens=9, **{name_of: copy.deepcopy(held)})
+    for made in (held, cache(out)[name_of]):  # a second turn, of text, goes on from either, with either generate
+        assert torch.equal(model.generate(input_ids=more, attention_mask=mask, max_new_tokens=9, **{name_of: copy.deepcopy(made)}), wanted)
+        assert torch.equal(integration.generate(model, input_ids=more, attention_mask=mask, max_new_tokens=9, **{name_of: made}), wanted)
+
+
+@counts_by_axes
+def test_the_decoding_method_without_enabling(name):
+    family = BY_NAME[name]
+    model, inputs = family.model(), family.prompts(2)
+    for draft in (None, copy.deepcopy(model)):
+        out = model.generate(**inputs, max_new_tokens=NEW, custom_generate=SpeculativeDecoder(draft, {"num_assistant_tokens": 4}))
+        assert torch.equal(out, plain(model, inputs))
+
+
+def test_positions_behind_an_image():
+    family = BY_NAME["Qwen2-VL"]
+    model, inputs = family.model(), family.prompts(2)
+    shown = media_in(model.config, {name: value for name, value in inputs.items() if name != "input_ids"})
+    columns = [row.nonzero()[:, 0].tolist() for row in inputs["attention_mask"]]
+    positions = model._prepare_position_ids_for_generation(inputs["input_ids"], {"attention_mask": inputs["attention_mask"], **shown})
+    assert ahead(positions, columns) == [-4, -2] == model.model.rope_deltas[:, 0].tolist()  # 8 tokens of an image take 4 positions, 4 take 2
+    with torch.no_grad():
+        cached = CachedModel(model, 64)
+        cached.look(Media(model, shown, inputs["input_ids"], columns, positions))
+        rows = [inputs["input_ids"][b, own].tolist() for b, own in enumerate(columns)]
+        logits = cached.score(rows)[:, 0]
+        assert torch.allclose(logits, model(**inputs, position_ids=positions[1:]).logits[:, -1], atol=1e-4)
+
+
+# --- what is refused ----------------------------------------------------------------------------------------------------
+
+
+def test_beams_are_refused():
+    family = BY_NAME["LLaVA"]
+    with pytest.raises(ValueError, match="num_beams=2.*speculative=False"):
+        ours(family.model(), family.prompts(1), num_beams=2)
+
+
+def test_a_type_that_nobody_has_tried_is_refused(monkeypatch):
+    family = BY_NAME["LLaVA"]
+    monkeypatch.setattr("hf_specdec.arguments.SEES", frozenset())
+    with pytest.raises(ValueError, match="not supported with speculative=True for a model of type 'llava'"):
+        ours(family.model(), family.prompts(1))
+
+
+def test_a_filled_cache_beside_an_image_is_refused():
+    family = BY_NAME["LLaVA"]
+    model, inputs = family.model(), family.prompts(1)
+    out = plain(model, inputs, return_dict_in_generate=True)
+    key = "cache" if getattr(out, "cache", None) is not None else "past_key_values"
+    longer = {**inputs, "input_ids": torch.cat([out.sequences, torch.tensor([[3]])], 1)}
+    longer["attention_mask"] = torch.ones_like(longer["input_ids"])
+    with pytest.raises(ValueError, match="Pass the whole conversation without the cache"):
+        ours(model, longer, **{key: getattr(out, key)})
+
+
+def test_a_prompt_that_ends_within_an_image():
+    positions = torch.tensor([[[0, 1, 2]], [[0, 1, 1]], [[0, 1, 2]]])
+    with pytest.raises(ValueError, match="ends with an image"):
+        ahead(positions, [[0, 1, 2]])
+    assert ahead(positions[:, :, :2], [[0, 1]]) == [0]
+
+
+def test_text_alone_is_what_it_was():
+    family = BY_NAME["Qwen2-VL"]
+    model = family.model()
+    ids = torch.tensor([[1, 5, 7, 9, 5, 7]])
+    assert IMAGE not in ids and torch.equal(ours(model, {"input_ids": ids}).sequences, plain(model, {"input_ids": ids}))
