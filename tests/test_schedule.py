@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from hf_specdec.drafts import PromptLookupDraft
@@ -183,3 +185,41 @@ def test_without_a_clock_times_change_nothing():
         return made
 
     assert asked(1.0) == asked(0.01)
+
+
+# --- a machine with other things to do -------------------------------------------------------------------------------------------
+
+
+def with_slow_rounds(slow: tuple[float, ...], alpha: float, c: float = 0.05, tokens: int = 64, runs: int = 60) -> float:
+    """Mean speed over plain decoding where a round costs 1 + c K, of which the clock shows `slow` times as much in the first ones."""
+    total = 0.0
+    for seed in range(runs):
+        rng, schedule, left, spent = random.Random(seed), AutoSchedule(16, None), tokens, 0.0
+        schedule.next_k([0], [left])
+        schedule.observe([0], [0], None)
+        clock = iter(slow)
+        while left > 0:
+            k = schedule.next_k([0], [left])[0]
+            taken = next((n for n in range(k) if rng.random() >= alpha), k)
+            schedule.observe([k], [taken], (1 + c * k) * next(clock, 1.0) * rng.uniform(0.97, 1.03))
+            spent, left = spent + 1 + c * k, left - taken - 1
+        total += tokens / spent / runs
+    return total
+
+
+@pytest.mark.parametrize("slow", [(5,), (3, 1, 3), (3, 3, 3, 3)])
+def test_a_slow_first_round_does_not_end_drafting(slow):
+    assert with_slow_rounds(slow, alpha=0.7) > 0.75 * with_slow_rounds((), alpha=0.7) > 1.6
+
+
+def test_a_plain_step_timed_in_a_bad_moment_is_found_out():
+    assert with_slow_rounds((3, 3), alpha=0.02) > 0.9
+
+
+def test_no_round_is_faster_than_a_plain_step():
+    cost = RoundCost()
+    cost.update(0, 3.0)
+    cost.update(4, 1.2)
+    assert cost.plain == 1.2
+    cost.update(4, 1.1)  # by so little, that is noise
+    assert cost.plain == 1.2

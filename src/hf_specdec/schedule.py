@@ -94,9 +94,10 @@ class RoundCost:
     NARROW = 8
     MEMORY, ELSEWHERE = 0.95, 0.99  # what a round leaves of those before it, on its own line and on the other one
     TRUST = 0.5                     # of the other line, in rounds
+    SLOW, DOUBT = 0.75, 0.25        # a round by so much faster than expected leaves little of those before it
 
     def __init__(self, timed: bool = True, rows: int = 1, drafting: float = 0.0):
-        self.timed, self.plain = timed, None
+        self.timed, self.plain, self.rounds = timed, None, 0
         self.expect(rows, drafting)
         self.sums = [[0.0] * 5 for _ in range(2)]  # narrow and wide: n, k, k^2, t, k t
 
@@ -109,16 +110,26 @@ class RoundCost:
         if not self.timed:
             return
         wide, expected = self._wide(k), self(k)
+        if self.plain is not None and seconds < self.SLOW * self.plain:
+            self.plain = seconds  # no round is faster than a plain step: that one was timed in a bad moment
+        if k and expected is not None and seconds < self.SLOW * expected:
+            self.sums[wide] = [self.DOUBT * old for old in self.sums[wide]]  # so were these
         if expected is not None and (k == 0 and self.plain is not None or k and self.sums[wide][0] > 2):
             seconds = min(seconds, 2 * expected)  # a busy machine is not a cost
         if k == 0:
             weight = 0.2 if self.plain is not None and seconds > self.plain else 0.5  # the first steps of a call are slow ones
             self.plain = seconds if self.plain is None else (1 - weight) * self.plain + weight * seconds
         else:
+            self.rounds += 1
             new = (1.0, k, k * k, seconds, k * seconds)
             for line, sums in enumerate(self.sums):
                 own, memory = line == wide, self.MEMORY if line == wide else self.ELSEWHERE
                 sums[:] = [memory * old + own * x for old, x in zip(sums, new)]
+
+    @property
+    def known(self) -> bool:
+        """Whether more than two rounds with drafted tokens have been timed."""
+        return not self.timed or self.rounds > 2
 
     def _wide(self, k: int) -> bool:
         return self.rows * (k + 1) > self.NARROW
@@ -137,7 +148,8 @@ class RoundCost:
     def steps(self, k: int, worst: bool = False) -> float:
         """Plain steps that a round takes which drafts k tokens. worst: by `worst_ratio`, as far as nothing else has been timed."""
         ratio, plain = self.worst_ratio if worst and self.timed else self.prior_ratio, self(0)
-        return 1 + ratio * k if plain is None else self(k, ratio) / plain
+        steps = 1 + ratio * k if plain is None else self(k, ratio) / plain
+        return steps if self.known else min(steps, 1 + self.worst_ratio * k)
 
     def __call__(self, k: int, ratio: float | None = None) -> float | None:
         """Seconds of a round that drafts k tokens (1.0 per plain step where nothing has been timed); None: not known. ratio: instead of
@@ -200,7 +212,7 @@ class AutoSchedule:
                 k = 0
         elif any(caps):
             self.idle += 1
-            if self.idle > self.patience and self.budget.covers(1):  # has anything changed?
+            if self.idle > (self.patience if self.cost.known else self.PATIENCE[0] // 4) and self.budget.covers(1):  # has anything changed?
                 k, self.idle, self.patience = 1, 0, min(2 * self.patience, self.PATIENCE[1])
         self.asked = [min(k, cap) for cap in caps]
         return self.asked

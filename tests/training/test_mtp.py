@@ -16,7 +16,7 @@ from hf_specdec.training.drafter import is_drafter
 from ..helpers import build, generated, plain, speculate, tiny_llama
 from .watched import Watched
 
-needs_mtp = pytest.mark.skipif(not hasattr(modeling_layers, "MtpModel"), reason="this version of transformers has no MtpModel")
+needs_mtp = pytest.mark.skipif(not hasattr(getattr(modeling_layers, "MtpModel", None), "forward_layer"), reason="this version of transformers has no MtpModel.forward_layer")
 SIZE = dict(vocab_size=61, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
             num_key_value_heads=2, head_dim=8, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, first_k_dense_replace=1, n_group=1,
             topk_group=1, max_position_embeddings=256, num_nextn_predict_layers=1)
