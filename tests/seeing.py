@@ -14,7 +14,7 @@ from tests.helpers import VOCAB
 
 IMAGE, VIDEO, START, END, FEW = 60, 59, 58, 57, 50  # ids of marks; text is below FEW
 _NONE = dict(bos_token_id=None, eos_token_id=None, pad_token_id=0)
-_TEXT = dict(_NONE, vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+_TEXT = dict(_NONE, vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
              head_dim=8, max_position_embeddings=256, tie_word_embeddings=False)
 _VISION = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=4, num_channels=3)
 

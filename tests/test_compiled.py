@@ -21,6 +21,7 @@ from hf_specdec.cached_model import CachedModel
 from hf_specdec.compat import CACHE
 from hf_specdec.distributions import Sampler
 from hf_specdec.law import draw
+from hf_specdec.schedule import AutoSchedule
 from hf_specdec.drafts import EarlyExitDraft, MixtureDraft, ModelDraft, PromptLookupDraft
 from hf_specdec.drafts.feature import FeatureDraft
 from hf_specdec.training.drafter import PrunedHead
@@ -504,3 +505,16 @@ def test_on_a_gpu_every_pass_is_a_cuda_graph(dtype, strict):
 def test_warming_up_checks_its_arguments(wrong, name):
     with pytest.raises(ValueError, match=name):
         hf_specdec.warmup(family("Llama").model("eager"), **wrong)
+
+
+def test_a_round_that_had_to_be_compiled_first_is_no_measure_of_what_rounds_cost(monkeypatch):
+    seen, observe = [], AutoSchedule.observe
+
+    def noting(self, proposed, accepted, seconds):
+        seen.append((max(proposed), seconds))
+        observe(self, proposed, accepted, seconds)
+
+    monkeypatch.setattr(AutoSchedule, "observe", noting)
+    speculate(family("Llama").model(), repetitive(12), k="auto", max_new_tokens=20, speculative={"compile": "model"})
+    assert [width for width, seconds in seen[1:] if seconds is None] and [width for width, seconds in seen if seconds is not None]
+    assert len([width for width, seconds in seen[1:] if seconds is None]) <= 4  # a function a width

@@ -8,15 +8,17 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from hf_specdec import SpeculativeDecoder, integration
+from hf_specdec import SpeculativeDecoder, integration, mx, parts
 from hf_specdec.cached_model import CachedModel
 from hf_specdec.drafts import CascadeDraft, EarlyExitDraft, MixtureDraft, ModelDraft, ModelTreeDraft, PromptLookupDraft
 from hf_specdec.media import SEES, Media, ahead, media_in
-from tests.helpers import perturbed
+from hf_specdec.mx.kernels import cpu
+from tests.helpers import OLD_TORCH, perturbed, tiny_llama
 from tests.seeing import FAMILIES, IMAGE
 
 NEW = 20
 BY_NAME = {family.name: family for family in FAMILIES}
+needs_kernels = pytest.mark.skipif(cpu.library() is None, reason="the kernels are not available")
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 counts_by_axes = pytest.mark.parametrize("name", ["Qwen2-VL", "Qwen3-VL"])
 
@@ -240,3 +242,62 @@ def test_text_alone_is_what_it_was():
     model = family.model()
     ids = torch.tensor([[1, 5, 7, 9, 5, 7]])
     assert IMAGE not in ids and torch.equal(ours(model, {"input_ids": ids}).sequences, plain(model, {"input_ids": ids}))
+
+
+# --- the rest of the package on such models ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["LLaVA", "Qwen2-VL", "SmolVLM"])
+def test_layers_are_those_of_the_text_where_what_sees_has_as_many(name):
+    model = BY_NAME[name].model()
+    path, layers = parts.decoder_layers(model)
+    assert path.startswith(parts.text_part(model)[0]) and layers is model.get_decoder().layers
+    view, inputs = EarlyExitDraft(model, 1), BY_NAME[name].prompts(1)
+    assert ours(model, inputs, view).speculation.acceptance_rate < 0.9  # one layer of two is another model
+
+
+def test_what_reads_images_is_no_part_of_what_a_token_costs():
+    model = BY_NAME["SmolVLM"].model()
+    text = sum(p.numel() for part in (model.get_decoder(), model.get_output_embeddings()) for p in part.parameters())
+    assert parts.parameters_per_token(model) == text < sum(p.numel() for p in model.parameters())
+    assert parts.read_once(tiny_llama()) == set()
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["Gemma 3", "Qwen2-VL"])
+def test_weights_of_the_text_are_compressed_and_those_that_read_images_stay(name, tmp_path):
+    family = BY_NAME[name]
+    model, inputs = copy.deepcopy(family.model()), family.prompts(2)
+    mx.compress(model, "mxfp6_e2m3", measure=False)
+    apart = parts.read_once(model)
+    found = {name for name, module in model.named_modules() if isinstance(module, mx.MXLinear)}
+    assert found and all(name.startswith(parts.text_part(model)[0]) for name in found)
+    assert {layer.note for layer in model.mx_report.layers if layer.format is None} == {"it reads images or sounds, once a prompt",
+                                                                                         "the output head: pass lm_head=FORMAT to compress it"}
+    assert apart == parts.read_once(model) != set()
+    assert torch.equal(ours(model, inputs, MixtureDraft()).sequences, plain(model, inputs))
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    assert {name for name, module in again.named_modules() if isinstance(module, mx.MXLinear)} == found
+    assert torch.equal(plain(again, inputs), plain(model, inputs))
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["Gemma 3", "Qwen2-VL", "LLaVA"])
+def test_in_bfloat16_with_row_invariant_kernels_no_answer_forks(name):
+    family = BY_NAME[name]
+    model, inputs = copy.deepcopy(family.model()).to(torch.bfloat16), family.prompts(2)
+    inputs = {key: value.to(torch.bfloat16) if value.is_floating_point() else value for key, value in inputs.items()}
+    mx.row_invariant(model)
+    assert torch.equal(ours(model, inputs, MixtureDraft()).sequences, plain(model, inputs))
+
+
+@pytest.mark.skipif(OLD_TORCH, reason="this torch does not compile the model: docs/performance.md")
+@pytest.mark.parametrize("name", ["LLaVA", "Qwen2-VL"])
+def test_compiled_passes_behind_a_prompt_that_shows_something(name, recwarn):
+    family = BY_NAME[name]
+    model, inputs = copy.deepcopy(family.model()), family.prompts(1)
+    plain(model, inputs)  # transformers leaves hooks on what reads images
+    out = integration.generate(model, **inputs, max_new_tokens=NEW, speculative={"compile": "model", "num_assistant_tokens": 3}, return_dict_in_generate=True)
+    assert torch.equal(out.sequences, plain(model, inputs))
+    assert not [str(one.message) for one in recwarn if "without compile" in str(one.message)]

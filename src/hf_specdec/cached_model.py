@@ -84,6 +84,11 @@ class CachedModel:
         if media is not None:
             self.media, self.ahead = media, ahead(media.positions, media.columns)
 
+    @property
+    def new(self) -> bool:
+        """Whether the last pass had to be compiled first."""
+        return self.compiled is not None and self.compiled.untried
+
     def beyond(self, rows: list[list[int]]) -> bool:
         """Whether the last token of a row lies beyond the model's context: it may have been generated, but cannot be fed."""
         return self.traits.max_positions is not None and max(map(len, rows), default=0) > self.traits.max_positions

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from . import compat, passes
 from .kv_cache import FixedCache, SlotCache
 from .layerwise import TRIAL, Layerwise, Made, NotCompiled
-from .parts import decoder_layers, read_at
+from .parts import decoder_layers, read_at, read_once
 from .tap import SHOWN, note, watched
 
 if TYPE_CHECKING:
@@ -104,7 +104,8 @@ class CompiledPasses:
     def places(self, width: int) -> int | None:
         """The places of the compiled block that takes `width` tokens; None where there is none."""
         if self.usable is None:
-            self.usable = not any(part._forward_hooks or part._forward_pre_hooks for part in self.model.modules())
+            apart = read_once(compat.unwrap(self.model))  # transformers leaves hooks on what reads images
+            self.usable = not any(part._forward_hooks or part._forward_pre_hooks for part in self.model.modules() if id(part) not in apart)
             if not self.usable:
                 self.give_up("it has forward hooks", for_good=False)
         return next((places for places in WIDTHS if width <= places), None) if self.usable else None

@@ -17,10 +17,30 @@ def blank(model: PreTrainedModel) -> int | None:
     return model.config.pad_token_id if model.config.model_type == "m2m_100" else None
 
 
+def text_part(model: PreTrainedModel) -> tuple[str, torch.nn.Module]:
+    """Name and module of the part of a model that decodes text; "" and the model itself where it reads nothing else."""
+    config, find = getattr(model, "config", None), getattr(model, "get_decoder", None)
+    if find is None or getattr(config, "is_encoder_decoder", False) or not any(hasattr(config, name) for name in ("vision_config", "audio_config")):
+        return "", model
+    part = find()
+    return next(((name, module) for name, module in model.named_modules() if module is part), ("", model))
+
+
+def read_once(model: PreTrainedModel) -> set[int]:
+    """The modules of a model, by id, that read images and sounds: once a prompt, and not a token."""
+    name, text = text_part(model)
+    if not name:
+        return set()
+    held = {id(module) for part in (text, model.get_output_embeddings()) if part is not None for module in part.modules()}
+    return {id(module) for module in model.modules() if not any(id(part) in held for part in module.modules())}
+
+
 def parameters_per_token(model: PreTrainedModel) -> int:
-    """Parameters that decoding one token reads: all but those of an encoder, which runs once a text."""
+    """Parameters that decoding one token reads: all but those of an encoder, which runs once a text, and of what reads images."""
     model = getattr(model, "get_base_model", lambda: model)()  # inside a PEFT wrapper
-    everything = {id(p): p.numel() for p in model.parameters()}
+    everything, apart = {id(p): p.numel() for p in model.parameters()}, read_once(model)
+    for p in [p for part in model.modules() if id(part) in apart for p in part.parameters(recurse=False)]:
+        everything.pop(id(p), None)
     if model.config.is_encoder_decoder:
         decoder = {id(p) for part in (model.get_decoder(), model.get_output_embeddings()) if part is not None for p in part.parameters()}
         for p in model.get_encoder().parameters():
@@ -39,7 +59,8 @@ def of_one_dtype(own: torch.Tensor | None, shared: torch.dtype) -> None:
 def decoder_layers(model: PreTrainedModel) -> tuple[str, torch.nn.ModuleList]:
     """Name and modules of the model's list of decoder layers; ValueError if it has none."""
     count = model.config.get_text_config().num_hidden_layers
-    for name, module in model.named_modules():
+    prefix, text = text_part(model)
+    for name, module in text.named_modules(prefix=prefix):
         if isinstance(module, torch.nn.ModuleList) and len(module) == count:
             return name, module
     raise ValueError(f"{type(model).__name__}: no list of its {count} layers found; a draft cannot be made from its parts.")

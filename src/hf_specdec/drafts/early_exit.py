@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from .. import compat
+from .. import compat, parts
 from ..proposal import Proposal
 from ..theory import expected_tokens
 from .base import Context
@@ -91,9 +91,10 @@ def some_layers(model: PreTrainedModel, layers: int | Sequence[int]) -> PreTrain
     if compat.traits_of(model, "target").states:
         raise ValueError(f"target: {type(model).__name__} carries states from token to token, of which its first layers have some only; use another draft.")
     total = config.num_hidden_layers
-    path = next((name for name, part in model.named_modules() if isinstance(part, torch.nn.ModuleList) and len(part) == total), None)
-    if path is None:
-        raise ValueError(f"target: {type(model).__name__} has no list of its {total} layers; use another draft.")
+    try:
+        path, _ = parts.decoder_layers(model)
+    except ValueError as error:
+        raise ValueError(f"target: {type(model).__name__} has no list of its {total} layers; use another draft.") from error
     kept = list(range(layers)) if type(layers) is int and 1 <= layers <= total else list(layers) if isinstance(layers, (list, tuple)) else []
     if not kept or any(type(i) is not int or not 0 <= i < total for i in kept) or kept != sorted(set(kept)):
         raise ValueError(f"layers={layers!r} must be an int in 1..{total}, or ascending indices in 0..{total - 1}, each once.")

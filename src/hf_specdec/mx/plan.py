@@ -9,12 +9,14 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from ..parts import read_once
 from .formats import BLOCK, Format, get_format
 from .linear import MXLinear
 from .readers import looks_at_ties, weights_read_by
 
 READ = "the model reads its weight itself"
 SHARED = "its weight is another layer's, too"
+SEES = "it reads images or sounds, once a prompt"
 HEAD = "the output head: pass lm_head=FORMAT to compress it"
 TIED = "the model computes something else where its head is not the embedding"
 
@@ -42,7 +44,7 @@ def plan(
     `skip` has module names: whole ones, parts of them (`down_proj`, `mlp`, `layers.0`: all that is inside, too) or patterns (`*.layers.0.*`);
     a warning names those that no module has. `layer_formats` has such names, too, with a format for what they name instead of `format`: of those that fit
     a layer the last one counts, and ValueError refuses a name of the head alone. The output head (a classifier's, too) is left dense unless `lm_head` names a
-    format for it, and so is a layer whose weight the model reads itself. stored: the model is that of a compressed checkpoint, whose `skip` has all of these by
+    format for it, and so is a layer whose weight the model reads itself, or that reads images or sounds. stored: the model is that of a compressed checkpoint, whose `skip` has all of these by
     name (`recorded`); with the names of the class that was saved, whose base model or headed model this one may be.
     """
     fmt, head_format = get_format(format), None if lm_head is None else get_format(lm_head, "lm_head")
@@ -99,17 +101,20 @@ def _bound(model: nn.Module, heads: set[int]) -> dict[int, str]:
     bound |= {id(owner._modules.get(name)): READ for owner in model.modules() for name in weights_read_by(type(owner))}
     if looks_at_ties(type(model)) and getattr(getattr(model, "config", None), "tie_word_embeddings", False):
         bound |= dict.fromkeys(heads, TIED)
-    return bound
+    return bound | dict.fromkeys(read_once(model), SEES)
 
 
 def recorded(choices: Iterable[Choice], skip: Iterable[str]) -> list[str]:
     """`skip` with the layers that stay dense because the model reads their weights: another version of the model may not."""
-    return [*skip, *(choice.name for choice in choices if choice.reason in (READ, SHARED, TIED) and choice.name not in skip)]
+    return [*skip, *(choice.name for choice in choices if choice.reason in (READ, SHARED, TIED, SEES) and isinstance(choice.module, nn.Linear)
+             and choice.name not in skip)]
 
 
 def _choose(name, module, fmt, patterns, heads, head_format, bound) -> Choice:
     if isinstance(module, MXLinear):
         return Choice(name, module, None, f"already {module.format.name}")
+    if bound.get(id(module)) == SEES:
+        return Choice(name, module, None, SEES)
     if not isinstance(module, nn.Linear):
         return Choice(name, module, None, f"{type(module).__name__} is no nn.Linear")
     if type(module) is not nn.Linear:

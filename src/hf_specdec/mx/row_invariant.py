@@ -6,12 +6,13 @@ import torch
 from transformers import PreTrainedModel
 
 from ..compat import traits_of
+from ..parts import read_once
 from .activation import RowActivation, needs_table
 from .attention import NAME
 from .interface import check_attention, set_attention
 from .kernels import cpu
 from .linear import MXLinear
-from .plan import Choice, plan
+from .plan import SEES, Choice, plan
 from .quantizer import MXConfig, attach
 from .swap import compress_layer, replace, untie
 from .tiles import to_tiles
@@ -32,11 +33,11 @@ def row_invariant(model: PreTrainedModel) -> PreTrainedModel:
     _check(model)
     if _dense(model):
         _into_tiles(model)
-    held = {id(module.original) for module in model.modules() if isinstance(module, RowActivation)}
+    held = {id(module.original) for module in model.modules() if isinstance(module, RowActivation)} | read_once(model)
     for name, module in list(model.named_modules()):
         if isinstance(module, MXLinear):
             module.alike = True
-        elif needs_table(module) and id(module) not in held:
+        elif id(module) not in held and needs_table(module):
             replace(model, name, RowActivation(module))
     set_attention(model, NAME)
     return model
@@ -76,7 +77,7 @@ def _check(model: PreTrainedModel) -> None:
     if traits_of(model, "model").states:
         raise ValueError(f"model: the layers of {type(model).__name__} that carry states do not compute a token alike alone and among others.")
     check_attention(model, NAME)
-    left = [choice for choice in plan(model, "bf16", (), "bf16") if choice.format is None and not isinstance(choice.module, MXLinear)]
+    left = [choice for choice in plan(model, "bf16", (), "bf16") if choice.format is None and not isinstance(choice.module, MXLinear) and choice.reason != SEES]
     if left:
         first = left[0]
         raise ValueError(f"model has {len(left)} layers whose products are not row-invariant, such as {first.name}: {first.reason}.")
