@@ -10,6 +10,7 @@ class Cost(Protocol):
     """What `Budget` asks of `schedule.RoundCost`."""
 
     timed: bool
+    known: bool
 
     def steps(self, k: int, worst: bool = False) -> float: ...
 
@@ -56,7 +57,7 @@ class Budget:
         """The round took `seconds`, without the draft's where `drafting` has them. None: not known, which is taken for the worst."""
         steps = self.cost.steps(k, worst=True)
         if seconds is not None and self.cost.timed:
-            steps = min(seconds / self.cost(0), 2 * steps)  # a busy machine is not a cost
+            steps = min(seconds / self.cost(0), (1 + self.cost.known) * steps)  # a busy machine is not a cost
         self.spent += steps + drafting if k else 1.0
 
 
