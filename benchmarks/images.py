@@ -1,6 +1,6 @@
 """A model that reads an image with its prompt: plain generate, transformers' own prompt lookup, and ours, side by side.
 
-    OMP_NUM_THREADS=2 python benchmarks/images.py [--tiles] [--images 4] [--new-tokens 96]
+    OMP_NUM_THREADS=2 python benchmarks/images.py [--images 4] [--new-tokens 96]
 
 The shape of SmolVLM-256M: SmolLM2-135M-Instruct with its real weights reads 64 tokens an image from a vision tower of SmolVLM's size, whose weights are RANDOM and
 whose output is made small: the picture says nothing, and what it costs is real. Prompts ask for a text again with changes (prompts.jsonl, "code_edit"). Time is of
@@ -28,39 +28,41 @@ from hf_specdec.drafts import MixtureDraft
 PER_IMAGE, SIDE = 64, 512
 VISION = dict(hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12, image_size=SIDE, patch_size=16)
 MARK = "<empty_output>"  # a reserved token of SmolLM2 that stands for a place of an image
-ARMS = {  # by name: what is added to generate's arguments
-    "plain": dict,
-    "transformers' prompt lookup": lambda: dict(prompt_lookup_num_tokens=10),
-    "prompt lookup": lambda: dict(speculative=True),
-    "mixture": lambda: dict(speculative=True, assistant_model=MixtureDraft()),
+ARMS = {  # by name: whether the text model's weights are in the kernels' tiles, and what is added to generate's arguments
+    "plain": (False, dict),
+    "transformers' prompt lookup": (False, lambda: dict(prompt_lookup_num_tokens=10)),
+    "prompt lookup": (False, lambda: dict(speculative=True)),
+    "mixture": (False, lambda: dict(speculative=True, assistant_model=MixtureDraft())),
+    "plain, tiles": (True, dict),
+    "prompt lookup, tiles": (True, lambda: dict(speculative=True)),
+    "mixture, tiles": (True, lambda: dict(speculative=True, assistant_model=MixtureDraft())),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tiles", action="store_true", help="the text model's weights in the kernels' tiles")
     parser.add_argument("--images", type=int, default=1)
     parser.add_argument("--new-tokens", type=int, default=96)
-    parser.add_argument("--prompts", type=int, default=3)
+    parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--repetitions", type=int, default=2)
     given = parser.parse_args()
-    model, prompts = made(given), asked(given)
+    models, prompts = {tiles: made(tiles) for tiles in (False, True)}, asked(given)
     seconds, blocks, same = {name: [] for name in ARMS}, {name: [] for name in ARMS}, dict.fromkeys(ARMS, 0)
     for _ in range(given.repetitions):
         for inputs in prompts:
-            for name, extra in ARMS.items():
+            plain = {}
+            for name, (tiles, extra) in ARMS.items():
                 begin = perf_counter()
-                out = model.generate(**inputs, **extra(), max_new_tokens=given.new_tokens, do_sample=False, pad_token_id=0, return_dict_in_generate=True)
+                out = models[tiles].generate(**inputs, **extra(), max_new_tokens=given.new_tokens, do_sample=False, pad_token_id=0, return_dict_in_generate=True)
                 seconds[name].append(perf_counter() - begin)
-                reference = out.sequences if name == "plain" else reference
-                same[name] += torch.equal(out.sequences, reference)
+                same[name] += torch.equal(out.sequences, plain.setdefault(tiles, out.sequences))
                 if getattr(out, "speculation", None):
                     blocks[name].append(out.speculation.block_efficiency)
     report(given, seconds, blocks, same, [inputs["input_ids"].shape[1] for inputs in prompts])
     sys.exit(int(min(same.values()) < len(seconds["plain"])))
 
 
-def made(given: argparse.Namespace):
+def made(tiles: bool):
     text = AutoModelForCausalLM.from_pretrained(str(embedded_folder()), dtype=torch.float32)
     mark = AutoTokenizer.from_pretrained(str(embedded_folder())).convert_tokens_to_ids(MARK)
     config = SmolVLMConfig(vision_config=VISION, text_config=text.config.to_dict(), image_token_id=mark, scale_factor=4, tie_word_embeddings=True)
@@ -71,7 +73,7 @@ def made(given: argparse.Namespace):
     with torch.no_grad():
         model.model.connector.modality_projection.proj.weight.mul_(1e-3)
     model.generation_config.eos_token_id = text.generation_config.eos_token_id
-    return hf_specdec.enable(mx.to_tiles(model) if given.tiles else model)
+    return hf_specdec.enable(mx.to_tiles(model) if tiles else model)
 
 
 def asked(given: argparse.Namespace) -> list[dict]:
@@ -85,7 +87,7 @@ def asked(given: argparse.Namespace) -> list[dict]:
 
 
 def report(given: argparse.Namespace, seconds: dict, blocks: dict, same: dict, lengths: list[int]) -> None:
-    table = Table(title=f"SmolVLM-256M's shape, {given.images} image(s), prompts of {lengths} tokens, {given.new_tokens} new, float32{', tiles' if given.tiles else ''}; "
+    table = Table(title=f"SmolVLM-256M's shape, {given.images} image(s), prompts of {lengths} tokens, {given.new_tokens} new, float32; "
                         "the text model's weights are real, the vision tower's RANDOM")
     for name in ("", "over plain", "tokens per forward", "= plain"):
         table.add_column(name)

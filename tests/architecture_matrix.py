@@ -12,9 +12,11 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import hf_specdec
-from tests import encoder_decoders
+from hf_specdec import integration
+from hf_specdec.drafts import MixtureDraft
+from tests import encoder_decoders, seeing
 from tests.architectures import ATTENTION, FAMILIES, OWN_WAYS, REFUSED, Family, offers, outcome
-from tests.helpers import build
+from tests.helpers import build, perturbed
 
 HEAD = """# Supported families
 
@@ -26,7 +28,7 @@ a tree of ten tokens). The cache is the package's own in every case; a plain `Dy
 
 Llama 4 with `attn_temperature_tuning` counts positions itself from `floor_scale` (8192) on: where `max_length` comes near it, batches and
 trees are refused; batch 1 with chains is exact at any length. Doge is refused where `max_length` comes near its `keep_window_size`.
-Models that read images or sounds, too, are run on texts; other inputs of theirs are refused.
+Models that read images or sounds, too, are run on texts here; what they are shown beside them is [further down](#images-videos-and-sounds).
 
 "states": layers that carry a state from token to token (state-space models, linear attention, short convolutions), alone or beside attention. They need transformers
 5.17 or newer (Mamba 2: 5.24), a caller's cache is refused, and none is handed back.
@@ -46,6 +48,30 @@ by lookup in the decoder's text and, where the vocabulary is shared, in the sour
 | family | model_type | decoder positions | attention | batch 1 |
 | --- | --- | --- | --- | --- |
 """
+
+
+SHOWN = """
+## Images, videos and sounds
+
+Prompts with one image (video, sound) a row, and their text; drafted by prompt lookup, by a perturbed copy of the model, which is shown the same, and, as trees, by
+`MixtureDraft()`. Other model types that are given such inputs are refused by name. Not with them: beam search, and a caller's filled cache (a later turn of text alone goes on
+from one).
+
+| family | model_type | shown | batch 1 | ragged batch, trees |
+| --- | --- | --- | --- | --- |
+"""
+
+
+def shown_line(family: seeing.Family) -> str:
+    model, columns = family.model(), []
+    for rows in (1, 3) if family.ragged else (1,):
+        inputs = family.prompts(rows)
+        wanted = model.generate(**inputs, max_new_tokens=20)
+        drafts = [None, perturbed(model, 0.02), *([MixtureDraft()] if rows > 1 else [])]
+        found = [integration.generate(model, **inputs, max_new_tokens=20, assistant_model=draft, num_assistant_tokens=4) for draft in drafts]
+        columns.append("exact" if all(torch.equal(own, wanted) for own in found) else "DIFFERS")
+    shown = ", ".join(sorted(name for name in family.prompts(1) if name not in ("input_ids", "attention_mask", *family.marks)))
+    return f"| {family.name} | `{family.kind}` | {shown} | {' | '.join(columns + ['refused'] * (2 - len(columns)))} |\n"
 
 
 def encoder_decoder_line(family: encoder_decoders.Family) -> str:
@@ -105,6 +131,7 @@ def main(path: str = "docs/SUPPORTED.md") -> None:
     print(file=sys.stderr)
     text = HEAD.format(transformers=transformers.__version__, torch=torch.__version__, count=count(lines)) + "\n".join(lines)
     text += "\n" + ENCODER_DECODERS + "".join(map(encoder_decoder_line, encoder_decoders.FAMILIES))
+    text += SHOWN + "".join(map(shown_line, seeing.FAMILIES))
     text += "\n## Refused, with these words\n\n| family | message |\n| --- | --- |\n"
     text += "".join(f"| {family} | {reason} |\n" for reason, family in reasons.items())
     text += "".join(f"| {name} | {refusal(kind, settings)} |\n" for name, kind, settings in REFUSED + OWN_WAYS)
