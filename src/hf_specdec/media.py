@@ -13,7 +13,11 @@ from transformers import PreTrainedModel
 from . import compat
 from .caches import CACHE
 
-SEES = frozenset("gemma3 idefics3 internvl llava qwen2_5_vl qwen2_vl qwen3_vl smolvlm".split())  # model types whose answers to pictures or sounds were compared with plain generate's
+SEES = frozenset(  # model types whose answers to pictures or sounds were compared with plain generate's
+    "aria aya_vision chameleon cohere2_vision deepseek_vl deepseek_vl_hybrid emu3 ernie4_5_vl_moe gemma3 gemma4 glm46v glm4v glm4v_moe glm_ocr got_ocr2 "
+    "hunyuan_vl idefics2 idefics3 internvl janus kimi_k25 lfm2_vl lfm3_vl lighton_ocr llava llava_next llava_onevision mistral3 ovis2 paddleocr_vl "
+    "qwen2_5_vl qwen2_vl qwen3_5 qwen3_vl qwen3_vl_moe smolvlm video_llama_3 vipllava".split()
+)
 _READ, _READS = "mm_encoder_outputs", "_maybe_prepare_encoder_kwargs_for_generation"  # since transformers 5.24, where a model has them
 _SIGHT = ("patch_size", "spatial_patch_size", "temporal_patch_size", "spatial_merge_size", "in_channels", "num_channels", "num_mel_bins")
 _TEXT = frozenset(("attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "cache_position", "output_attentions", "output_hidden_states"))
