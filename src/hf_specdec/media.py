@@ -14,9 +14,11 @@ from . import compat
 from .caches import CACHE
 
 SEES = frozenset(  # model types whose answers to pictures or sounds were compared with plain generate's
-    "aria aya_vision chameleon cohere2_vision deepseek_vl deepseek_vl_hybrid emu3 ernie4_5_vl_moe gemma3 gemma4 glm46v glm4v glm4v_moe glm_ocr got_ocr2 "
-    "hunyuan_vl idefics2 idefics3 internvl janus kimi_k25 lfm2_vl lfm3_vl lighton_ocr llava llava_next llava_onevision mistral3 ovis2 paddleocr_vl "
-    "qwen2_5_vl qwen2_vl qwen3_5 qwen3_vl qwen3_vl_moe smolvlm video_llama_3 vipllava".split()
+    "aria audioflamingo3 aya_vision chameleon cohere2_vision deepseek_ocr2 deepseek_vl deepseek_vl_hybrid emu3 ernie4_5_vl_moe exaone4_5 fun_asr_nano fuyu "
+    "gemma3 gemma4 gemma4_unified glm46v glm4v glm4v_moe glm_ocr glmasr got_ocr2 granite4_vision granite_docling granite_speech hunyuan_vl idefics2 "
+    "idefics3 internvl janus kimi_k25 lfm2_vl lfm3_vl lighton_ocr llava llava_next llava_onevision minicpmv4_6 minicpmv4_7 mistral3 molmo2 muse_glimmer "
+    "muse_spark musicflamingo ovis2 paddleocr_vl qianfan_ocr qwen2_5_omni_thinker qwen2_5_vl qwen2_audio qwen2_vl qwen3_5 qwen3_asr qwen3_vl qwen3_vl_moe "
+    "smolvlm step3p7 video_llama_3 vipllava voxtral".split()
 )
 _READ, _READS = "mm_encoder_outputs", "_maybe_prepare_encoder_kwargs_for_generation"  # since transformers 5.24, where a model has them
 _SIGHT = ("patch_size", "spatial_patch_size", "temporal_patch_size", "spatial_merge_size", "in_channels", "num_channels", "num_mel_bins")
