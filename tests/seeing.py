@@ -147,6 +147,10 @@ def _molmo(n, generator):
     return [4] * n, {"pixel_values": _noise(generator, n, 16, 48), "image_token_pooling": places, "image_grids": grids}
 
 
+def _omni(n, generator):
+    return [4] * n, {"pixel_values": _noise(generator, n * 16, 48), "image_grid_hw": torch.tensor([[4, 4]] * n)}
+
+
 def _docling(n, generator):
     return [4] * n, {"pixel_values": _noise(generator, n, 1, 3, 16, 16), "pixel_attention_mask": torch.ones(n, 1, dtype=torch.bool)}
 
@@ -194,6 +198,8 @@ _AUDIO, _FEATURES = dict(_UNTIED, audio_token_id=IMAGE), "input_features_mask"
 _EAR = dict(num_mel_bins=8, encoder_layers=2, encoder_attention_heads=2, encoder_ffn_dim=24, d_model=16)
 _HEAR = dict(num_mel_bins=8, max_source_positions=8, hidden_size=16, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
 _FORMER = dict(model_type="blip_2_qformer", num_hidden_layers=1, intermediate_size=24, cross_attention_frequency=1)
+_MAMBA = dict({name: value for name, value in _TEXT.items() if name != "num_hidden_layers"}, layers_block_type=["mamba", "attention", "mlp"], chunk_size=8,
+              ssm_state_size=8, mamba_num_heads=8, mamba_head_dim=8, n_groups=2)
 _WINDOWED = dict(window_size=16, fullatt_block_indexes=[1])
 
 FAMILIES = [
@@ -210,6 +216,8 @@ FAMILIES = [
     Family("Qwen3-VL-MoE", "qwen3_vl_moe", dict(_QWEN, text_config=dict(_BY_AXES, **_EXPERTS), vision_config=dict(_SEEN, deepstack_visual_indexes=[0])),
            _patches(96), _AXES),
     Family("Qwen3.5", "qwen3_5", dict(_QWEN, text_config=dict(_BY_AXES, **_DELTA), vision_config=_SEEN), _patches(96), _AXES, ragged=False),
+    Family("Qwen3.5-MoE", "qwen3_5_moe", dict(_QWEN, text_config=dict(_BY_AXES, **_DELTA, **_EXPERTS, shared_expert_intermediate_size=16), vision_config=_SEEN),
+           _patches(96), _AXES, ragged=False),
     Family("Gemma 4", "gemma4", dict(_IDS, audio_token_id=56, audio_config=None, text_config=_GEMMA4, vision_config=dict(
         _VISION, num_key_value_heads=2, head_dim=8, position_embedding_size=8, pooling_kernel_size=2)), _gemma4, _AXES),
     Family("Mistral 3", "mistral3", dict(_IMAGE, text_config=text("mistral"), vision_config=_PIXTRAL), _sized(4)),
@@ -293,6 +301,15 @@ FAMILIES = [
     Family("Qwen2.5-Omni", "qwen2_5_omni_thinker", dict(
         _OMNI, audio_token_index=56, image_token_index=IMAGE, video_token_index=VIDEO, text_config=_BY_AXES, vision_config=dict(_OUT, **_WINDOWED),
         audio_config=dict(_EAR, n_window=4, output_dim=32, max_source_positions=16)), _patches(96)),
+    Family("Qwen3-Omni", "qwen3_omni_moe_thinker", dict(
+        _OMNI, audio_token_id=56, image_token_id=IMAGE, video_token_id=VIDEO, text_config=dict(_BY_AXES, **_EXPERTS),
+        vision_config=dict(_SEEN, deepstack_visual_indexes=[0]),
+        audio_config=dict(_EAR, n_window=4, output_dim=32, max_source_positions=16, downsample_hidden_size=8)), _patches(96)),
+    Family("Nemotron-H Omni", "nemotron_h_omni", dict(
+        image_token_id=IMAGE, video_token_id=VIDEO, audio_token_id=56, projector_hidden_size=16, vision_hidden_size=16, force_image_size=16, audio_config=None,
+        text_config=dict(_MAMBA, model_type="nemotron_h"), vision_config=dict(
+            model_type="radio", torch_dtype="float32", hidden_size=16, num_hidden_layers=2, num_attention_heads=2, mlp_ratio=2.0, patch_size=4, image_size=16,
+            max_img_size=16, num_cls_tokens=1, num_registers=1, video_temporal_patch_size=2)), _omni, ragged=False),
     Family("EXAONE 4.5", "exaone4_5", dict(_TOKENS, video_token_id=VIDEO, text_config=text("exaone4", **_HYBRID),
                                            vision_config=dict(_OUT, **_WINDOWED, num_key_value_heads=1)), _patches(96)),
     Family("Gemma 4 Unified", "gemma4_unified", dict(
