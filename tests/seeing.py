@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForMultimodalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForMultimodalLM, AutoModelForSeq2SeqLM
 
 from tests.helpers import VOCAB
 
@@ -30,7 +30,8 @@ def vision(kind: str, **settings) -> dict:
 @dataclass(frozen=True)
 class Family:
     """kind: the model_type of transformers. shows(n, generator): how many tokens each of n images has, and the inputs that show them. marks: names of
-    inputs that say which tokens are an image's. ragged: whether it takes rows of different lengths."""
+    inputs that say which tokens are an image's. ragged: whether it takes rows of different lengths. attn: of its attentions one that the type has.
+    token: the id that stands for what is shown, a sound or a video, too."""
 
     name: str
     kind: str
@@ -39,9 +40,11 @@ class Family:
     marks: tuple[str, ...] = ()
     ragged: bool = True
     spread: float = 0.3
+    attn: str = "sdpa"
+    token: int = IMAGE
 
-    def model(self, attn: str = "sdpa", seed: int = 0):
-        return _built(self, attn, seed)
+    def model(self, seed: int = 0):
+        return _built(self, seed)
 
     def prompts(self, rows: int, seed: int = 0, images: int = 1) -> dict[str, Any]:
         """Arguments of `generate`: left-padded rows of text around `images` images each."""
@@ -52,20 +55,21 @@ class Family:
             words = lambda n: torch.randint(1, FEW, (n,), generator=generator).tolist()  # noqa: E731
             row = words(3 + 2 * b)
             for _ in range(images):
-                row += [START, *[IMAGE] * next(left), END, *words(3)]
+                row += [START, *[self.token] * next(left), END, *words(3)]
             texts.append(row + words(2 + b))
         width = max(map(len, texts))
         ids = torch.tensor([[0] * (width - len(row)) + row for row in texts])
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in texts])
-        marks = {name: (ids == IMAGE).long() for name in self.marks}
+        marks = {name: (ids == self.token) * (2 if self.token == VIDEO else 1) for name in self.marks}
         return {"input_ids": ids, "attention_mask": mask, **marks, **shown}
 
 
 @lru_cache(maxsize=None)
-def _built(family: Family, attn: str, seed: int):
+def _built(family: Family, seed: int):
     torch.manual_seed(seed)
     config = AutoConfig.for_model(family.kind, **family.settings)
-    model = AutoModelForMultimodalLM.from_config(config, attn_implementation=attn).float().eval()
+    auto = next(auto for auto in (AutoModelForMultimodalLM, AutoModelForSeq2SeqLM) if type(config) in auto._model_mapping)
+    model = auto.from_config(config, attn_implementation=family.attn).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -79,8 +83,12 @@ def _noise(generator: torch.Generator, *shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=generator)
 
 
-def _pictures(tokens: int, size: int = 16):
-    return lambda n, generator: ([tokens] * n, {"pixel_values": _noise(generator, n, 3, size, size)})
+def _pictures(tokens: int, size: int = 16, **more: int):
+    """more: side lengths of the same images in other sizes, by the names of these inputs."""
+    def shows(n, generator):
+        return [tokens] * n, {name: _noise(generator, n, 3, side, side) for name, side in {"pixel_values": size, **more}.items()}
+
+    return shows
 
 
 def _tiles(tokens: int, size: int = 16):
@@ -88,35 +96,246 @@ def _tiles(tokens: int, size: int = 16):
     return lambda n, generator: ([tokens] * n, {"pixel_values": _noise(generator, n, 1, 3, size, size)})
 
 
-def _patches(width: int, merge: int = 2, channels: int = 3, per_patch: int | None = None):
-    """Images of several shapes as rows of patches [patches, width]; an image takes as many positions as its longer side."""
+def _sized(tokens: int, size: tuple[int, int] = (16, 16), tiles: int = 0):
+    """With the sizes of the images, which LLaVA-NeXT cuts into tiles of 16 x 16."""
+    def shows(n, generator):
+        shape = (n, tiles, 3, 16, 16) if tiles else (n, 3, *size)
+        return [tokens] * n, {"pixel_values": _noise(generator, *shape), "image_sizes": torch.tensor([size] * n)}
+
+    return shows
+
+
+def _patches(*shape: int, merge: int = 2, breaks: int = 0, ends: int = 0, **more: int):
+    """Images of several shapes as rows of patches [patches, *shape], whose tokens may have one more for each of their rows (breaks) and around them (ends);
+    to the models that have axes for it an image takes as many positions as its longer side. more: inputs that say a number for every image."""
     def shows(n, generator):
         grids = [((1, 4, 8), (1, 4, 4), (1, 8, 4))[i % 3] for i in range(n)]
-        patches = sum(t * h * w for t, h, w in grids)
-        return [t * h * w // merge**2 for t, h, w in grids], {"pixel_values": _noise(generator, patches, width), "image_grid_thw": torch.tensor(grids)}
+        patches, counts = sum(t * h * w for t, h, w in grids), {name: torch.tensor([value] * n) for name, value in more.items()}
+        tokens = [t * h // merge * (w // merge + breaks) + ends for t, h, w in grids]
+        return tokens, {"pixel_values": _noise(generator, patches, *shape), "image_grid_thw": torch.tensor(grids), **counts}
+
+    return shows
+
+
+def _gemma4(n, generator):
+    places = torch.tensor([[x, y] for y in range(4) for x in range(4)])
+    return [4] * n, {"pixel_values": _noise(generator, n, 16, 48), "image_position_ids": places.repeat(n, 1, 1)}
+
+
+def _lfm2(n, generator):
+    shapes, mask = torch.tensor([[4, 4]] * n), torch.ones(n, 16).long()
+    return [4] * n, {"pixel_values": _noise(generator, n, 16, 48), "spatial_shapes": shapes, "pixel_attention_mask": mask}
+
+
+def _video(n, generator):
+    return [8] * n, {"pixel_values_videos": _noise(generator, n * 32, 96), "video_grid_thw": torch.tensor([[2, 4, 4]] * n), "second_per_grid_ts": torch.ones(n)}
+
+
+def _gemma4_unified(n, generator):
+    places = torch.tensor([[x, y] for y in range(2) for x in range(2)])
+    return [4] * n, {"pixel_values": _noise(generator, n, 4, 192), "image_position_ids": places.repeat(n, 1, 1)}
+
+
+def _minicpm(n, generator):
+    """Of 16 patches side by side each."""
+    return [1] * n, {"pixel_values": _noise(generator, 1, 3, 4, 64 * n), "target_sizes": torch.tensor([[4, 4]] * n)}
+
+
+def _molmo(n, generator):
+    pooled = torch.arange(16).reshape(2, 2, 2, 2).transpose(1, 2).reshape(4, 4)
+    places, grids = torch.cat([pooled + 16 * i for i in range(n)]), torch.tensor([[2, 2, 0, 0]] * n)
+    return [4] * n, {"pixel_values": _noise(generator, n, 16, 48), "image_token_pooling": places, "image_grids": grids}
+
+
+def _omni(n, generator):
+    return [4] * n, {"pixel_values": _noise(generator, n * 16, 48), "image_grid_hw": torch.tensor([[4, 4]] * n)}
+
+
+def _docling(n, generator):
+    return [4] * n, {"pixel_values": _noise(generator, n, 1, 3, 16, 16), "pixel_attention_mask": torch.ones(n, 1, dtype=torch.bool)}
+
+
+def _sounds(tokens: int, *shape: int, mask: str = "", width: int = 0, dtype: torch.dtype = torch.long):
+    """mask: the name of a mask of `width` numbers a sound, as many as it is long where none is given."""
+    def shows(n, generator):
+        masks = {mask: torch.ones(n, width or shape[-1], dtype=dtype)} if mask else {}
+        return [tokens] * n, {"input_features": _noise(generator, n, *shape), **masks}
 
     return shows
 
 
 _UNTIED = dict(tie_word_embeddings=False)
-_IDS = dict(image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=START, vision_end_token_id=END)
+_IMAGE, _TOKENS, _AXES = dict(_UNTIED, image_token_index=IMAGE), dict(_UNTIED, image_token_id=IMAGE), ("mm_token_type_ids",)
+_IDS = dict(_TOKENS, video_token_id=VIDEO, vision_start_token_id=START, vision_end_token_id=END)
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
-_QWEN = dict(_IDS, text_config=dict(_TEXT, rope_parameters=_MROPE))
+_BY_AXES = dict(_TEXT, rope_parameters=_MROPE)
+_QWEN = dict(_IDS, text_config=_BY_AXES)
 _EYE = dict(depth=2, num_heads=2, in_channels=3, patch_size=4, spatial_merge_size=2, temporal_patch_size=2, intermediate_size=24)
-_CLIP, _SIGLIP = vision("clip_vision_model", projection_dim=16), vision("siglip_vision_model")
+_OUT = dict(_EYE, hidden_size=16, out_hidden_size=32)
+_SEEN = dict(_OUT, num_position_embeddings=64)
+_CLIP, _SIGLIP, _PIXTRAL = vision("clip_vision_model", projection_dim=16), vision("siglip_vision_model", vision_use_head=False), vision("pixtral")
+_SAM = vision("sam_vision_model", output_channels=16, mlp_dim=24, image_size=64, window_size=2, global_attn_indexes=[1])
 _INDEX = dict(image_token_index=IMAGE, text_config=text("llama"))
+_HYBRID = dict(sliding_window=8, layer_types=["sliding_attention", "full_attention"])
+_DELTA = dict(layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8,
+              linear_value_head_dim=8)
+_SHORT = dict(layer_types=["conv", "full_attention"])
+_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+_ROUTED = dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+_LATENT = dict(_ROUTED, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, n_group=2, topk_group=1)
+_GLM = dict(_TOKENS, video_token_id=VIDEO, image_start_token_id=START, image_end_token_id=END, video_start_token_id=56, video_end_token_id=55)
+_GLM_TEXT, _GLM_EYE = dict(_TEXT, rope_parameters=dict(_MROPE, partial_rotary_factor=1.0)), dict(_OUT, image_size=16)
+_GEMMA4 = dict(_TEXT, **_HYBRID, hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCAB, global_head_dim=8, use_bidirectional_attention="vision")
+_COHERE = text("cohere2", **_HYBRID, logit_scale=1.0)
+_VQ = dict(embed_dim=8, num_embeddings=8, latent_channels=32, base_channels=32, num_res_blocks=1)
+_GRID = [[16, 32], [32, 16]]
+_MINICPM = dict(_TOKENS, video_token_id=VIDEO, insert_layer_id=0, text_config=text("qwen3_5_text", **_DELTA), vision_config=dict(_VISION, insert_layer_id=0))
+_MUSE = dict(_TOKENS, video_token_id=VIDEO, out_hidden_size=64, projector_hidden_size=16,
+             vision_config=dict(_VISION, pos_emb_height=4, pos_emb_width=4, max_position_embeddings=16))
+_DENSE_FIRST = dict(_ROUTED, mlp_layer_types=["dense", "sparse"])
+_OMNI = dict(_UNTIED, audio_start_token_id=55, audio_end_token_id=54, vision_start_token_id=START, vision_end_token_id=END)
+_AUDIO, _FEATURES = dict(_UNTIED, audio_token_id=IMAGE), "input_features_mask"
+_EAR = dict(num_mel_bins=8, encoder_layers=2, encoder_attention_heads=2, encoder_ffn_dim=24, d_model=16)
+_HEAR = dict(num_mel_bins=8, max_source_positions=8, hidden_size=16, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
+_FORMER = dict(model_type="blip_2_qformer", num_hidden_layers=1, intermediate_size=24, cross_attention_frequency=1)
+_MAMBA = dict({name: value for name, value in _TEXT.items() if name != "num_hidden_layers"}, layers_block_type=["mamba", "attention", "mlp"], chunk_size=8,
+              ssm_state_size=8, mamba_num_heads=8, mamba_head_dim=8, n_groups=2)
+_WINDOWED = dict(window_size=16, fullatt_block_indexes=[1])
 
 FAMILIES = [
     Family("LLaVA", "llava", dict(_INDEX, vision_config=_CLIP), _pictures(16)),
     Family("Gemma 3", "gemma3", dict(_UNTIED, image_token_index=IMAGE, mm_tokens_per_image=4, vision_config=_SIGLIP,
-                                     text_config=dict(_TEXT, sliding_window=8, layer_types=["sliding_attention", "full_attention"], query_pre_attn_scalar=8)),
-           _pictures(4), ("token_type_ids",)),
-    Family("Qwen2-VL", "qwen2_vl", dict(_QWEN, vision_config=dict(_EYE, embed_dim=16, hidden_size=32, mlp_ratio=2)), _patches(96), ("mm_token_type_ids",)),
-    Family("Qwen2.5-VL", "qwen2_5_vl", dict(_QWEN, vision_config=dict(_EYE, hidden_size=16, out_hidden_size=32, window_size=16, fullatt_block_indexes=[1])),
-           _patches(96), ("mm_token_type_ids",)),
-    Family("Qwen3-VL", "qwen3_vl", dict(_QWEN, vision_config=dict(_EYE, hidden_size=16, out_hidden_size=32, num_position_embeddings=64, deepstack_visual_indexes=[0])),
-           _patches(96), ("mm_token_type_ids",)),
+                                     text_config=dict(_TEXT, **_HYBRID, query_pre_attn_scalar=8)), _pictures(4), ("token_type_ids",)),
+    Family("Qwen2-VL", "qwen2_vl", dict(_QWEN, vision_config=dict(_EYE, embed_dim=16, hidden_size=32, mlp_ratio=2)), _patches(96), _AXES),
+    Family("Qwen2.5-VL", "qwen2_5_vl", dict(_QWEN, vision_config=dict(_OUT, **_WINDOWED)), _patches(96), _AXES),
+    Family("Qwen3-VL", "qwen3_vl", dict(_QWEN, vision_config=dict(_SEEN, deepstack_visual_indexes=[0])), _patches(96), _AXES),
     Family("SmolVLM", "smolvlm", dict(image_token_id=IMAGE, scale_factor=2, vision_config=_VISION, text_config=text("llama")), _tiles(4)),
     Family("Idefics3", "idefics3", dict(image_token_id=IMAGE, scale_factor=2, vision_config=_VISION, text_config=text("llama")), _tiles(4)),
-    Family("InternVL", "internvl", dict(image_token_id=IMAGE, image_seq_length=4, vision_config={**_VISION, "image_size": [16, 16], "patch_size": [4, 4]}, text_config=text("qwen2")), _pictures(4)),
+    Family("InternVL", "internvl", dict(image_token_id=IMAGE, image_seq_length=4, vision_config={**_VISION, "image_size": [16, 16], "patch_size": [4, 4]},
+           text_config=text("qwen2")), _pictures(4)),
+    Family("Qwen3-VL-MoE", "qwen3_vl_moe", dict(_QWEN, text_config=dict(_BY_AXES, **_EXPERTS), vision_config=dict(_SEEN, deepstack_visual_indexes=[0])),
+           _patches(96), _AXES),
+    Family("Qwen3.5", "qwen3_5", dict(_QWEN, text_config=dict(_BY_AXES, **_DELTA), vision_config=_SEEN), _patches(96), _AXES, ragged=False),
+    Family("Qwen3.5-MoE", "qwen3_5_moe", dict(_QWEN, text_config=dict(_BY_AXES, **_DELTA, **_EXPERTS, shared_expert_intermediate_size=16), vision_config=_SEEN),
+           _patches(96), _AXES, ragged=False),
+    Family("Gemma 4", "gemma4", dict(_IDS, audio_token_id=56, audio_config=None, text_config=_GEMMA4, vision_config=dict(
+        _VISION, num_key_value_heads=2, head_dim=8, position_embedding_size=8, pooling_kernel_size=2)), _gemma4, _AXES),
+    Family("Mistral 3", "mistral3", dict(_IMAGE, text_config=text("mistral"), vision_config=_PIXTRAL), _sized(4)),
+    Family("LLaVA (Pixtral)", "llava", dict(_INDEX, vision_config=_PIXTRAL, vision_feature_layer=-1, vision_feature_select_strategy="full"), _sized(16)),
+    Family("LLaVA-NeXT", "llava_next", dict(_INDEX, vision_config=_CLIP, image_grid_pinpoints=_GRID), _sized(52, (16, 32), tiles=3)),
+    Family("LLaVA-OneVision", "llava_onevision", dict(_IMAGE, video_token_index=VIDEO, text_config=text("qwen2"), vision_config=_SIGLIP,
+                                                      image_grid_pinpoints=_GRID), _sized(52, (16, 32), tiles=3)),
+    Family("ViP-LLaVA", "vipllava", dict(_INDEX, vision_config=_CLIP, vision_feature_layer=[-1, -2]), _pictures(16)),
+    Family("GLM-4.1V", "glm4v", dict(_GLM, text_config=_GLM_TEXT, vision_config=_GLM_EYE), _patches(96), _AXES),
+    Family("GLM-4.5V", "glm4v_moe", dict(_GLM, text_config=dict(_GLM_TEXT, **_ROUTED), vision_config=_GLM_EYE), _patches(96), _AXES),
+    Family("GLM-4.6V", "glm46v", dict(_GLM, text_config=dict(_GLM_TEXT, model_type="glm4v_text"), vision_config=dict(_GLM_EYE, model_type="glm4v_vision")),
+           _patches(96), _AXES),
+    Family("GLM-OCR", "glm_ocr", dict(_GLM, text_config=_GLM_TEXT, vision_config=_GLM_EYE), _patches(96), _AXES),
+    Family("PaddleOCR-VL", "paddleocr_vl", dict(_QWEN, vision_config=dict(_VISION, spatial_merge_size=2)), _patches(3, 4, 4), _AXES),
+    Family("VideoLLaMA 3", "video_llama_3", dict(_TOKENS, video_token_id=VIDEO, text_config=text("qwen2"), vision_config=_VISION),
+           _patches(48, image_merge_sizes=2)),
+    Family("LFM2-VL", "lfm2_vl", dict(_TOKENS, projector_hidden_size=16, text_config=text("lfm2", **_SHORT, block_auto_adjust_ff_dim=False),
+                                      vision_config=vision("siglip2_vision_model", num_patches=16)), _lfm2, ragged=False),
+    Family("LFM3-VL", "lfm3_vl", dict(_IDS, projector_hidden_size=16, text_config=text("lfm3", **_SHORT), vision_config=dict(
+        _VISION, **_SHORT, in_channels=3, num_key_value_heads=2)), _patches(96), ragged=False),
+    Family("GOT-OCR2", "got_ocr2", dict(_IMAGE, text_config=text("qwen2"), vision_config=dict(_SAM, model_type="got_ocr2_vision")), _pictures(16, 64),
+           attn="eager"),
+    Family("Aya Vision", "aya_vision", dict(_IMAGE, text_config=_COHERE, vision_config=_SIGLIP), _pictures(4)),
+    Family("Command A Vision", "cohere2_vision", dict(_TOKENS, alignment_intermediate_size=32, text_config=_COHERE, vision_config=_SIGLIP), _pictures(4),
+           spread=0.6),
+    Family("Idefics2", "idefics2", dict(image_token_id=IMAGE, text_config=text("mistral"), vision_config=_VISION, perceiver_config=dict(
+        hidden_size=32, resampler_n_latents=4, resampler_depth=1, resampler_n_heads=2, resampler_head_dim=8, num_key_value_heads=1)), _tiles(4)),
+    Family("DeepSeek-VL", "deepseek_vl", dict(_TOKENS, text_config=text("llama"), vision_config=_SIGLIP), _pictures(16)),
+    Family("DeepSeek-VL (hybrid)", "deepseek_vl_hybrid", dict(_TOKENS, text_config=text("llama"), vision_config=_SIGLIP, high_res_vision_config=_SAM),
+           _pictures(16, high_res_pixel_values=64)),
+    Family("Ovis2", "ovis2", dict(_TOKENS, visual_indicator_token_ids=[START, END, 51, 52, 53], hidden_size=32, vocab_size=VOCAB, text_config=text("qwen2"),
+                                  vision_config=dict(_VISION, vocab_size=20)), _pictures(16)),
+    Family("LightOnOCR", "lighton_ocr", dict(_TOKENS, text_config=text("qwen3"), vision_config=_PIXTRAL), _sized(4)),
+    Family("HunyuanOCR", "hunyuan_vl", dict(
+        _TOKENS, im_start_id=START, im_end_id=END, im_newline_id=56, vision_config=dict(_VISION, out_hidden_size=32, max_image_size=16),
+        text_config=dict(_TEXT, rope_parameters=dict(_MROPE, mrope_section=[1, 1, 1, 1]))), _patches(48, breaks=1, ends=2), _AXES),
+    Family("Janus", "janus", dict(_TOKENS, text_config=text("llama"), vision_config=dict(_VISION, projection_dim=32, mlp_ratio=2.0, num_image_tokens=16),
+                                  vq_config=dict(_VQ, channel_multiplier=[1], projection_dim=32, image_token_embed_dim=32)), _pictures(16)),
+    Family("Aria", "aria", dict(_IMAGE, projector_patch_to_query_dict={16: 4}, text_config=dict(_TEXT, moe_num_experts=4, moe_topk=2, moe_num_shared_experts=1),
+                                vision_config=vision("idefics3_vision")), _pictures(4)),
+    Family("Chameleon", "chameleon", dict(_TEXT, vq_config=dict(_VQ, resolution=16, channel_multiplier=[1, 1]), vocabulary_map={
+        "<image>": IMAGE, **{f"IMGIMG{letter}Z": 40 + i for i, letter in enumerate("ABCDEFGH")}}), _pictures(64)),
+    Family("Emu3", "emu3", dict(
+        bos_token_id=1, text_config=dict(_TEXT, bos_token_id=1), vq_config=dict(codebook_size=8, embed_dim=8, base_channels=32, channel_multiplier=[1, 1, 1],
+                                                                                num_res_blocks=1, hidden_size=32, attn_resolutions=[]),
+        vocabulary_map={"<image>": IMAGE, "<|extra_200|>": 56, **{f"<|visual token {i:06d}|>": 40 + i for i in range(8)}}), _sized(20)),
+    Family("ERNIE 4.5 VL", "ernie4_5_vl_moe", dict(_GLM, vision_config=dict(_EYE, hidden_size=16), text_config=dict(
+        _TEXT, rope_parameters=dict(_MROPE, mrope_section=[1, 1, 2]), moe_num_experts=4, moe_k=2, moe_num_shared_experts=1, moe_intermediate_size=[16, 8])),
+        _patches(48), ("mm_token_type_ids", "moe_mm_token_type_ids")),
+    Family("Kimi K2.5", "kimi_k25", dict(_IDS, projection_hidden_size=16, text_config=text("deepseek_v3", **_LATENT), vision_config=dict(
+        _VISION, pos_emb_height=4, pos_emb_width=4)), _patches(3, 4, 4)),
+    Family("MiniCPM-V 4.6", "minicpmv4_6", _MINICPM, _minicpm, ragged=False),
+    Family("MiniCPM-V 4.7", "minicpmv4_7", dict(_MINICPM, image_start_id=START, image_end_id=END, slice_start_id=56, slice_end_id=55, newline_id=54), _minicpm,
+           ragged=False),
+    Family("Molmo 2", "molmo2", dict(
+        _UNTIED, image_start_token_id=START, image_end_token_id=END, image_patch_id=IMAGE, low_res_image_start_token_id=56, frame_start_token_id=55,
+        frame_end_token_id=54, text_config=dict(_TEXT, additional_vocab_size=4),
+        vision_config=dict(_VISION, image_size=[16, 16], num_position_embeddings=16, num_key_value_heads=2, head_dim=8),
+        adapter_config=dict(vision_feature_layer=[0, 1], hidden_size=16, num_attention_heads=2, num_key_value_heads=2, head_dim=8, intermediate_size=24,
+                            text_hidden_size=32)), _molmo, _AXES),
+    Family("Qianfan-OCR", "qianfan_ocr", dict(_TOKENS, image_seq_length=4, text_config=text("qwen3"), vision_config={
+        **_VISION, "image_size": [16, 16], "patch_size": [4, 4]}), _pictures(4)),
+    Family("DeepSeek-OCR 2", "deepseek_ocr2", dict(
+        _TOKENS, text_config={**_TEXT, **_DENSE_FIRST, "max_position_embeddings": 512, "num_key_value_heads": 4, "n_group": 1, "topk_group": 1},
+        vision_config=dict(sam_config=dict(_SAM, model_type="deepseek_ocr2_sam_vision_model", downsample_channels=[16, 16]), encoder_config=dict(
+            hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2))), _pictures(145, 64)),
+    Family("Granite 4 Vision", "granite4_vision", dict(
+        _IMAGE, text_config=_TEXT, vision_config={**_CLIP, "hidden_size": 64}, qformer_config=dict(_FORMER, use_qformer_text_input=False),
+        image_grid_pinpoints=_GRID, downsample_rate="1/2", deepstack_layer_map=[[-1, 0]], spatial_target_layers=[1]), _sized(14, (16, 32), tiles=3)),
+    Family("Granite Docling", "granite_docling", dict(
+        _TOKENS, pad_token_id=0, text_config=dict(_TEXT, embedding_multiplier=1.0, attention_multiplier=0.35, residual_multiplier=1.0),
+        vision_config=dict(_VISION, out_hidden_size=32, scale_factor=2, deepstack_visual_indexes=[0])), _docling),
+    Family("Step 3.7", "step3p7", dict(_TOKENS, text_config=dict(_TEXT, **_HYBRID, **_DENSE_FIRST, share_expert_dim=16),
+                                       vision_config=dict(_VISION, mlp_ratio=1.5, max_position_embeddings=16)), _pictures(1)),
+    Family("Muse Glimmer", "muse_glimmer", dict(_MUSE, text_config=dict(_TEXT, **_HYBRID, layer_rope_theta=[10000.0, 0])), _patches(96)),
+    Family("Muse Spark", "muse_spark", dict(
+        _MUSE, audio_token_id=56, audio_config=dict(patch_sizes=[4, 4], hidden_sizes=[8, 8], depths=[1, 1], num_hidden_layers=2, out_hidden_size=32),
+        text_config=dict(_TEXT, **_HYBRID, layer_rope_theta=[10000.0, 0], num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+                         moe_hidden_size=16)), _patches(96)),
+    Family("Fuyu", "fuyu", dict(_TOKENS, patch_size=4, text_config=text("persimmon")), lambda n, g: ([6] * n, {"pixel_values": _noise(g, n, 6, 48)})),
+    Family("Qwen2.5-Omni", "qwen2_5_omni_thinker", dict(
+        _OMNI, audio_token_index=56, image_token_index=IMAGE, video_token_index=VIDEO, text_config=_BY_AXES, vision_config=dict(_OUT, **_WINDOWED),
+        audio_config=dict(_EAR, n_window=4, output_dim=32, max_source_positions=16)), _patches(96)),
+    Family("Qwen3-Omni", "qwen3_omni_moe_thinker", dict(
+        _OMNI, audio_token_id=56, image_token_id=IMAGE, video_token_id=VIDEO, text_config=dict(_BY_AXES, **_EXPERTS),
+        vision_config=dict(_SEEN, deepstack_visual_indexes=[0]),
+        audio_config=dict(_EAR, n_window=4, output_dim=32, max_source_positions=16, downsample_hidden_size=8)), _patches(96)),
+    Family("Nemotron-H Omni", "nemotron_h_omni", dict(
+        image_token_id=IMAGE, video_token_id=VIDEO, audio_token_id=56, projector_hidden_size=16, vision_hidden_size=16, force_image_size=16, audio_config=None,
+        text_config=dict(_MAMBA, model_type="nemotron_h"), vision_config=dict(
+            model_type="radio", torch_dtype="float32", hidden_size=16, num_hidden_layers=2, num_attention_heads=2, mlp_ratio=2.0, patch_size=4, image_size=16,
+            max_img_size=16, num_cls_tokens=1, num_registers=1, video_temporal_patch_size=2)), _omni, ragged=False),
+    Family("EXAONE 4.5", "exaone4_5", dict(_TOKENS, video_token_id=VIDEO, text_config=text("exaone4", **_HYBRID),
+                                           vision_config=dict(_OUT, **_WINDOWED, num_key_value_heads=1)), _patches(96)),
+    Family("Gemma 4 Unified", "gemma4_unified", dict(
+        _IDS, audio_token_id=56, audio_config=None, text_config={name: value for name, value in _GEMMA4.items() if "per_layer" not in name},
+        vision_config=dict(patch_size=4, pooling_kernel_size=2, mm_embed_dim=32, mm_posemb_size=8, output_proj_dims=32)), _gemma4_unified, _AXES),
+    # videos
+    Family("Qwen2.5-VL (video)", "qwen2_5_vl", dict(_QWEN, vision_config=dict(_OUT, **_WINDOWED)), _video, _AXES, token=VIDEO),
+    # sounds
+    Family("Qwen2-Audio", "qwen2_audio", dict(audio_token_index=IMAGE, text_config=text("qwen2"), audio_config=dict(
+        _EAR, model_type="qwen2_audio_encoder", max_source_positions=8)), _sounds(4, 8, 16, mask="feature_attention_mask")),
+    Family("Voxtral", "voxtral", dict(_AUDIO, text_config=text("llama"), audio_config=_HEAR), _sounds(2, 8, 16)),
+    Family("Granite Speech", "granite_speech", dict(
+        _UNTIED, audio_token_index=IMAGE, has_lora_adapter=False, window_size=4, downsample_rate=2, text_config=text("granite", attention_multiplier=0.35),
+        encoder_config=dict(input_dim=8, num_layers=2, hidden_dim=16, num_heads=2, dim_head=8, output_dim=8, context_size=8, max_pos_emb=16,
+                            conv_kernel_size=3), projector_config=dict(_FORMER, hidden_size=16, num_attention_heads=2, encoder_hidden_size=16)),
+        _sounds(4, 8, 8, mask=_FEATURES, width=4, dtype=torch.bool)),
+    Family("Audio Flamingo 3", "audioflamingo3", dict(_AUDIO, text_config=text("qwen2"), audio_config=_HEAR), _sounds(4, 8, 16, mask=_FEATURES)),
+    Family("Music Flamingo", "musicflamingo", dict(_AUDIO, audio_bos_token_id=START, audio_eos_token_id=END, text_config=text("qwen2"),
+                                                   audio_config=dict(_HEAR, model_type="audioflamingo3_encoder")), _sounds(4, 8, 16, mask=_FEATURES)),
+    Family("GLM-ASR", "glmasr", dict(_AUDIO, text_config=text("llama"), audio_config=_HEAR), _sounds(2, 8, 16, mask=_FEATURES)),
+    Family("Qwen3-ASR", "qwen3_asr", dict(_AUDIO, pad_token_id=0, eos_token_id=1, timestamp_token_id=56, text_config=text("qwen3"), audio_config=dict(
+        _EAR, n_window_infer=100, output_dim=32, downsample_hidden_size=8)), _sounds(13, 8, 100, mask=_FEATURES)),
+    Family("Fun-ASR-Nano", "fun_asr_nano", dict(
+        _AUDIO, text_config=text("qwen3"), audio_config=dict(num_mel_bins=4, num_stacked_frames=2, hidden_size=16, num_attention_heads=2, intermediate_size=24,
+                                                             num_hidden_layers=2, num_timestamp_prediction_layers=1, fsmn_kernel_size=3),
+        adaptor_config=dict(hidden_size=32, num_attention_heads=2, intermediate_size=8, num_hidden_layers=1, projector_hidden_size=16)),
+        _sounds(4, 4, 8, mask=_FEATURES, width=4)),
 ]
+FAMILIES = [family for family in FAMILIES if family.kind in CONFIG_MAPPING]  # of the installed transformers

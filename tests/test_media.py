@@ -106,6 +106,22 @@ def test_a_draft_that_comes_in_after_a_row_has_gone(name):
     assert torch.equal(ours(model, inputs, Late(copy.deepcopy(model)), **settings).sequences, plain(model, inputs, **settings))
 
 
+@pytest.mark.parametrize("name", ["LLaVA", "Qwen2-VL", "Qwen3.5-MoE"])
+def test_a_draft_that_comes_in_after_an_image_mark_was_written(name):
+    """Its first pass is over such a mark, too, which shows nothing."""
+    family = BY_NAME[name]
+    model, inputs = family.model(), family.prompts(1, seed=3)
+    begin = inputs["input_ids"].shape[1]
+
+    class Late(ModelDraft):
+        def propose(self, context, k):
+            return super().propose(context, k if len(context.rows[0]) > begin else [0])
+
+    settings = dict(prefix_allowed_tokens_fn=lambda b, ids: [IMAGE] if len(ids) == begin else list(range(61)))
+    out = ours(model, inputs, Late(copy.deepcopy(model)), **settings)
+    assert torch.equal(out.sequences, plain(model, inputs, **settings)) and out.speculation.acceptance_rate > 0.99
+
+
 @counts_by_axes
 def test_several_answers_to_one_image(name):
     family = BY_NAME[name]

@@ -99,6 +99,10 @@ class CachedModel:
         """Logits [B, N+1, V] after the root and after every candidate of `proposal` (None: nothing is proposed), where rows[b] are
         the committed tokens of row b. One forward; two for a tree that comes with more than one uncached token."""
         self.lengths = self.lengths or [0] * len(rows)
+        if self.media is not None and not any(self.lengths):
+            prompts = [row[: len(own)] for row, own in zip(rows, self.media.columns)]
+            if prompts != rows:  # marks of images among what has been generated since are text
+                self.feed(prompts)
         fresh = [row[length:] for row, length in zip(rows, self.lengths)]
         if proposal is None:
             proposal = Proposal.from_lists([[] for _ in rows], self.device)

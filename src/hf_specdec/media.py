@@ -13,7 +13,13 @@ from transformers import PreTrainedModel
 from . import compat
 from .caches import CACHE
 
-SEES = frozenset("gemma3 idefics3 internvl llava qwen2_5_vl qwen2_vl qwen3_vl smolvlm".split())  # model types whose answers to pictures or sounds were compared with plain generate's
+SEES = frozenset(  # model types whose answers to pictures or sounds were compared with plain generate's
+    "aria audioflamingo3 aya_vision chameleon cohere2_vision deepseek_ocr2 deepseek_vl deepseek_vl_hybrid emu3 ernie4_5_vl_moe exaone4_5 fun_asr_nano fuyu "
+    "gemma3 gemma4 gemma4_unified glm46v glm4v glm4v_moe glm_ocr glmasr got_ocr2 granite4_vision granite_docling granite_speech hunyuan_vl idefics2 "
+    "idefics3 internvl janus kimi_k25 lfm2_vl lfm3_vl lighton_ocr llava llava_next llava_onevision minicpmv4_6 minicpmv4_7 mistral3 molmo2 muse_glimmer "
+    "muse_spark musicflamingo nemotron_h_omni ovis2 paddleocr_vl qianfan_ocr qwen2_5_omni_thinker qwen2_5_vl qwen2_audio qwen2_vl qwen3_5 qwen3_5_moe "
+    "qwen3_asr qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe smolvlm step3p7 video_llama_3 vipllava voxtral".split()
+)
 _READ, _READS = "mm_encoder_outputs", "_maybe_prepare_encoder_kwargs_for_generation"  # since transformers 5.24, where a model has them
 _SIGHT = ("patch_size", "spatial_patch_size", "temporal_patch_size", "spatial_merge_size", "in_channels", "num_channels", "num_mel_bins")
 _TEXT = frozenset(("attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "cache_position", "output_attentions", "output_hidden_states"))
@@ -55,7 +61,8 @@ class Media:
     def _laid_out(self, value: Any, width: int, beyond: torch.Tensor | int = 0) -> Any:
         """A tensor with a number for every token as the rows of a pass have them, `beyond` where the prompts have ended; anything else as it is."""
         shape = self.tokens.shape
-        if not torch.is_tensor(value) or value.is_floating_point() or value.ndim < 2 or value.shape[-1] != shape[1] or value.shape[-2] not in (1, shape[0]):
+        numbered = torch.is_tensor(value) and (value is self.positions or not value.is_floating_point())  # positions may be fractions
+        if not numbered or value.ndim < 2 or value.shape[-1] != shape[1] or value.shape[-2] not in (1, shape[0]):
             return value
         if width == shape[1] and all(len(own) == width for own in self.columns):
             return value
