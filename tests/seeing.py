@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForMultimodalLM, AutoModelForSeq2SeqLM
 
 from tests.helpers import VOCAB
@@ -131,6 +132,10 @@ def _video(n, generator):
     return [8] * n, {"pixel_values_videos": _noise(generator, n * 32, 96), "video_grid_thw": torch.tensor([[2, 4, 4]] * n), "second_per_grid_ts": torch.ones(n)}
 
 
+def _film(n, generator):
+    return [4] * n, {"pixel_values_videos": _noise(generator, n * 16, 96), "video_grid_thw": torch.tensor([[1, 4, 4]] * n)}
+
+
 def _gemma4_unified(n, generator):
     places = torch.tensor([[x, y] for y in range(2) for x in range(2)])
     return [4] * n, {"pixel_values": _noise(generator, n, 4, 192), "image_position_ids": places.repeat(n, 1, 1)}
@@ -202,6 +207,10 @@ _MAMBA = dict({name: value for name, value in _TEXT.items() if name != "num_hidd
               ssm_state_size=8, mamba_num_heads=8, mamba_head_dim=8, n_groups=2)
 _WINDOWED = dict(window_size=16, fullatt_block_indexes=[1])
 
+# versions of transformers before which plain generate does not take these inputs, or which ours need for the family
+SINCE = {"ViP-LLaVA": (5, 24), "Aria": (5, 24), "Granite 4 Vision": (5, 24), "Fuyu": (5, 24),
+         **dict.fromkeys(("Emu3", "Granite Speech", "Qwen2.5-Omni", "Qwen3-Omni", "Qwen3.5", "Qwen3.5-MoE", "Qwen3.5 (video)", "LFM2-VL", "MiniCPM-V 4.6"), (5, 17))}
+VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 FAMILIES = [
     Family("LLaVA", "llava", dict(_INDEX, vision_config=_CLIP), _pictures(16)),
     Family("Gemma 3", "gemma3", dict(_UNTIED, image_token_index=IMAGE, mm_tokens_per_image=4, vision_config=_SIGLIP,
@@ -316,6 +325,9 @@ FAMILIES = [
         _IDS, audio_token_id=56, audio_config=None, text_config={name: value for name, value in _GEMMA4.items() if "per_layer" not in name},
         vision_config=dict(patch_size=4, pooling_kernel_size=2, mm_embed_dim=32, mm_posemb_size=8, output_proj_dims=32)), _gemma4_unified, _AXES),
     # videos
+    Family("Qwen2-VL (video)", "qwen2_vl", dict(_QWEN, vision_config=dict(_EYE, embed_dim=16, hidden_size=32, mlp_ratio=2)), _film, _AXES, token=VIDEO),
+    Family("Qwen3-VL (video)", "qwen3_vl", dict(_QWEN, vision_config=dict(_SEEN, deepstack_visual_indexes=[0])), _film, _AXES, token=VIDEO),
+    Family("Qwen3.5 (video)", "qwen3_5", dict(_QWEN, text_config=dict(_BY_AXES, **_DELTA), vision_config=_SEEN), _film, _AXES, ragged=False, spread=0.4, token=VIDEO),
     Family("Qwen2.5-VL (video)", "qwen2_5_vl", dict(_QWEN, vision_config=dict(_OUT, **_WINDOWED)), _video, _AXES, token=VIDEO),
     # sounds
     Family("Qwen2-Audio", "qwen2_audio", dict(audio_token_index=IMAGE, text_config=text("qwen2"), audio_config=dict(
@@ -338,4 +350,4 @@ FAMILIES = [
         adaptor_config=dict(hidden_size=32, num_attention_heads=2, intermediate_size=8, num_hidden_layers=1, projector_hidden_size=16)),
         _sounds(4, 4, 8, mask=_FEATURES, width=4)),
 ]
-FAMILIES = [family for family in FAMILIES if family.kind in CONFIG_MAPPING]  # of the installed transformers
+FAMILIES = [family for family in FAMILIES if family.kind in CONFIG_MAPPING and VERSION >= SINCE.get(family.name, VERSION)]  # of the installed transformers

@@ -12,7 +12,7 @@ from . import compat, lengths
 from .caches import cached_tokens, check_cache, read_cache
 from .config import SpeculativeConfig
 from .drafts.base import Draft
-from .media import SEES, media_in
+from .media import media_in, untried
 from .probe import check_batch, check_mode
 
 # Arguments that ask transformers for another way of decoding, and what to do instead.
@@ -165,12 +165,11 @@ def check_call(model, input_ids, processors, generation, model_kwargs: dict, tra
 
 def _check_inputs(config, model_kwargs: dict, traits: compat.ModelTraits, cached: int) -> dict:
     """What is shown beside the text, {} for nothing. What the loop does not know of it is refused."""
-    shown = media_in(config, model_kwargs, cached)
-    seen = ("encoder_outputs", "decoder_attention_mask") if traits.encoder == "own" else shown if config.model_type in SEES else ()
-    for name in shown:
-        if name not in seen:
-            raise ValueError(f"{name}: this model input is not supported with speculative=True for a model of type {config.model_type!r}. Drop it, or use "
-                             f"speculative=False.")
+    shown, own = media_in(config, model_kwargs, cached), ("encoder_outputs", "decoder_attention_mask")
+    name = next((name for name in shown if name not in own), None) if traits.encoder == "own" else untried(config, shown)
+    if name is not None:
+        raise ValueError(f"{name}: this model input is not supported with speculative=True for a model of type {config.model_type!r}. Drop it, or use "
+                         f"speculative=False.")
     if traits.encoder == "own":
         return {}
     if shown and cached:

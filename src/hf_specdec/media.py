@@ -11,15 +11,22 @@ import torch
 from transformers import PreTrainedModel
 
 from . import compat
-from .caches import CACHE
+from .caches import CACHE, GOES_ON
 
-SEES = frozenset(  # model types whose answers to pictures or sounds were compared with plain generate's
-    "aria audioflamingo3 aya_vision chameleon cohere2_vision deepseek_ocr2 deepseek_vl deepseek_vl_hybrid emu3 ernie4_5_vl_moe exaone4_5 fun_asr_nano fuyu "
-    "gemma3 gemma4 gemma4_unified glm46v glm4v glm4v_moe glm_ocr glmasr got_ocr2 granite4_vision granite_docling granite_speech hunyuan_vl idefics2 "
-    "idefics3 internvl janus kimi_k25 lfm2_vl lfm3_vl lighton_ocr llava llava_next llava_onevision minicpmv4_6 minicpmv4_7 mistral3 molmo2 muse_glimmer "
-    "muse_spark musicflamingo nemotron_h_omni ovis2 paddleocr_vl qianfan_ocr qwen2_5_omni_thinker qwen2_5_vl qwen2_audio qwen2_vl qwen3_5 qwen3_5_moe "
-    "qwen3_asr qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe smolvlm step3p7 video_llama_3 vipllava voxtral".split()
-)
+TRIED = {  # model types whose answers to what they are shown were compared with plain generate's
+    "image": frozenset(
+        "aria aya_vision chameleon cohere2_vision deepseek_ocr2 deepseek_vl deepseek_vl_hybrid emu3 ernie4_5_vl_moe exaone4_5 fuyu gemma3 gemma4 "
+        "gemma4_unified glm46v glm4v glm4v_moe glm_ocr got_ocr2 granite4_vision granite_docling hunyuan_vl idefics2 idefics3 internvl janus kimi_k25 lfm2_vl "
+        "lfm3_vl lighton_ocr llava llava_next llava_onevision minicpmv4_6 minicpmv4_7 mistral3 molmo2 muse_glimmer muse_spark nemotron_h_omni ovis2 "
+        "paddleocr_vl qianfan_ocr qwen2_5_omni_thinker qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe smolvlm step3p7 "
+        "video_llama_3 vipllava".split()),
+    "video": frozenset("qwen2_5_vl qwen2_vl qwen3_5 qwen3_vl".split()),
+    "sound": frozenset("audioflamingo3 fun_asr_nano glmasr granite_speech musicflamingo qwen2_audio qwen3_asr voxtral".split()),
+}
+if not GOES_ON:  # transformers before 5.17: these count positions by what they have kept of the first pass
+    TRIED["image"] -= {"qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"}
+_HEARD = ("audio", "input_features", "feature_attention_mask", "input_values", "speech")  # parts of the names of inputs that are sounds
+_MARKS = ("mm_token_type_ids", "moe_mm_token_type_ids", "token_type_ids")
 _READ, _READS = "mm_encoder_outputs", "_maybe_prepare_encoder_kwargs_for_generation"  # since transformers 5.24, where a model has them
 _SIGHT = ("patch_size", "spatial_patch_size", "temporal_patch_size", "spatial_merge_size", "in_channels", "num_channels", "num_mel_bins")
 _TEXT = frozenset(("attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "cache_position", "output_attentions", "output_hidden_states"))
@@ -28,9 +35,19 @@ _TEXT = frozenset(("attention_mask", "position_ids", CACHE, "use_cache", "logits
 def media_in(config: Any, model_kwargs: dict[str, Any], cached: int = 0) -> dict[str, Any]:
     """Of the model inputs that `generate` has prepared for the model of `config` those that are no text; {} where they say no more than that there is
     nothing behind the first `cached` tokens."""
-    marks = ("mm_token_type_ids", "token_type_ids") if hasattr(config, "vision_config") else ("mm_token_type_ids",)
+    marks = _MARKS if hasattr(config, "vision_config") else _MARKS[:2]
     found = {name: value for name, value in model_kwargs.items() if name not in _TEXT and value is not None and not (isinstance(value, dict) and not value)}
     return found if any(name not in marks or bool(value[..., cached:].any()) for name, value in found.items()) else {}
+
+
+def untried(config: Any, shown: dict[str, Any]) -> str | None:
+    """The first of the inputs `shown` that nobody has tried on a model of this type; None where there is none."""
+    read = {f"{kind} features": value for kind, value in (shown.get(_READ) or {}).items() if value is not None}
+    for name in (*shown, *read):
+        kind = "video" if "video" in name or name == "second_per_grid_ts" else "sound" if any(part in name for part in _HEARD) else "image"
+        if name != _READ and name not in _MARKS and config.model_type not in TRIED[kind]:
+            return name
+    return None if any(config.model_type in types for types in TRIED.values()) else next(iter(shown), None)
 
 
 @dataclass
