@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import typer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_specdec import loop
 from hf_specdec.bench.embedded import load_target
@@ -97,6 +98,24 @@ def test_peers_that_are_not_installed_are_skipped_by_name(target_folder, tmp_pat
     output = capsys.readouterr().out
     assert "skipped: economize is not installed" in output and "skipped: flashspec is not installed" in output
     assert json.loads((tmp_path / "peers_batch1.json").read_text())["results"][0]["arm"] == "plain generate"
+
+
+def test_images_compares_texts_and_leaves_the_random_tower_named(target_folder, tmp_path, monkeypatch, capsys):
+    images = script("images")
+    tokenizer, model = AutoTokenizer.from_pretrained(target_folder), AutoModelForCausalLM.from_pretrained(target_folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": [images.MARK]})
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    model.resize_token_embeddings(max(len(tokenizer), model.config.vocab_size))
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    small = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, image_size=32, patch_size=8)
+    for name, value in dict(embedded_folder=lambda: tmp_path, VISION=small, SIDE=32, PER_IMAGE=1).items():
+        monkeypatch.setattr(images, name, value)
+    monkeypatch.setattr(sys, "argv", ["images.py", "--prompts", "1", "--repetitions", "1", "--new-tokens", "6"])
+    with pytest.raises(SystemExit) as ended:
+        images.main()
+    output = capsys.readouterr().out
+    assert ended.value.code == 0 and output.count("1/1") == len(images.ARMS) and "RANDOM" in output
 
 
 def test_bf16_forks_lists_forks_and_ends_well_if_all_are_near_ties(target_folder, tmp_path):
