@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING
 
 from hf_specdec.cached_model import CachedModel
 from hf_specdec.caches import CACHE, GOES_ON
-from hf_specdec.drafts import EarlyExitDraft, PromptLookupDraft, RecyclingDraft
+from hf_specdec.drafts import CascadeDraft, EarlyExitDraft, ModelDraft, PromptLookupDraft, RecyclingDraft
 from hf_specdec.drafts.feature import FeatureDraft
 from hf_specdec.drafts.medusa import MedusaDraft
 from hf_specdec.proposal import Proposal
@@ -117,6 +117,23 @@ def test_one_drafts_for_a_target_without_states_and_the_other_way_round():
     for target, draft in ((llama, hybrid), (hybrid, llama), (hybrid, model_of("Falcon-H1")), (hybrid, model_of(CONVOLUTIONS, seed=1))):
         (row,) = prompts(12)
         assert generated(speculate(target, [row], draft, k=3, max_new_tokens=25), [row]) == plain(target, [row], max_new_tokens=25)
+
+
+@pytest.mark.parametrize("kind", [RECURRENT, CONVOLUTIONS])
+def test_a_draft_model_never_reads_its_text_again(kind):
+    """Every one of its passes leaves states to go back to, whichever token is rejected."""
+    model, rows = model_of(kind), prompts(30, seed=3)
+    draft = perturbed(model, 0.02)
+    for make in (ModelDraft, lambda draft: CascadeDraft(draft, PromptLookupDraft())):
+        widths, out = [], None
+
+        def run():
+            nonlocal out
+            out = speculate(model, rows, make(draft), k=5, max_new_tokens=40)
+
+        widths = widths_of(draft, run)
+        assert generated(out, rows) == plain(model, rows, max_new_tokens=40) and 0.3 < out.speculation.acceptance_rate < 0.95
+        assert widths[0] == 30 and max(widths[1:]) < 12, make
 
 
 def test_drafts_that_read_the_prompts_logits_work():

@@ -135,7 +135,7 @@ class CachedModel:
     def extend(self, tokens: torch.Tensor, advance: list[int]) -> torch.Tensor:
         """Feed one more token per row, int64 [B, 1]; logits [B, 1, V]. Row b keeps it if advance[b] is 1."""
         logits = self._forward(tokens.to(self.device), None, [1] * len(advance))
-        self._keep([length + step for length, step in zip(self.lengths, advance)])
+        self._keep([length + step for length, step in zip(self.lengths, advance)], settled=False)
         return logits
 
     def several(self, tokens: torch.Tensor, k: list[int], vocab: int, drawing: Drawing, uniform: torch.Tensor, embeds: tuple | None = None) -> tuple | None:
@@ -269,15 +269,15 @@ class CachedModel:
             for layer in self.cache.layers if first < steps - 1 else ():
                 if layer.is_initialized:
                     layer.gather(starts + nodes[:, first:], starts + target[first:])
-        self._keep([length + own - 1 + step for length, own, step in zip(self.lengths, self.fresh, advance)])
+        self._keep([length + own - 1 + step for length, own, step in zip(self.lengths, self.fresh, advance)], settled=self.role == "target")
 
     def crop(self, lengths: list[int]) -> None:
         """Forget everything from position lengths[b] on in row b; all of it where that is below 0."""
         self._keep([max(min(own, new), 0) for own, new in zip(self.lengths, lengths)])
 
-    def _keep(self, lengths: list[int]) -> None:
-        """What is cached of every row from now on; less where there are states, and none of just so many tokens."""
-        self.lengths = lengths if self.states is None else [self.states.back_to(length) for length in lengths]
+    def _keep(self, lengths: list[int], settled: bool = True) -> None:
+        """What is cached of every row from now on; less where there are states, and none of just so many tokens. settled: as `Checkpoints.back_to` has it."""
+        self.lengths = lengths if self.states is None else [self.states.back_to(length, settled) for length in lengths]
 
     def keep(self, rows: list[int]) -> None:
         """Only these rows go on."""

@@ -112,12 +112,13 @@ class Checkpoints:
                 for part, limit in zip(self.limited, limits):
                     part.time_step_limit = limit
 
-    def back_to(self, length: int) -> int:
-        """Forget what was read from position `length` on. How many tokens the states stand for then: `length` or fewer."""
+    def back_to(self, length: int, settled: bool = True) -> int:
+        """Forget what was read from position `length` on. How many tokens the states stand for then: `length` or fewer. settled: nothing will go back to
+        states of much before; without it all are kept."""
         while self.kept and self.kept[-1].length > length:
             if self.kept[-1].start <= length > 0:
                 self.kept[-1].cut(length)
             else:
                 self.kept.pop()
-        self.kept = self.kept[-2:]  # drafts inside a cascade go back once more
+        self.kept = self.kept[-2:] if settled else self.kept  # drafts inside a cascade go back once more
         return self.kept[-1].length if self.kept else 0
