@@ -3,6 +3,7 @@ clock with noise. Nothing is generated.
 
     python benchmarks/batch_schedule.py
     python benchmarks/batch_schedule.py --tokens 64
+    python benchmarks/batch_schedule.py --slow --tokens 64 --runs 200      # one row, and first rounds that the clock shows as slower than they are
 
 Speed over plain decoding, in rounds: a plain round costs 1, a drafted token c per row of the batch, but no more than a plain round: a pass over k
 tokens more per row is no dearer than k passes.
@@ -60,8 +61,38 @@ def speed(text: str, rows: int, c: float, tokens: int, seed: int, make: Callable
     return tokens / spent
 
 
-def main(tokens: int = 48, runs: int = 40):
+SLOW = {"what they took": (), "5 times as much of the first": (5,), "3 times as much of the first and third": (3, 1, 3),
+        "3 times as much of the first two (the second is a plain one)": (3, 3)}
+ROWS = {"acceptance 0.7": (0.7, 0.05), "acceptance 0.02": (0.02, 0.05), "acceptance 0.3, a token costs 0.3 of a step": (0.3, 0.3)}
+
+
+def after_slow_rounds(slow: tuple[float, ...], alpha: float, c: float, tokens: int, seed: int) -> float:
+    """Speed over plain decoding of one row whose rounds cost 1 + c K and of whose first timed ones the clock shows `slow` times as much; later, thrice
+    as much of one in twenty."""
+    rng, schedule, left, spent, clock = random.Random(seed), AutoSchedule(16, None), tokens, 0.0, iter(slow)
+    schedule.next_k([0], [left])
+    schedule.observe([0], [0], None)
+    while left > 0:
+        k, taken = schedule.next_k([0], [left])[0], 0
+        while taken < k and rng.random() < alpha:
+            taken += 1
+        shown = (1 + c * k) * rng.lognormvariate(0, 0.03)
+        factor = next(clock, 0)
+        shown *= factor or (3 if rng.random() < 0.05 else 1)
+        schedule.observe([k], [taken], shown)
+        spent, left = spent + 1 + c * k, left - taken - 1
+    return tokens / spent
+
+
+def main(tokens: int = 48, runs: int = 40, slow: bool = False):
     """Print the mean speed over plain decoding for every kind of text, batch and cost, the least of them, and the slowest single call."""
+    if slow:
+        table = Table("the clock shows of the first timed rounds", *ROWS, title=f"{tokens} tokens, {runs} runs")
+        for name, factors in SLOW.items():
+            means = [sum(after_slow_rounds(factors, alpha, c, tokens, seed) for seed in range(runs)) / runs for alpha, c in ROWS.values()]
+            table.add_row(name, *(f"{mean:.2f}x" for mean in means))
+        Console(highlight=False, width=150).print(table)
+        return
     means: dict[tuple, float] = {}
     singles: dict[tuple, float] = {}
     for c in COSTS:

@@ -224,7 +224,7 @@ def test_positions_behind_an_image():
     shown = media_in(model.config, {name: value for name, value in inputs.items() if name != "input_ids"})
     columns = [row.nonzero()[:, 0].tolist() for row in inputs["attention_mask"]]
     positions = model._prepare_position_ids_for_generation(inputs["input_ids"], {"attention_mask": inputs["attention_mask"], **shown})
-    assert ahead(positions, columns) == [-4, -2] == model.model.rope_deltas[:, 0].tolist()  # 8 tokens of an image take 4 positions, 4 take 2
+    assert ahead(positions, columns, inputs["input_ids"].shape[1]) == [-4, -2] == model.model.rope_deltas[:, 0].tolist()  # 8 tokens of an image take 4 positions, 4 take 2
     with torch.no_grad():
         cached = CachedModel(model, 64)
         cached.look(Media(model, shown, inputs["input_ids"], columns, positions))
@@ -271,8 +271,13 @@ def test_a_filled_cache_beside_an_image_is_refused():
 def test_a_prompt_that_ends_within_an_image():
     positions = torch.tensor([[[0, 1, 2]], [[0, 1, 1]], [[0, 1, 2]]])
     with pytest.raises(ValueError, match="ends with an image"):
-        ahead(positions, [[0, 1, 2]])
-    assert ahead(positions[:, :, :2], [[0, 1]]) == [0]
+        ahead(positions, [[0, 1, 2]], 3)
+    assert ahead(positions[:, :, :2], [[0, 1]], 2) == [0]
+
+
+def test_positions_of_the_last_columns_and_of_all_rows_alike():
+    assert ahead(torch.tensor([[7, 8]]), [[0, 1, 2, 3], [1, 2, 3]], 4) == [5, 6]
+    assert ahead(None, [[0]], 1) == []
 
 
 def test_text_alone_is_what_it_was():

@@ -207,9 +207,9 @@ def _check_positions(positions: torch.Tensor | None, real: torch.Tensor, cached:
         return
     width = min(positions.shape[-1], real.shape[1] - cached)
     mask, counted = real[:, -width:], (real.cumsum(-1) - 1)[:, -width:]
-    counted = counted + (positions[..., -1:] - counted[:, -1:] if cached else 0)
     shape = torch.Size([*positions.shape[:-2], *mask.shape])
     try:
+        counted = counted + (positions[..., -1:] - counted[:, -1:] if cached else 0)
         same = torch.equal(positions[..., -width:].expand(shape)[mask.expand(shape)], counted.expand(shape)[mask.expand(shape)])
     except RuntimeError:  # a shape that no expansion makes fit
         same = False

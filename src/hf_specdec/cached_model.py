@@ -82,7 +82,7 @@ class CachedModel:
     def look(self, media: Media | None) -> None:
         """The first pass reads what the prompts show, too."""
         if media is not None:
-            self.media, self.ahead = media, ahead(media.positions, media.columns)
+            self.media, self.ahead = media, ahead(media.positions, media.columns, media.tokens.shape[1])
 
     @property
     def new(self) -> bool:

@@ -91,7 +91,7 @@ class Call:
         target = CachedModel(self.model, limit, "target", self.traits, self.source, self.config.compile)
         if self.given and cached_tokens(self.cache):
             target.load(self.cache, self.columns, cached_tokens(self.cache))
-            target.ahead = ahead(self.positions, self.columns)
+            target.ahead = ahead(self.positions, self.columns, self.input_ids.shape[1])
         target.look(self.media)
         target.reader = decoder.draft.read if decoder.draft.reads_prompt else None
         seeds = self._seeds(batch)

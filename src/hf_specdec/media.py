@@ -70,10 +70,10 @@ class Media:
         given = {name: self._laid_out(value, width) for name, value in self.inputs.items()}
         given["attention_mask"] = None if min(sizes) == width else (places < lengths).long()
         if self.positions is not None:
-            beyond = places + torch.tensor(ahead(self.positions, self.columns), device=device)[:, None]
+            beyond = places + torch.tensor(ahead(self.positions, self.columns, self.tokens.shape[1]), device=device)[:, None]
             given["position_ids"] = self._laid_out(self.positions, width, beyond)
         given = self.model.prepare_inputs_for_generation(tokens, use_cache=True, is_first_iteration=True, **{CACHE: cache}, **given)
-        return {name: value for name, value in given.items() if value is not None}
+        return {name: value.to(device) if torch.is_tensor(value) else value for name, value in given.items() if value is not None}
 
     def _laid_out(self, value: Any, width: int, beyond: torch.Tensor | int = 0) -> Any:
         """A tensor with a number for every token as the rows of a pass have them, `beyond` where the prompts have ended; anything else as it is."""
@@ -83,7 +83,7 @@ class Media:
             return value
         if width == shape[1] and all(len(own) == width for own in self.columns):
             return value
-        laid = torch.zeros((*value.shape[:-2], shape[0], width), dtype=value.dtype, device=value.device) + beyond
+        laid = torch.zeros((*value.shape[:-2], shape[0], width), dtype=value.dtype, device=self.tokens.device) + torch.as_tensor(beyond, device=self.tokens.device)
         for b, own in enumerate(self.columns):
             laid[..., b, : len(own)] = value[..., b if value.shape[-2] > 1 else 0, own]
         return laid.to(value.dtype)
@@ -120,16 +120,16 @@ class Media:
         return {name: value for name, value in self.raw.items() if name in names and value is not None}
 
 
-def ahead(positions: torch.Tensor | None, columns: list[list[int]]) -> list[int]:
-    """Per row, by how much the positions of what follows the prompt exceed the number of tokens before it: an image of many tokens may take few. positions,
-    columns: as `Media` has them. ValueError where a prompt ends within an image."""
+def ahead(positions: torch.Tensor | None, columns: list[list[int]], width: int) -> list[int]:
+    """Per row, by how much the positions of what follows a prompt exceed the number of tokens before it: an image of many tokens may take few. positions:
+    as `Media` has them, of all `width` columns or of the last ones, of every row or alike in all. ValueError where a prompt ends within an image."""
     if positions is None:
         return []
-    ends = [positions[max(len(positions) - 3, 0) :, b, own[-1]] if positions.ndim == 3 else positions[b, own[-1]] for b, own in enumerate(columns)]
-    axes = [set(end.reshape(-1).tolist()) for end in ends]
-    if any(len(each) > 1 for each in axes):
+    axes = positions if positions.ndim == 3 else positions[None]
+    ends = [axes[max(len(axes) - 3, 0) :, min(b, axes.shape[1] - 1), own[-1] - width].tolist() for b, own in enumerate(columns)]
+    if any(len(set(each)) > 1 for each in ends):
         raise ValueError("input_ids: the prompt ends with an image, whose last token has several positions. Put a token of text behind it.")
-    return [each.pop() - len(own) + 1 for each, own in zip(axes, columns)]
+    return [each[0] - len(own) + 1 for each, own in zip(ends, columns)]
 
 
 def _eyes(config: Any) -> list:
