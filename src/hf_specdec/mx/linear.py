@@ -143,7 +143,7 @@ class MXLinear(nn.Linear):
         if type(x) is not torch.Tensor or torch.jit.is_tracing():  # a trace, or a tensor that is none: addresses mean nothing there
             return product(x, self)
         if torch.compiler.is_compiling():
-            by_place = self._place is not None and not torch.compiler._is_exporting_flag  # its function says True in every trace of torch 2.9 to 2.12
+            by_place = self._place is not None and not torch.compiler._is_exporting_flag  # not by its function, which torch 2.11 takes for True in every trace
             if by_place and not torch.is_grad_enabled() and not (cpu.by_panels() and x.numel() > cpu.WIDE * self.in_features):
                 return mx_tiles(x, *self._place, self.out_features)
             return product(x, self)
