@@ -60,6 +60,7 @@ def test_the_answer_depends_on_what_is_shown(family):
     assert float((first[0] - first[1]).nan_to_num(0.0).abs().max()) > 0.01  # where both are minus infinity there is none
 
 
+@pytest.mark.share(1 / 2)
 @every_family
 @pytest.mark.parametrize("rows", [1, 3])
 def test_greedy_answers_are_those_of_plain_generate(family, rows):
@@ -335,6 +336,7 @@ def test_in_bfloat16_with_row_invariant_kernels_no_answer_forks(name):
     assert torch.equal(ours(model, inputs, MixtureDraft()).sequences, plain(model, inputs))
 
 
+@pytest.mark.share(1 / 2)
 @pytest.mark.skipif(OLD_TORCH, reason="this torch does not compile the model: docs/performance.md")
 @pytest.mark.parametrize("name", ["LLaVA", "Qwen2-VL"])
 def test_compiled_passes_behind_a_prompt_that_shows_something(name, recwarn):
