@@ -89,7 +89,7 @@ def line(family: Family) -> tuple[str, list[str]]:
     """One row of the table, and the reasons of what was refused in it."""
     attentions = [attn for attn in ATTENTION if offers(family, attn)]
     columns, reasons = [], []
-    for batch, tree in ((1, False), (3, False), (3 if family.ragged else 1, True)):
+    for batch, tree in ((1, False), (3, False), (3 if family.trees else 1, True)):
         results = {attn: outcome(family, attn, batch, tree) for attn in attentions}
         reasons += [result for result in results.values() if result.startswith("refused")]
         words = {cell(result) for result in results.values()}

@@ -33,7 +33,7 @@ _LATENT = dict(_HEADS, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_n
 @dataclass(frozen=True)
 class Family:
     """kind: the model_type of transformers. ragged: whether it takes a batch of rows of different lengths. spread: standard
-    deviation of the random weights, such that its text is neither stuck nor at a tie. window: what is special about its masks."""
+    deviation of the random weights, such that its text is neither stuck nor at a tie. window: what is special about its masks. trees: whether it takes them."""
 
     name: str
     kind: str
@@ -41,6 +41,10 @@ class Family:
     ragged: bool = True
     spread: float = 0.3
     window: str = ""
+
+    @property
+    def trees(self) -> bool:
+        return self.ragged and self.window != "states"
 
     def model(self, attn: str = "sdpa", seed: int = 0):
         return build(self.kind, seed, attn, self.spread, **self.settings)
@@ -297,7 +301,7 @@ STATEFUL = [
     Family("Zaya", "zaya", {**_LLAMA, "head_dim": 8, "num_experts": 4, "moe_intermediate_size": 16, "router_hidden_size": 16}, spread=0.6),
 ]
 STATEFUL = [family for family in STATEFUL if family.kind != "mamba2" or CACHE == "cache"]  # before 5.24 its forward has a name of its own for its cache
-FAMILIES += [replace(family, ragged=False, window="states") for family in STATEFUL if GOES_ON]
+FAMILIES += [replace(family, ragged=not family.kind.startswith("inkling"), window="states") for family in STATEFUL if GOES_ON]
 FAMILIES = [line for line in FAMILIES if line.kind in CONFIG_MAPPING]  # of the installed transformers
 FAMILIES = [line for line in FAMILIES if line.kind != "cohere_compass_text" or CACHE == "cache"]  # before 5.24 its own code fails with this config
 _TOO_OLD = [line for line in FAMILIES if line.kind in compat._OWN_WAYS]

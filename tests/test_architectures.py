@@ -36,8 +36,8 @@ def test_a_ragged_batch_equals_plain_generate_row_by_row_or_is_refused(family, a
 @pytest.mark.parametrize(("family", "attn"), CASES if FULL else CASES[:REQUIRED], ids=lambda value: getattr(value, "name", value))
 def test_a_tree_equals_plain_generate_or_is_refused(family, attn):
     need(family, attn)
-    result = outcome(family, attn, batch=3 if family.ragged else 1, tree=True)
-    assert result == "exact" if family.ragged else result.startswith("refused: target:") and "tree" in result
+    result = outcome(family, attn, batch=3 if family.trees else 1, tree=True)
+    assert result == "exact" if family.trees else result.startswith("refused: target:") and "tree" in result
 
 
 @pytest.mark.share(1 / 4)

@@ -159,6 +159,7 @@ def test_a_cache_that_grows_needs_no_other_functions(name, compile, traced, stri
     assert {own[1] for own in made.tried if isinstance(own[1], int)} >= {32, 64, 128} and len(made.made) == len(made.slots) and not made.apart
 
 
+@pytest.mark.share(1 / 2)
 @pytest.mark.parametrize("compile", ["model", "layers"])
 def test_a_model_that_asks_how_many_slots_there_are_gets_functions_for_each_number(compile, traced, strict, monkeypatch):
     def attention(module, query, key, value, attention_mask, **kwargs):
@@ -279,7 +280,7 @@ def test_warming_up_compiles_what_a_call_needs(traced, strict):
     assert all(compiled._functions[model].made == functions for model, functions in made.items()) and all(map(compiled_once, made))
 
 
-@pytest.mark.share(1 / 3)
+@pytest.mark.share(0)
 @pytest.mark.parametrize("sampling", [{"do_sample": True, "temperature": 0.9, "top_p": 0.9}, {"do_sample": True, "no_repeat_ngram_size": 2}, {}], ids=str)
 def test_warming_up_for_sampling_compiles_what_draws(sampling, traced, strict):
     target, rows = enabled(family("Llama").model("eager")), repetitive(13)[:1]
@@ -339,7 +340,7 @@ WARPERS = {
 
 
 @torch.no_grad()
-@pytest.mark.share(1 / 2)
+@pytest.mark.share(1 / 4)
 @pytest.mark.parametrize("name", WARPERS if FULL else ["none", "min_p", "typical_p", "top_p"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16] if FULL else [torch.float32])
 def test_several_passes_in_one_function_draw_what_single_ones_do_from_the_same_laws(name, dtype, traced, strict):
@@ -361,7 +362,7 @@ def test_several_passes_in_one_function_draw_what_single_ones_do_from_the_same_l
         assert torch.equal(tokens[:, step], token[:, 0])
 
 
-@pytest.mark.share(1 / 10)
+@pytest.mark.share(1 / 20)
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.8}, {"eta_cutoff": 0.01}, {"no_repeat_ngram_size": 3}, {"draft_stop": "confidence"}], ids=str)
 @pytest.mark.parametrize("lengths", [(7, 7), (9, 5)], ids=str)
 @pytest.mark.parametrize("name", ["model", "feature"])
@@ -382,6 +383,7 @@ def test_sampled_texts_and_their_rounds_are_those_without_compiling(name, length
     assert bool(made) == (not own and set(options) <= {"top_p"})
 
 
+@pytest.mark.share(0)
 def test_another_temperature_is_no_other_function_and_another_top_k_is(traced, strict):
     target, rows = family("Llama").model("eager"), prompts(9)
     draft, counts = perturbed(target, 0.05), []
@@ -393,7 +395,7 @@ def test_another_temperature_is_no_other_function_and_another_top_k_is(traced, s
     hf_specdec.disable(target)
 
 
-@pytest.mark.share(1 / 2)
+@pytest.mark.share(0)
 @pytest.mark.parametrize("draft", [ModelDraft, lambda model: make("model_tree", model)], ids=["chain", "tree"])
 def test_every_function_is_given_dense_tensors(draft, traced, strict, monkeypatch):
     """A function without guards reads them as they lay when it was traced: rows that all began at one slot shared their positions, and memory behind
@@ -406,7 +408,7 @@ def test_every_function_is_given_dense_tensors(draft, traced, strict, monkeypatc
     assert len(given) > 4 and all(part.is_contiguous() for part in tensors)
 
 
-@pytest.mark.share(1 / 2)
+@pytest.mark.share(0)
 @pytest.mark.parametrize(("name", "limit"), [("GPT-2", "n_positions"), ("OPT", "max_position_embeddings")])
 def test_a_row_at_the_end_of_the_drafts_context_gets_no_position_beyond_it(name, limit, traced, strict):
     own = family(name)
@@ -418,7 +420,7 @@ def test_a_row_at_the_end_of_the_drafts_context_gets_no_position_beyond_it(name,
     hf_specdec.disable(target)
 
 
-@pytest.mark.share(1 / 2)
+@pytest.mark.share(0)
 @pytest.mark.parametrize("k", [[4], [4, 1]], ids=str)
 def test_what_has_to_be_decided_after_every_token_is_drafted_step_by_step(k, traced, strict):
     target, rows = family("Llama").model("eager"), prompts(9, 5)[: len(k)]

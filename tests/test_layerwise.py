@@ -71,6 +71,7 @@ def test_one_layer_of_a_kind_is_compiled(strict):
     assert counters["stats"]["unique_graphs"] == len(functions(target))
 
 
+@pytest.mark.share(0)
 def test_layers_that_differ_have_functions_of_their_own(strict):
     target = built("Gemma 3 (text)", num_hidden_layers=6, layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2)
     kinds = layerwise.kinds(list(target.model.layers))
@@ -89,6 +90,7 @@ def test_prompts_of_all_lengths_share_a_function(strict):
     assert all(passes.unguarded(function) is not function for function in starts)  # never compiled for a second length
 
 
+@pytest.mark.share(0)
 def test_whole_passes_begin_with_prompts_by_layers(strict):
     target = built("Llama", num_hidden_layers=5)
     for length in (20, 33):

@@ -196,13 +196,10 @@ def refused(words: str, run) -> None:
         run()
 
 
-def test_a_batch_a_tree_beams_and_early_exit_are_refused_by_name():
+def test_a_tree_and_early_exit_are_refused_by_name():
     model = model_of(RECURRENT)
-    refused("carries a state.*batch size 1", lambda: speculate(model, prompts(4, 6), max_new_tokens=4))
     refused("carries a state.*trees", lambda: speculate(model, prompts(4), RecyclingDraft(branches=3), max_new_tokens=4))
-    refused("carries a state", lambda: speculate(model, prompts(4), max_new_tokens=4, num_beams=2))
     refused("carries states.*use another draft", lambda: EarlyExitDraft(model, 1))
-    refused("assistant_model.*carries a state.*batch size 1", lambda: speculate(tiny_llama(vocab_size=61), prompts(4, 6), model, max_new_tokens=4))
 
 
 def test_a_callers_cache_is_refused_and_none_is_handed_back():

@@ -19,9 +19,10 @@ LEAVES = {"__main__", "bench", "cli", "commands", "mx", "viz", "training"}
 # what may be imported by what comes after it; modules of one line know nothing of each other
 LINES = [
     {"tree", "registry", "theory", "noise", "compat", "kv_cache", "draft_stop", "head", "lengths", "parts", "passes", "method", "memory", "budget",
-     "law", "nucleus", "lazy_law", "caches", "states", "media"},
+     "law", "nucleus", "lazy_law", "caches", "states", "media", "checkpoint"},
     {"proposal", "sequences", "tree_shapes", "distributions", "config", "schedule", "trace", "seq2seq", "tap", "masks", "layerwise"},
     {"compiled"},
+    {"forward"},
     {"cached_model", "acceptance.base", "acceptance.primitive"},
     {"probe", "acceptance.*", "drafts.base"},
     {"drafts.growth", "drafts.earning", "drafts.inner", "drafts.progress", "drafts.mapped", "drafts.datastore", "drafts.vocabulary"},
@@ -32,7 +33,7 @@ LINES = [
     {"integration"},
     {""},
 ]
-WITHIN = {("compat", "caches"), ("media", "compat"), ("media", "caches"), ("states", "kv_cache"), ("lazy_law", "law"), ("lazy_law", "nucleus"), ("drafts.feature_tree", "drafts.feature"), ("drafts.feature_tree", "drafts.model_tree"), ("drafts.feature", "drafts.features"),
+WITHIN = {("compat", "caches"), ("media", "compat"), ("media", "caches"), ("states", "kv_cache"), ("states", "checkpoint"), ("lazy_law", "law"), ("lazy_law", "nucleus"), ("drafts.feature_tree", "drafts.feature"), ("drafts.feature_tree", "drafts.model_tree"), ("drafts.feature", "drafts.features"),
           ("drafts.feature", "drafts.model"), ("drafts.ngram", "drafts.ngram_table"), ("drafts", "drafts.base"),
           ("drafts.model_tree", "drafts.model"), ("acceptance.coupled", "acceptance.greedy"), ("acceptance.block", "acceptance.sampling"),
           ("acceptance.spectr", "acceptance.sampling"), ("acceptance.typical", "acceptance.threshold"), ("drafts.mixture", "drafts.choosing"), ("drafts.mixture", "drafts.merging"),
@@ -116,7 +117,7 @@ def test_imports_go_no_deeper_than_the_lines_allow():
     def depth(module: str) -> int:
         return 1 + max((depth(other) for other in own_imports(module) if other in FILES and other != module), default=0)
 
-    assert max(depth(module) for module in TRUNK) <= 9
+    assert max(depth(module) for module in TRUNK) <= 10
 
 
 def test_every_registry_entry_names_what_is_there():

@@ -61,7 +61,8 @@ class ScoredBeams:
         left = self.target.room(self.context.rows, [self.context.max_length - len(row) for row in self.context.rows])
         evidence = self.draft.evidence(self.context)
         self.k = self.schedule.next_k([max(evidence)], [min(left)])[0]
-        proposal = self.draft.propose(self.context, [self.k if own >= 0 else 0 for own in evidence])
+        k = self.target.together(self.context.rows, [self.k if own >= 0 else 0 for own in evidence])
+        proposal = self.draft.propose(self.context, k)
         proposal = proposal.within([own - 1 for own in left])
         drafted = perf_counter()
         self.logits, self.proposal = self.target.score(self.context.rows, proposal).to(self.context.device), proposal

@@ -162,17 +162,16 @@ def traits_of(model: PreTrainedModel, role: str) -> ModelTraits:
         or config.model_type in _OWN_MASK_BEFORE_SDPA and not model._supports_sdpa
     head = model.get_output_embeddings()
     encoder, states = "own" if model.config.is_encoder_decoder else "another's" if "encoder_outputs" in forward else "none", _states(model, config)
-    stateful = bool(states) or getattr(model, "_is_stateful", False)  # the latter alone: a draft of such a model's attention layers
     limits = ("max_target_positions", "max_position_embeddings", "max_seq_len")
     return ModelTraits(
-        masks=_masks(config),
-        own_positions=own_mask or encoder != "none" or "position_ids" not in forward or stateful,
+        masks=_masks(config, bool(states)),
+        own_positions=own_mask or encoder != "none" or "position_ids" not in forward or bool(states),
         logits_to_keep="logits_to_keep" in forward,
         vocab_size=head.weight.shape[0] if torch.is_tensor(getattr(head, "weight", None)) else getattr(head, "out_features", config.vocab_size),
         max_positions=next((value for limit in limits if (value := getattr(config, limit, None)) and value > 0), None),
         encoder=encoder,
         states=states,
-        placed=stateful and "position_ids" in forward,
+        placed=bool(states) and "position_ids" in forward,
         indexed=_INDEXED in (getattr(config, "layer_types", None) or ()),
     )
 
@@ -227,10 +226,13 @@ def why_not_compiled(model: PreTrainedModel) -> str | None:
     return "it keeps the keys of an indexer, too" if _INDEXED in (getattr(config, "layer_types", None) or ()) else None
 
 
-def own_mask_refusal(model: PreTrainedModel, role: str) -> str:
-    """Why a model that makes its own masks takes no batch and no tree."""
+def own_mask_refusal(model: PreTrainedModel, role: str, branches: bool = False) -> str:
+    """Why a model that makes its own masks, or carries states, takes no ragged batch, or no `branches` of a tree."""
     model = unwrap(model)
-    why = "carries a state from token to token" if _states(model, model.config.get_text_config()) else \
+    if branches and _states(model, model.config.get_text_config()):
+        return (f"{role}: {type(model).__name__} carries a state from token to token, which branches of a tree cannot share. Propose chains, or use "
+                f"speculative=False.")
+    why = "carries a state from token to token, and gives a row other logits in a ragged batch than alone" if _states(model, model.config.get_text_config()) else \
         "makes its attention mask or position bias itself (as encoder-decoders and ALiBi do)"
     return (f"{role}: {type(model).__name__} {why}, so rows that accept different numbers of tokens, or branches of a tree, cannot share a pass. "
             f"Generate the rows one by one (batch size 1; num_return_sequences and num_beams make rows, too) with chains, or use speculative=False.")
@@ -245,9 +247,12 @@ def device_of(model: PreTrainedModel) -> torch.device:
     return next((torch.device(device) for device in devices if device is not None), model.device)
 
 
-def _masks(config: Any) -> tuple[tuple[str | None, str, int], ...]:
+def _masks(config: Any, states: bool = False) -> tuple[tuple[str | None, str, int], ...]:
     window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
     sizes = {"full_attention": ("full", 0), "sliding_attention": ("sliding", window or 0), "chunked_attention": ("chunked", chunk or 0), _INDEXED: ("full", 0)}
+    if states:  # such models name the masks of their layers in ways of their own
+        sliding = [(key, *sizes["sliding_attention"]) for key in ("sliding_attention", "hybrid_sliding")] if window else []
+        return tuple((key, *sizes["full_attention"]) for key in ("full_attention", "hybrid")) + tuple(sliding)
     if getattr(config, "layer_types", None):
         return tuple((key, *sizes[key]) for key in sorted(set(config.layer_types)) if key in sizes)
     if window is not None:

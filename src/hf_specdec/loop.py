@@ -43,7 +43,7 @@ class SpeculativeLoop:
         rows = self.sequences.tokens
         room = self.target.room(rows, self.sequences.room())
 
-        k = self.schedule.next_k(self.draft.evidence(self.context), room)
+        k = self.target.together(rows, self.schedule.next_k(self.draft.evidence(self.context), room))
         proposal = self.draft.propose(self.context, k)
         if not self.draft.trusted:
             Proposal.check(proposal, len(rows), self.context.vocab_size, self.draft.name)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
-from .compat import ModelTraits
 from .kv_cache import SlotPlan
 from .tree import Tree
+
+if TYPE_CHECKING:
+    from .compat import ModelTraits
 
 
 class CausalMasks:
@@ -48,6 +52,9 @@ def additive(kind: str, size: int, seen: torch.Tensor, query: torch.Tensor, slot
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
 
 
+RECURRENT = ("linear_attention", "conv")  # layers that carry states look their mask up under these names
+
+
 class Placing:
     """How a model is told where the tokens of a block are and what they see."""
 
@@ -59,6 +66,8 @@ class Placing:
         """position_ids int64 [B, width], counted in tokens, and attention_mask, for the block that `plan` has laid out: in row b, sizes[b] tokens of a
         chain, or nodes of `tree` from node `first` on, behind lengths[b] tokens (and, of a tree, those that come before)."""
         device, chain = self.device, tree is None or tree.is_chain
+        if self.traits.states and len(sizes) > 1:  # of one row, the model's own masks say the same
+            return self._beside_states(plan, [length + first for length in lengths], width, sizes)
         if self.traits.own_positions:
             mask = {"attention_mask": torch.ones((1, plan.visible), dtype=torch.long, device=device)}
             return mask | ({"position_ids": torch.arange(plan.cached, plan.visible, device=device)[None]} if self.traits.placed else {})
@@ -86,3 +95,15 @@ class Placing:
         masks = {key: additive(kind, size, seen, positions[..., None], slot_positions, self.dtype).expand(len(sizes), -1, -1, -1)
                  for key, kind, size in self.traits.masks}
         return {"position_ids": positions.expand(len(sizes), -1), "attention_mask": masks.get(None, masks)}
+
+    def _beside_states(self, plan: SlotPlan, starts: list[int], width: int, sizes: list[int]) -> dict:
+        """Of several rows whose layers carry states. starts[b] < 0: the block begins with padding, which these do not read."""
+        firsts, last = torch.tensor([starts, sizes], device=self.device)[..., None]
+        places = torch.arange(width, device=self.device)
+        padding = (firsts + places >= 0).long() if min(starts) < 0 else None
+        if not self.traits.placed:
+            return {"attention_mask": padding}
+        positions = (firsts + torch.minimum(places, last - 1)).clamp(min=0)  # padding sees the first token: attention to nothing would be nan
+        slots = torch.arange(plan.visible, device=self.device)[None, None]
+        masks = {key: additive(kind, size, slots <= positions[..., None], positions[..., None], slots, self.dtype) for key, kind, size in self.traits.masks}
+        return {"position_ids": positions, "attention_mask": masks | dict.fromkeys(RECURRENT, padding)}

@@ -23,7 +23,7 @@ _answers: WeakKeyDictionary = WeakKeyDictionary()
 
 def check_batch(model: PreTrainedModel, traits: ModelTraits, batch: int, role: str) -> None:
     """ValueError naming `role` if `model` cannot score `batch` ragged rows in one pass."""
-    if batch > 1 and (traits.own_positions or not obeys_masks(model, traits)):
+    if batch > 1 and (traits.own_positions and not traits.states or not obeys_masks(model, traits)):
         raise ValueError(own_mask_refusal(model, role))
 
 
@@ -32,7 +32,7 @@ def check_trees(draft, model: PreTrainedModel, traits: ModelTraits, length: int,
     if not draft.may_branch:
         return
     if traits.own_positions:
-        raise ValueError(f"{own_mask_refusal(model, role)} The draft {draft.name!r} proposes trees: "
+        raise ValueError(f"{own_mask_refusal(model, role, branches=True)} The draft {draft.name!r} proposes trees: "
                          f"use one that proposes chains, such as PromptLookupDraft() or a draft model.")
     if role == "target":  # what a draft computes may be anything
         check_counting(compat.unwrap(model), length, role)
@@ -99,8 +99,14 @@ def _ragged_equals_alone(model: PreTrainedModel, traits: ModelTraits) -> bool:
     together = cached.score([row + new for row, new in zip(rows, block.tolist())]).float()
     for b, row in enumerate(rows):
         whole = torch.cat([torch.tensor([row], device=model.device), block[b : b + 1]], dim=1)
-        positions = torch.arange(whole.shape[1], device=model.device)[None]  # as stock generate counts; RoBERTa alone would begin at its pad token + 1
-        alone = model(input_ids=whole, position_ids=positions, use_cache=False).logits[0, -1].float()
+        if traits.states:  # which may be limited in prompts, and not in what follows
+            lone = CachedModel(model, 9, traits=traits)
+            lone.score([row])
+            lone.commit([1])
+            alone = lone.score([whole[0].tolist()])[0, 0].float()
+        else:
+            positions = torch.arange(whole.shape[1], device=model.device)[None]  # as stock generate counts; RoBERTa alone would begin at its pad token + 1
+            alone = model(input_ids=whole, position_ids=positions, use_cache=False).logits[0, -1].float()
         if not torch.allclose(together[b, 0].to(alone.device), alone, atol=0.05 * float(alone.std()), rtol=0.0):
             return False
     return True

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from math import inf
 from threading import RLock
 
@@ -19,11 +18,11 @@ from torch import nn
 from torch.nn.functional import pad
 from transformers.cache_utils import LinearAttentionLayer
 
+from .checkpoint import Checkpoint, State
 from .kv_cache import SlotLayer, SlotPlan
 
 ANY = (0.0, inf)  # of a time step's limits
 _limits = RLock()  # who holds it may change them
-State = tuple[dict, dict]  # of one layer, by number: inputs of convolutions [B, C, n] and recurrent states [B, ...]; None where there is none
 
 
 class StateLayer(SlotLayer, LinearAttentionLayer):
@@ -59,25 +58,10 @@ class StateLayer(SlotLayer, LinearAttentionLayer):
         return inputs[..., -self.conv_kernel_size[i] - more :]
 
 
-@dataclass
-class Checkpoint:
-    """The states of all layers after `length` tokens; they can be cut down to `start`."""
-
-    start: int
-    length: int
-    states: list[State]
-
-    def cut(self, length: int) -> None:
-        """Take back what convolutions have read from position `length` on."""
-        back = self.length - length
-        self.states = [({i: part[..., : part.shape[-1] - back] for i, part in inputs.items()}, recurrent) for inputs, recurrent in self.states]
-        self.length = length
-
-
 class Checkpoints:
-    """The states of `layers` of one cache, of one row, after passes of `model` that may have to be returned to.
+    """The states of `layers` of one cache after passes of `model` that may have to be returned to, row by row.
 
-    PENDING: most tokens that are fed once more in front of candidates; more than that get a pass of their own, which is a checkpoint, too.
+    PENDING: most tokens of a lone row that are fed once more in front of candidates; more than that get a pass of their own, which is a checkpoint, too.
     REACH: by how many tokens the states of convolutions can be cut.
     """
 
@@ -89,15 +73,20 @@ class Checkpoints:
         with _limits:
             self.limited = [part for part in model.modules() if tuple(getattr(part, "time_step_limit", None) or ANY) != ANY]
 
+    def apart(self, fresh: list[list[int]], sizes: list[int]) -> bool:
+        """Whether all but the last of the tokens `fresh` of every row are to be fed before a pass over candidates, of which there are sizes[b]: many tokens of
+        a lone row, or rows of unequal numbers where there is nothing else to be gained from a pass that none of the shorter ones can go on from."""
+        return len(fresh[0]) > self.PENDING if len(fresh) == 1 else not any(sizes) and len(set(map(len, fresh))) > 1
+
     @contextmanager
-    def during(self, start: int, length: int) -> Iterator[None]:
-        """A pass that reads the tokens start..length - 1 goes on from the last states, and leaves others."""
+    def during(self, starts: list[int], width: int) -> Iterator[None]:
+        """A pass that reads `width` tokens from position starts[b] on goes on from the last states, and leaves others. starts[b] < 0: of a text, after padding."""
         for layer, state in zip(self.layers, self.kept[-1].states if self.kept else [None] * len(self.layers)):
             layer.put(state)
-        with self._heeding(prompt=not start) if self.limited else nullcontext():
+        with self._heeding(prompt=not self.kept) if self.limited else nullcontext():
             yield
-        reach = 0 if any(layer.is_recurrent() for layer in self.layers) else min(self.REACH, length - start)
-        self.kept.append(Checkpoint(length - reach, length, [layer.taken(reach) for layer in self.layers]))
+        reach = 0 if any(layer.is_recurrent() for layer in self.layers) else min(self.REACH, width)
+        self.kept.append(Checkpoint([start + width for start in starts], reach, [layer.taken(reach) for layer in self.layers]))
 
     @contextmanager
     def _heeding(self, prompt: bool) -> Iterator[None]:
@@ -112,13 +101,21 @@ class Checkpoints:
                 for part, limit in zip(self.limited, limits):
                     part.time_step_limit = limit
 
-    def back_to(self, length: int, settled: bool = True) -> int:
-        """Forget what was read from position `length` on. How many tokens the states stand for then: `length` or fewer. settled: nothing will go back to
-        states of much before; without it all are kept."""
-        while self.kept and self.kept[-1].length > length:
-            if self.kept[-1].start <= length > 0:
-                self.kept[-1].cut(length)
-            else:
-                self.kept.pop()
-        self.kept = self.kept[-2:] if settled else self.kept  # drafts inside a cascade go back once more
-        return self.kept[-1].length if self.kept else 0
+    def back_to(self, lengths: list[int], settled: bool = True) -> list[int]:
+        """Forget what was read from position lengths[b] on in row b. How many tokens the states stand for then: so many or fewer. settled: nothing will go
+        back to states of much before; without it all are kept."""
+        kept: list[Checkpoint] = []
+        for own in self.kept:
+            wanted = [min(length, most) for length, most in zip(own.lengths, lengths)]
+            if max(length - least for length, least in zip(own.lengths, wanted)) <= own.reach and min(wanted) > 0:
+                own.cut(wanted)
+            before = kept[-1] if kept else None
+            own = own.rows_of(before, [length > most for length, most in zip(own.lengths, lengths)])
+            if own is not before and any(own.lengths) and (before is None or own.lengths != before.lengths):
+                kept.append(own)
+        self.kept = kept[-2:] if settled else kept  # drafts inside a cascade go back once more
+        return list(kept[-1].lengths) if kept else [0] * len(lengths)
+
+    def keep(self, rows: list[int]) -> None:
+        """Only these rows go on."""
+        self.kept = [one.keep(rows) for one in self.kept]

@@ -39,7 +39,16 @@ def show(taps: list[Tap], states: list[torch.Tensor], starts: list[int]) -> None
     """Tell `taps` of a pass: the outputs [B, L, H] of `layers_of(taps)`, and the rows' first positions."""
     found = dict(zip(layers_of(taps), states))
     for tap in taps:
-        tap.passes.append((torch.cat([found[layer] for layer in tap.layers], dim=-1), starts))
+        starts, seen = without_padding(starts, torch.cat([found[layer] for layer in tap.layers], dim=-1))
+        tap.passes.append((seen, starts))
+
+
+def without_padding(starts: list[int], block: torch.Tensor) -> tuple[list[int], torch.Tensor]:
+    """The first position of every row of a block [B, L, ...], which may be one of padding before the text (below 0), and the block, such that it begins with the text
+    and the padding comes last."""
+    if min(starts) < 0:
+        block = torch.stack([own.roll(min(start, 0), 0) for own, start in zip(block, starts)])
+    return [max(start, 0) for start in starts], block
 
 
 def note(module: nn.Module, args: tuple, output) -> None:

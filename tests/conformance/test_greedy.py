@@ -73,7 +73,7 @@ TREES = {"binary": (0, 0, 1, 1, 2, 2), "bushy": (0, 0, 0, 1, 1, 2, 2, 5, 5, 7), 
 @pytest.mark.parametrize("name", NAMES if FULL else ["Llama", "Llama 4 (text, chunked)"])
 def test_every_tree_gives_plain_generates_text(name, rows, parents):
     family = next(line for line in FAMILIES if line.name == name)
-    if not family.ragged:
+    if not family.trees:
         pytest.skip(f"{name} makes its own masks and takes no tree; tests/test_architectures.py tests the refusal")
     target, batch = family.model("eager"), [(repetitive(13) + prompts(2, 7, seed=9))[i] for i in rows]
     texts = plain(target, batch, max_new_tokens=24)

@@ -67,7 +67,7 @@ def test_after_the_prompt_pass_every_context_of_the_prompt_has_what_follows_and_
 
 
 def test_long_prompts_are_read_from_their_end(monkeypatch):
-    monkeypatch.setattr("hf_specdec.cached_model.READ", 5 * 61)
+    monkeypatch.setattr("hf_specdec.forward.READ", 5 * 61)
     target, draft, seen = tiny_llama(3), NGramRecyclingDraft(read_prompt=True), []
     read = draft.read
     draft.read = lambda firsts, logits: (seen.append((firsts, logits.shape)), read(firsts, logits))

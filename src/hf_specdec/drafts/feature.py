@@ -35,6 +35,9 @@ class FeatureDraft(ModelDraft):
 
     def start(self, context: Context) -> None:
         parts.of_one_dtype(self.model.feature_fuse.weight, self.model.get_input_embeddings().weight.dtype)
+        if self.traits.states and len(context.rows) > 1:
+            raise ValueError("assistant_model: layers of a feature drafter that carry states take one row. Generate the rows one by one, or make the drafter of "
+                             "layers of attention.")
         super().start(context)
         self.tap = None
         self.known = [0] * len(context.rows)  # of every row, places whose states are there

@@ -39,7 +39,7 @@ class ModelTreeDraft(ModelDraft):
     def __init__(self, model: PreTrainedModel, tree: Tree | DynamicTree | Sequence[int] = (4, 2, 1), siblings: str | None = None):
         super().__init__(model)
         if self.traits.own_positions:
-            raise ValueError(compat.own_mask_refusal(model, "assistant_model"))
+            raise ValueError(compat.own_mask_refusal(model, "assistant_model", branches=True))
         tree = from_json(tree)
         dynamic = isinstance(tree, DynamicTree)
         if not dynamic and not isinstance(tree, Tree):

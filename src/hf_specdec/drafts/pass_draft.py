@@ -66,7 +66,7 @@ class PassDraft(OnePassDraft):
         super().__init__(heads, tree)
         self.target, self.traits = target, compat.traits_of(compat.unwrap(target), "target")
         if self.traits.own_positions:
-            raise ValueError(compat.own_mask_refusal(target, "target"))
+            raise ValueError(compat.own_mask_refusal(target, "target", branches=True))
         self.cached: CachedModel | None = None
         self.context: Context | None = None
 

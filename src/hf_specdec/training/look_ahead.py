@@ -103,7 +103,7 @@ class LookAheadTrainer(Trainer):
     def _build(self, target, layers: list[int], ids: torch.Tensor | None) -> LookAhead:
         refuse_encoder(target, "target")
         if compat.traits_of(target, "target").own_positions:
-            raise ValueError(compat.own_mask_refusal(target, "target"))
+            raise ValueError(compat.own_mask_refusal(target, "target", branches=True))
         self.target = target
         return build(target, self.config.heads)
 

@@ -1,0 +1,144 @@
+"""One forward of a model over a block of tokens, behind what its cache holds: compiled or not, with what drafts want to see of it.
+
+It knows positions and cache slots, and what is in sight of them, from where each row's block begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from time import perf_counter
+
+import torch
+from transformers import PreTrainedModel
+
+from . import compat, passes
+from .compiled import CompiledPasses, FixedBuffers
+from .head import READ, head_at, places_of
+from .kv_cache import SlotCache
+from .layerwise import TRIAL
+from .lengths import check_counting, counts_itself
+from .masks import Placing
+from .media import Media
+from .parts import read_at
+from .seq2seq import Decoder, Source
+from .states import Checkpoints, StateLayer
+from .tap import Tap, layers_of, show, watched, without_padding
+from .tree import Tree
+
+
+class Forward:
+    """limit: most slots a row can need. role: how errors name the model. source: what the decoder of an encoder-decoder reads.
+
+    lengths: tokens per row that come before a block.
+    media: what the prompts show beside their text; the first pass reads it.
+    ahead: per row, by how much the positions of its tokens exceed their number; [] where they are the same.
+    reader: called as reader(firsts, logits) in a pass over more than the root, with the logits [B, n, V] of the block's last n
+        places, the first of which is position firsts[b] of row b; n is cut so that they are at most READ numbers. None: not wanted.
+    embed: makes the inputs [B, L, H] of a pass from its tokens [B, L]; None: the model's own embedding does.
+    taps: who sees what layers put out (`watch`).
+    calls, seconds: forwards run, and the time they took on the host.
+    compiled: the passes over fixed shapes, where compile=True; the prompt pass, and what does not compile, runs without.
+    """
+
+    def __init__(self, model: PreTrainedModel, limit: int, role: str = "target", traits: compat.ModelTraits | None = None,
+                 source: Source | None = None, compile: bool | str = False):
+        self.model, self.role = model, role
+        self.run = model if source is None else Decoder(model, source)
+        self.traits = traits or compat.traits_of(compat.unwrap(model), role)
+        self.cache = SlotCache(limit, FixedBuffers(model, role) if compile else None, self.traits.states, StateLayer)
+        self.states = Checkpoints(self.cache.layers, compat.unwrap(model)) if self.traits.states else None
+        self.compiled = CompiledPasses(model, role, compile) if compile else None
+        self.most, self.runner = passes.runner(model, compiled=False)
+        if compile and (source is not None or self.traits.own_positions or counts_itself(compat.unwrap(model), limit)):
+            self.compiled.give_up("it makes its masks or positions itself")
+        self.device, self.dtype = compat.device_of(model), model.dtype
+        self.media: Media | None = None
+        self.lengths: list[int] = []
+        self.ahead: list[int] = []
+        self.reader: Callable[[list[int], torch.Tensor], None] | None = None
+        self.embed: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self.taps: list[Tap] = []
+        self.calls, self.seconds = 0, 0.0
+        self.placing = Placing(self.traits, self.dtype, self.device)
+
+    def watch(self, layers: tuple[int, ...]) -> Tap:
+        """Show, from now on, what these layers put out in every pass."""
+        self.taps.append(Tap(layers))
+        return self.taps[-1]
+
+    @property
+    def new(self) -> bool:
+        """Whether the last pass had to be compiled first."""
+        return self.compiled is not None and self.compiled.untried
+
+    def _forward(self, tokens: torch.Tensor, tree: Tree | None, sizes: list[int], columns: torch.Tensor | None = None,
+                 first: int = 0) -> torch.Tensor:
+        """Logits at `columns` int64 [B, m] of the block, or at all of them; sizes[b]: places of row b that are meant. first: the node
+        of the tree at which the block begins."""
+        begin = perf_counter()
+        most = None if self.reader is None else max(READ // (len(tokens) * self.traits.vocab_size), 1)
+        wanted, columns = (None, None) if columns is None else places_of(columns, tokens.shape[1], most)
+        apart = columns is not None and self.reader is None and self.compiled is None and self.traits.logits_to_keep \
+            and len(wanted) > columns.shape[1]
+        with head_at(self.model, columns if apart else None):
+            logits = self._logits(tokens, tree, sizes, first, wanted)
+        if columns is not None and logits.shape[1] == len(wanted):
+            if self.reader is not None:
+                self.reader(*without_padding([length + int(wanted[0]) for length in self.lengths], logits))
+            logits = logits[torch.arange(len(sizes), device=logits.device)[:, None], columns.to(logits.device)]
+        self.calls += 1
+        self.seconds += perf_counter() - begin
+        return logits
+
+    def _logits(self, tokens: torch.Tensor, tree: Tree | None, sizes: list[int], first: int, wanted: torch.Tensor | None) -> torch.Tensor:
+        """One forward; logits at the places `wanted` int64 [n] of the block, or at all of them."""
+        width, starts, logits, layers = tokens.shape[1], [length + first for length in self.lengths], None, layers_of(self.taps)
+        embeds = self.embed and self.embed(tokens)
+        places = self.compiled.places(width) if self.compiled is not None and any(self.lengths) else None
+        if places is not None:
+            self.cache.plan.lay(starts, places, self.device, whole=True)
+            done = self.compiled(tokens, embeds, self.cache, layers, **self._positions_and_masks(width, tree, sizes, first))
+            logits, states = done or (None, [])
+            if done and not self.compiled.untried:
+                show(self.taps, states, starts)
+                return logits if wanted is None else logits[:, wanted.to(logits.device)]
+        self.cache.plan.lay(starts, width, self.device)
+        seen = self.media is not None and not any(starts)
+        inputs = self.media.first_pass(tokens, sizes, self.cache) if seen else self._positions_and_masks(width, tree, sizes, first)
+        keep = wanted is not None and self.traits.logits_to_keep
+        inputs |= {"logits_to_keep": wanted} if keep else {}
+        inputs |= {compat.CACHE: self.cache, "use_cache": True, "return_dict": True}
+        inputs |= {"input_ids": tokens} if embeds is None else {"inputs_embeds": embeds}
+        if self.compiled is not None and not any(starts) and not seen:
+            logits, states = self.compiled.start(self.run, inputs, layers, self._trial) or (None, [])
+            if logits is not None and not self.compiled.untried:
+                show(self.taps, states, starts)
+                return logits if keep or wanted is None else logits[:, wanted.to(logits.device)]
+        kept = nullcontext() if self.states is None else self.states.during(starts, width)
+        with kept, watched(read_at(compat.unwrap(self.model), layers)) as states:
+            reference = (self.runner(self.run, **inputs) if tokens.numel() <= self.most else self.run(**inputs)).logits
+        show(self.taps, states, starts)
+        reference = reference if keep or wanted is None else reference[:, wanted.to(reference.device)]
+        if logits is not None:
+            self.compiled.judge(logits if wanted is None or logits.shape == reference.shape else logits[:, wanted.to(logits.device)], reference)
+        return reference
+
+    def _trial(self, ragged: bool) -> None:
+        """A pass over the first tokens of texts that nobody wants, with the compiled passes of this model."""
+        trial = Forward(self.model, 2 * TRIAL, self.role, self.traits, compile=self.compiled.way)
+        trial.compiled, trial.embed, trial.lengths = self.compiled, self.embed, [0] * len(self.lengths)
+        text = torch.tensor([[(7 * i + 1) % self.traits.vocab_size for i in range(TRIAL)]], device=self.device)
+        sizes = [TRIAL] + [TRIAL - ragged] * (len(self.lengths) - 1)
+        trial._forward(text.expand(len(sizes), -1), None, sizes, torch.tensor(sizes, device=self.device)[:, None] - 1)
+
+    def _positions_and_masks(self, width: int, tree: Tree | None, sizes: list[int], first: int = 0) -> dict:
+        chain = tree is None or tree.is_chain
+        if not chain and self.role == "target":  # a draft is exact whatever it computes
+            check_counting(compat.unwrap(self.model), self.cache.plan.limit, self.role)
+        if not chain and self.traits.own_positions:
+            raise ValueError(compat.own_mask_refusal(self.model, self.role, branches=True))
+        inputs = self.placing(self.cache.plan, self.lengths, width, tree, sizes, first)
+        if any(self.ahead) and "position_ids" in inputs:
+            inputs["position_ids"] = inputs["position_ids"] + torch.tensor(self.ahead, device=self.device)[:, None]
+        return inputs
