@@ -1,6 +1,6 @@
 """Models whose layers carry states (Mamba 2, gated delta rules, short convolutions): what a pass costs, and what speculation makes of it.
 
-    OMP_NUM_THREADS=2 python benchmarks/states.py [--shape qwen3_5 lfm2 ...] [--dtype bfloat16] [--tiles] [--rate 0.8]
+    OMP_NUM_THREADS=2 python benchmarks/states.py [--shape qwen3_5 lfm2 ...] [--dtype bfloat16] [--tiles] [--rate 0.8] [--batch 4]
 
 Shapes of small models of these families, random weights. Acceptance is SIMULATED: at each place a draft that costs nothing proposes the target's own next token
 with probability --rate, else another one. The cost of the passes, with what is fed once more after a rejection, is real. Plain generate and speculation take turns;
@@ -48,6 +48,7 @@ def main() -> None:
     parser.add_argument("--tiles", action="store_true", help="weights in the kernels' tiles")
     parser.add_argument("--rate", type=float, default=0.8)
     parser.add_argument("--k", type=int, nargs="+", default=[3, 7])
+    parser.add_argument("--batch", type=int, default=1, help="rows, each shorter than the one before")
     parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--repetitions", type=int, default=3)
     given = parser.parse_args()
@@ -93,22 +94,24 @@ def passes(model, repetitions: int) -> dict[int, float]:
 
 def compared(model, given: argparse.Namespace) -> tuple[list[float], list[str], int, int]:
     """Per K plain generate's median seconds over ours, and the block efficiency; how many texts are plain generate's, and of how many."""
-    ids = torch.randint(1, VOCAB, (1, 64))
-    settings = dict(attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=given.new_tokens, min_new_tokens=given.new_tokens, pad_token_id=0)
+    ids, mask = torch.randint(1, VOCAB, (given.batch, 64)), torch.ones((given.batch, 64), dtype=torch.long)
+    for b in range(given.batch):
+        ids[b, : 3 * b] = mask[b, : 3 * b] = 0
+    settings = dict(attention_mask=mask, do_sample=False, max_new_tokens=given.new_tokens, min_new_tokens=given.new_tokens, pad_token_id=0)
     seconds, blocks, same = {k: [] for k in (0, *given.k)}, {}, 0
     for repetition in range(given.repetitions):
         begin = perf_counter()
         plain = model.generate(ids, **settings)
         seconds[0].append(perf_counter() - begin)
         for k in given.k:
-            draft = SimulatedTable(plain[0, 64:].tolist(), given.rate, seed=repetition)
+            draft = SimulatedTable(plain[:, 64:].tolist(), given.rate, seed=repetition)
             begin = perf_counter()
             out = model.generate(ids, speculative=True, assistant_model=draft, num_assistant_tokens=k, return_dict_in_generate=True, **settings)
             seconds[k].append(perf_counter() - begin)
-            same += torch.equal(out.sequences, plain)
+            same += int((out.sequences == plain).all(-1).sum())
             blocks.setdefault(k, []).append(out.speculation.block_efficiency)
     first = statistics.median(seconds[0])
-    return [first / statistics.median(seconds[k]) for k in given.k], [f"{statistics.mean(own):.2f}" for own in blocks.values()], same, given.repetitions * len(given.k)
+    return [first / statistics.median(seconds[k]) for k in given.k], [f"{statistics.mean(own):.2f}" for own in blocks.values()], same, given.repetitions * len(given.k) * given.batch
 
 
 if __name__ == "__main__":

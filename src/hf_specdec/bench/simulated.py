@@ -37,32 +37,37 @@ class SimulatedDraft(ModelDraft):
         if not size:
             return proposal
         done = len(context.rows[0]) - self.prompt
-        tokens = _tokens(self, done, size, context.vocab_size)
+        tokens = _tokens(self, self.oracle, done, size, context.vocab_size)
         # the draft's cache stands for these tokens from now on, so that what is accepted costs it nothing again
         self.drafted = torch.tensor([tokens], device=context.device)
         return Proposal.chain(self.drafted, None, [size], self.name)
 
 
 class SimulatedTable(Draft):
-    """As `SimulatedDraft`, for a draft that costs nothing (an n-gram table, prompt lookup): k tokens, each right with probability `rate`."""
+    """As `SimulatedDraft`, for a draft that costs nothing (an n-gram table, prompt lookup): k tokens, each right with probability `rate`. oracle: of one row, or
+    of every row a list; then batches are served, too."""
 
     name = "simulated"
     trusted = False
 
-    def __init__(self, oracle: list[int], rate: float, seed: int):
-        self.oracle, self.rate, self.coin = oracle, rate, random.Random(seed)
+    def __init__(self, oracle: list[int] | list[list[int]], rate: float, seed: int):
+        self.oracles = oracle if oracle and isinstance(oracle[0], list) else [oracle]
+        self.rate, self.coin = rate, random.Random(seed)
 
     def start(self, context: Context) -> None:
-        if context.sampler.do_sample or len(context.rows) != 1:
-            raise ValueError("SimulatedTable serves greedy decoding of one row.")
-        self.prompt = len(context.rows[0])
+        if context.sampler.do_sample or len(context.rows) != len(self.oracles):
+            raise ValueError("SimulatedTable serves greedy decoding of the rows that it knows: one, or as many as it was given lists.")
+        self.rows, self.prompts = self.oracles, [len(row) for row in context.rows]
 
     def propose(self, context: Context, k: list[int]) -> Proposal:
-        done = len(context.rows[0]) - self.prompt
-        return Proposal.from_lists([_tokens(self, done, k[0], context.vocab_size)], context.device, self.name)
+        drafted = [_tokens(self, own, len(row) - prompt, size, context.vocab_size) for own, row, prompt, size in zip(self.rows, context.rows, self.prompts, k)]
+        return Proposal.from_lists(drafted, context.device, self.name)
+
+    def keep(self, rows: list[int]) -> None:
+        self.rows, self.prompts = [self.rows[row] for row in rows], [self.prompts[row] for row in rows]
 
 
-def _tokens(draft: SimulatedDraft | SimulatedTable, place: int, size: int, vocabulary: int) -> list[int]:
+def _tokens(draft: SimulatedDraft | SimulatedTable, oracle: list[int], place: int, size: int, vocabulary: int) -> list[int]:
     """For each place the target's own token, or with probability 1 - rate the one after it in the vocabulary."""
-    right = [draft.oracle[i] if i < len(draft.oracle) else 0 for i in range(place, place + size)]
+    right = [oracle[i] if i < len(oracle) else 0 for i in range(place, place + size)]
     return [token if draft.coin.random() < draft.rate else (token + 1) % vocabulary for token in right]
