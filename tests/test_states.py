@@ -202,15 +202,53 @@ def test_a_tree_and_early_exit_are_refused_by_name():
     refused("carries states.*use another draft", lambda: EarlyExitDraft(model, 1))
 
 
-def test_a_callers_cache_is_refused_and_none_is_handed_back():
-    for kind in KINDS:
-        model, inputs = model_of(kind), padded(prompts(5))
-        out = model.generate(**inputs, max_new_tokens=3, return_dict_in_generate=True)
-        longer = {"input_ids": torch.cat([out.sequences, torch.tensor([[7]])], dim=1), "attention_mask": torch.ones(1, 9, dtype=torch.long)}
-        target = enabled(model)
-        refused("cannot be continued with speculative=True", lambda: target.generate(**longer, **{CACHE: out[CACHE]}, max_new_tokens=3, speculative=True))
-        ours = target.generate(**inputs, max_new_tokens=3, return_dict_in_generate=True, speculative=True)
-        assert ours.get(CACHE) is None and torch.equal(ours.sequences, out.sequences)
+def test_a_cache_of_several_rows_or_of_states_alone_is_refused():
+    for kind, rows, words in ((RECURRENT, prompts(5, 5), "several rows of a model that carries states"), ("Mamba 2", prompts(5), "does not say how many tokens")):
+        if kind in KINDS:
+            model, inputs = model_of(kind), padded(rows)
+            out = model.generate(**inputs, max_new_tokens=3, return_dict_in_generate=True, pad_token_id=0)
+            longer = {name: torch.nn.functional.pad(out.sequences, (0, 1), value=7) for name in ("input_ids",)}
+            longer["attention_mask"] = torch.ones_like(longer["input_ids"])
+            refused(f"{words}.*cannot be continued", lambda: enabled(model).generate(**longer, **{CACHE: out[CACHE]}, max_new_tokens=3, speculative=True))
+
+
+def turn(model, text, cache, ours: bool, **options):
+    """(text, cache) after one more call of generate over the whole text."""
+    inputs = {"input_ids": torch.tensor([text]), "attention_mask": torch.ones((1, len(text)), dtype=torch.long), **({} if cache is None else {CACHE: cache})}
+    more = dict(speculative=True, num_assistant_tokens=4, assistant_model=perturbed(model, 0.02), **options) if ours else {}
+    out = model.generate(**inputs, max_new_tokens=9, min_new_tokens=9, return_dict_in_generate=True, **more)
+    return out.sequences[0].tolist(), out[CACHE]
+
+
+CONTINUED = [kind for kind in (RECURRENT, "Falcon-H1", CONVOLUTIONS, "Nemotron-H", "Granite 4 (hybrid)", "Inkling (text)", "Lara mini") if kind in HERE]  # Nemotron-H limits the time steps of prompts
+
+
+@pytest.mark.parametrize("ours", [(True, True, True), (False, True, True), (True, False, True), (True, True, False)], ids=str)
+@pytest.mark.parametrize("kind", CONTINUED)
+def test_a_conversation_goes_on_from_the_cache_of_the_turn_before(kind, ours):
+    """Three turns, by plain generate and by ours; what is said between them has 1, 5 and 20 tokens."""
+    model = enabled(model_of(kind))
+    expected, text, cache, plain_cache = prompts(11)[0], prompts(11)[0], None, None
+    for said, mine in zip((1, 5, 20), ours):
+        expected, plain_cache = turn(model, expected, plain_cache, ours=False)
+        text, cache = turn(model, text, cache, ours=mine)
+        assert text == expected and type(cache) is type(plain_cache)
+        text, expected = ([*own, *prompts(said, seed=9)[0]] for own in (text, expected))
+    assert cache.get_seq_length() == plain_cache.get_seq_length() == len(text) - 20 - 1
+    for own, plains in zip(cache.layers, plain_cache.layers):
+        for name in ("conv_states", "recurrent_states"):
+            for i, part in getattr(plains, name, {}).items():
+                if part is not None:
+                    torch.testing.assert_close(getattr(own, name)[i], part, atol=1e-4, rtol=1e-3)
+
+
+@every_kind
+def test_one_row_gets_its_cache_back_and_several_get_none(kind):
+    model = enabled(model_of(kind))
+    for rows in (prompts(5), prompts(5, 5)):
+        out = model.generate(**padded(rows), max_new_tokens=3, return_dict_in_generate=True, pad_token_id=0)
+        ours = model.generate(**padded(rows), max_new_tokens=3, return_dict_in_generate=True, pad_token_id=0, speculative=True)
+        assert torch.equal(ours.sequences, out.sequences) and (type(ours.get(CACHE)) is type(out[CACHE]) if len(rows) == 1 else ours.get(CACHE) is None)
 
 
 def test_a_drafter_cannot_be_made_of_layers_that_the_config_names_itself():

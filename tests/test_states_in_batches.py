@@ -7,6 +7,7 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from hf_specdec.cached_model import CachedModel
+from hf_specdec.bench.simulated import SimulatedTable
 from hf_specdec.caches import GOES_ON
 from hf_specdec.compat import traits_of
 from hf_specdec.drafts import CascadeDraft, ModelDraft, NGramRecyclingDraft, PromptLookupDraft
@@ -101,6 +102,21 @@ def test_a_pass_is_no_wider_than_candidates_make_it_and_reads_what_was_rejected_
     widths = widths_of(model, run)
     assert generated(out, ROWS) == texts(model, ROWS, max_new_tokens=60)
     assert widths[0] == 20 and max(widths[1:]) == k + 1 and len(widths) < 60 + 3, "one pass a round, whatever is rejected"
+
+
+def test_rows_that_have_to_be_told_what_was_rejected_get_fewer_candidates_and_the_others_all():
+    model, k = tried(RECURRENT), 3
+    expected = texts(model, ROWS, max_new_tokens=60)
+    out, widths = None, []
+
+    def run():
+        nonlocal out
+        out = speculate(model, ROWS, SimulatedTable(expected, 0.8, seed=0), k=k, max_new_tokens=60)
+
+    widths = widths_of(model, run)
+    assert generated(out, ROWS) == expected and max(widths[2:]) == k + 1
+    sizes = {entry.proposed for entries in out.speculation.rounds for entry in entries}
+    assert sizes == {0, 1, 2, 3} and out.speculation.block_efficiency > 2.2, "2.5 by the chain of what is to be read again; 2.95 without"
 
 
 def test_a_model_of_convolutions_gives_every_row_all_candidates_and_reads_nothing_twice():

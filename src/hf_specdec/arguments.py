@@ -197,7 +197,7 @@ def _check_mask(mask: torch.Tensor | None, generation, shape: torch.Size, cache,
 
 def _check_tails(cache, real: torch.Tensor) -> None:
     """A sliding layer keeps as many of the last columns as its window has, and any that real [B, P] hides among them took the place of a token."""
-    for keys, _, first in read_cache(cache):
+    for _, keys, _, first in read_cache(cache):
         if (real[:, :first].any(-1) & ~real[:, first : first + keys.shape[2]].all(-1)).any():
             raise ValueError(f"{compat.CACHE}: its sliding layers hold the last {keys.shape[2]} columns alone, with padding among them, so that tokens which "
                              f"the window reaches are gone. Leave it out.")

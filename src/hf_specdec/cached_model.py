@@ -7,6 +7,7 @@ i of the block goes to slot `cached + i`; a node has the position of the root pl
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from time import perf_counter
 
@@ -71,7 +72,7 @@ class CachedModel(Forward):
         fresh = [row[length:] for row, length in zip(rows, self.lengths)]
         if proposal is None:
             proposal = Proposal.from_lists([[] for _ in rows], self.device)
-        if (self.states is not None or self.media is not None) and not any(self.lengths):
+        if self.states is not None and not self.states.begun or (self.states is not None or self.media is not None) and not any(self.lengths):
             return self._start(fresh, proposal)
         apart = not proposal.tree.is_chain or self.states is not None and self.states.apart(fresh, proposal.sizes)
         if apart and max(map(len, fresh)) > 1:
@@ -85,17 +86,19 @@ class CachedModel(Forward):
         tokens = self._padded(fresh, n)
         columns = torch.tensor(self.fresh, device=self.device)[:, None] + torch.arange(-1, n, device=self.device)
         tokens.scatter_(1, columns[:, 1:], proposal.tokens.to(self.device))
-        return self._forward(tokens, proposal.tree, sizes, columns)
+        width = max(sizes)  # a row with more fresh tokens may have fewer candidates
+        return self._forward(tokens[:, :width], proposal.tree, sizes, columns.clamp(max=width - 1))
 
     def _start(self, prompts: list[list[int]], proposal: Proposal) -> torch.Tensor:
-        """As `score`, of texts of which nothing is cached: a pass over them, whose states stay whatever is rejected and which sees what they show, and
-        one over the candidates. States take padding before a text, which the model hides from them, and none behind it."""
+        """As `score`, of prompts of which nothing is cached, or of the rest of one: a pass over them, whose states stay whatever is rejected and which sees
+        what they show, and one over the candidates. States take padding before a text, which the model hides from them, and none behind it."""
         sizes, ends = ([len(tokens) for tokens in prompts] for _ in range(2))
+        whole = [length + size for length, size in zip(self.lengths, sizes)]
         if self.states is not None and min(sizes) < max(sizes):
             ends = [max(sizes)] * len(sizes)
             self.lengths, prompts = [size - end for size, end in zip(sizes, ends)], [[0] * (end - len(own)) + own for own, end in zip(prompts, ends)]
         logits = [self._forward(self._padded(prompts, 0), None, ends, torch.tensor(ends, device=self.device)[:, None] - 1)]
-        self.lengths, self.fresh = [size - 1 for size in sizes], [1] * len(sizes)
+        self.lengths, self.fresh = [size - 1 for size in whole], [1] * len(sizes)
         if len(proposal.tree):
             logits.append(self._forward(proposal.tokens.to(self.device), proposal.tree, proposal.sizes, first=1))
         return torch.cat(logits, dim=1)
@@ -193,7 +196,12 @@ class CachedModel(Forward):
         columns = [[column for column in row if column < cached] for row in columns]
         self.cache.load(read_cache(cache), columns, self.device)
         self.lengths = [len(row) for row in columns]
+        if self.states is not None:
+            self.states.load(cache, self.lengths)
 
-    def row(self, b: int, last: bool = False) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """What is cached of row b, as `SlotCache.row` has it."""
+    def row(self, b: int, tokens: Sequence[int] = (), last: bool = False) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What is cached of row b, the committed `tokens`, as `SlotCache.row` has it: of all but the last of them, of which states may have to be told some."""
+        if self.states is not None and self.lengths[b] < len(tokens) - 1:
+            self.feed([[*tokens[self.lengths[b] : -1]]])
+            self.calls -= 1  # housekeeping, not a verification
         return self.cache.row(b, self.lengths[b], last)

@@ -35,10 +35,15 @@ def states_of(config: Any) -> tuple[int, ...]:
 
 def cached_tokens(cache: DynamicCache) -> int:
     """How many tokens a cache of transformers holds; one of states alone does not count them, and holds 1 where it holds any."""
-    layers = getattr(cache, "layers", ())  # that of an encoder-decoder model has none of its own
-    if layers and not any(isinstance(layer, CacheLayerMixin) for layer in layers):
-        return int(any(any(layer.has_previous_state.values()) for layer in layers if isinstance(layer, LinearAttentionLayer)))
+    if not counts_tokens(cache):
+        return int(any(any(layer.has_previous_state.values()) for layer in cache.layers if isinstance(layer, LinearAttentionLayer)))
     return cache.get_seq_length()
+
+
+def counts_tokens(cache: DynamicCache) -> bool:
+    """Whether a cache of transformers says how many tokens it holds."""
+    layers = getattr(cache, "layers", ())  # that of an encoder-decoder model has none of its own
+    return not layers or any(isinstance(layer, CacheLayerMixin) for layer in layers)
 
 
 def check_cache(cache: Any, config: Any, rows: int) -> None:
@@ -49,8 +54,8 @@ def check_cache(cache: Any, config: Any, rows: int) -> None:
     wanted = getattr(config, "decoder_layers", None) or sum(isinstance(layer, CacheLayerMixin) for layer in _empty_cache(config).layers)
     if layers and wanted not in (0, len(layers)):
         raise ValueError(f"{CACHE} holds {len(layers)} layers and the target has {wanted}. Pass a cache that the target has filled, or leave it out.")
-    if layers and len(layers[0][0]) != rows:
-        raise ValueError(f"{CACHE} holds {len(layers[0][0])} rows and the call has {rows} (num_return_sequences and num_beams count, as in a "
+    if layers and len(layers[0][1]) != rows:
+        raise ValueError(f"{CACHE} holds {len(layers[0][1])} rows and the call has {rows} (num_return_sequences and num_beams count, as in a "
                          f"plain call). Pass a cache of the same rows (batch_repeat_interleave repeats them), or leave it out.")
 
 
@@ -62,18 +67,18 @@ def _empty_cache(config: Any) -> DynamicCache:
     return cache
 
 
-def read_cache(cache: DynamicCache) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
-    """Per layer: keys and values [B, H, n, D], and the position of their first slot (sliding layers keep a tail only). A layer that reads
-    another's keys and values is left out."""
-    length, layers = cached_tokens(cache), [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
-    return [(layer.keys, layer.values, length - layer.keys.shape[2]) for layer in layers if layer.keys.ndim == 4]
+def read_cache(cache: DynamicCache) -> list[tuple[int, torch.Tensor, torch.Tensor, int]]:
+    """Per layer: its number, keys and values [B, H, n, D], and the position of their first slot (sliding layers keep a tail only). A layer that reads
+    another's keys and values is left out, and so is one of states alone."""
+    length, layers = cached_tokens(cache), [(i, layer) for i, layer in enumerate(cache.layers) if getattr(layer, "keys", None) is not None]
+    return [(i, layer.keys, layer.values, length - layer.keys.shape[2]) for i, layer in layers if layer.keys.ndim == 4]
 
 
 def write_cache(config: Any, layers: list[tuple[torch.Tensor, torch.Tensor] | None], into: DynamicCache | None) -> DynamicCache:
     """A `DynamicCache` that holds keys and values [B, H, n, D] per layer, nothing where there are None; `into` is refilled in place if given. config: None
     for a decoder whose config counts the layers of its encoder."""
     fresh = _empty_cache(config) if config is not None else DynamicCache()
-    if _MAY_RECORD:
+    if _MAY_RECORD and not any(isinstance(layer, LinearAttentionLayer) for layer in fresh.layers):  # convolutions would go on over all that they have read
         fresh.activate_past_recording()
     for index, parts in enumerate(layers):
         if parts is not None:

@@ -12,7 +12,7 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDe
 
 from . import compat, registry
 from .arguments import check_call, check_draft_stop, check_vocabulary
-from .caches import cached_tokens, write_cache
+from .caches import cached_tokens, counts_tokens, write_cache
 from .cached_model import CachedModel
 from .config import MAX_ASSISTANT_TOKENS
 from .distributions import Sampler
@@ -71,14 +71,23 @@ class Call:
         self.given = self.cache is not None and (
             decoder.cache_is_given or cached_tokens(self.cache) > 0 or getattr(self.cache, "_is_user_defined", False)
         )
-        self.holds_more = bool(self.traits.states) or self.traits.indexed  # than keys and values
-        if self.source is not None or self.holds_more:
+        self.closed = self._why_no_cache()
+        if self.closed:
             if self.given:
-                kind, text = ("an encoder-decoder model", "decoder_input_ids for a text to be continued") if self.source else \
-                    (f"a model that {'keeps the keys of an indexer' if self.traits.indexed else 'carries states'}", "the whole text as input_ids")
-                raise ValueError(f"{compat.CACHE}: the {type(self.cache).__name__} of {kind} cannot be continued with speculative=True. Leave it out, and pass "
+                text = "decoder_input_ids for a text to be continued" if self.source else "the whole text as input_ids"
+                raise ValueError(f"{compat.CACHE}: the {type(self.cache).__name__} of {self.closed} cannot be continued with speculative=True. Leave it out, and pass "
                                  f"{text}.")
             self.cache = None  # transformers' own, made for nothing
+
+    def _why_no_cache(self) -> str:
+        """Whose cache is neither taken nor handed back; "" where it is both."""
+        if self.source is not None:
+            return "an encoder-decoder model"
+        if self.traits.indexed:
+            return "a model that keeps the keys of an indexer"
+        if not self.traits.states or len(self.prompts) == 1 and not (self.given and 0 < cached_tokens(self.cache) and not counts_tokens(self.cache)):
+            return ""
+        return "several rows of a model that carries states" if len(self.prompts) > 1 else "a model of states alone, which does not say how many tokens it has seen,"
 
     def run(self, criteria: list) -> Any:
         generation, decoder = self.generation, self.decoder
@@ -103,7 +112,7 @@ class Call:
         loop = SpeculativeLoop(
             target, decoder.draft, rule, sampler, self._schedule(), sequences, noise, context, trace,
             want_scores=bool(as_dict and generation.output_scores), want_logits=bool(as_dict and generation.output_logits),
-            want_cache=bool(self.given or as_dict and generation.use_cache is not False and not self.holds_more),
+            want_cache=bool(self.given or as_dict and generation.use_cache is not False and (self.source or not self.closed)),
         )
         self._run(loop, sequences)
         output = self._pack(loop, sequences)
@@ -143,6 +152,8 @@ class Call:
             columns = [[*own, *range(self.input_ids.shape[1], ids.shape[1])] for own in self.columns]
             config = None if self.source else self.model.config
             cache = assemble_cache(config, rows, columns, ids.shape[1] - 1, self.cache)
+            if self.traits.states:
+                loop.target.states.store(cache)
             cache = loop.target.run.with_cross(cache) if self.source else cache
         if not self.generation.return_dict_in_generate:
             return ids

@@ -189,9 +189,9 @@ class SlotCache(Cache):
 
     # --- a caller's own cache -------------------------------------------------------------------------------------------
 
-    def load(self, layers: list[tuple[torch.Tensor, torch.Tensor, int]], columns: list[list[int]], device: torch.device) -> None:
+    def load(self, layers: list[tuple[int, torch.Tensor, torch.Tensor, int]], columns: list[list[int]], device: torch.device) -> None:
         """Copy a caller's cache, as `caches.read_cache` has it, slot s of row b from its column columns[b][s]; its other columns are padding."""
-        for index, (keys, values, first) in enumerate(layers):
+        for index, keys, values, first in layers:
             held = [[column - first for column in row if column >= first] for row in columns]
             rows = [[part[b : b + 1, :, row] for part in (keys, values)] for b, row in enumerate(held)]
             width = max(map(len, held))

@@ -117,7 +117,7 @@ class SpeculativeLoop:
                 active[b].ended, done[b] = True, False
         for b, row in enumerate(active):
             if done[b] and self.want_cache:
-                self.cached_rows[row.index] = self.target.row(b, last=all(done))
+                self.cached_rows[row.index] = self.target.row(b, row.tokens, last=all(done))
         rows = [b for b, ended in enumerate(done) if not ended]
         parts = [self.sequences, self.target, self.sampler, self.noise, self.draft]
         for part in parts if rows else parts[:1]:

@@ -8,6 +8,7 @@ state is that of a convolution, which consists of its last inputs.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from math import inf
@@ -16,12 +17,13 @@ from threading import RLock
 import torch
 from torch import nn
 from torch.nn.functional import pad
-from transformers.cache_utils import LinearAttentionLayer
+from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from .checkpoint import Checkpoint, State
 from .kv_cache import SlotLayer, SlotPlan
 
 ANY = (0.0, inf)  # of a time step's limits
+HELD = ("conv_states", "recurrent_states", "conv_kernel_size", "has_previous_state", "is_conv_states_initialized", "is_recurrent_states_initialized", "dtype", "device")
 _limits = RLock()  # who holds it may change them
 
 
@@ -70,6 +72,7 @@ class Checkpoints:
     def __init__(self, layers: list[SlotLayer], model: nn.Module):
         self.layers = [layer for layer in layers if isinstance(layer, StateLayer)]
         self.kept: list[Checkpoint] = []
+        self.begun = False  # whether there has been a pass in this call
         with _limits:
             self.limited = [part for part in model.modules() if tuple(getattr(part, "time_step_limit", None) or ANY) != ANY]
 
@@ -83,8 +86,9 @@ class Checkpoints:
         """A pass that reads `width` tokens from position starts[b] on goes on from the last states, and leaves others. starts[b] < 0: of a text, after padding."""
         for layer, state in zip(self.layers, self.kept[-1].states if self.kept else [None] * len(self.layers)):
             layer.put(state)
-        with self._heeding(prompt=not self.kept) if self.limited else nullcontext():
+        with self._heeding(prompt=not self.kept or not self.begun and width > 1) if self.limited else nullcontext():
             yield
+        self.begun = True
         reach = 0 if any(layer.is_recurrent() for layer in self.layers) else min(self.REACH, width)
         self.kept.append(Checkpoint([start + width for start in starts], reach, [layer.taken(reach) for layer in self.layers]))
 
@@ -119,3 +123,22 @@ class Checkpoints:
     def keep(self, rows: list[int]) -> None:
         """Only these rows go on."""
         self.kept = [one.keep(rows) for one in self.kept]
+
+    # --- a caller's own cache, of one row -----------------------------------------------------------------------------------
+
+    def load(self, cache: Cache, lengths: list[int]) -> None:
+        """Go on from a copy of the states in a filled cache of transformers, which stand for so many tokens."""
+        for own, given in zip(self.layers, _holders(cache)):
+            own.conv_kernel_size = copy.copy(given.conv_kernel_size)
+        self.kept = [Checkpoint(lengths, 0, [(dict(given.conv_states), dict(given.recurrent_states)) for given in _holders(cache)])]
+
+    def store(self, cache: Cache) -> None:
+        """Put a copy of the last states into a cache of transformers."""
+        for own, state, into in zip(self.layers, self.kept[-1].states, _holders(cache)):
+            own.put(state)
+            for name in HELD:
+                setattr(into, name, copy.copy(getattr(own, name)))
+
+
+def _holders(cache: Cache) -> list[LinearAttentionLayer]:
+    return [layer for layer in cache.layers if isinstance(layer, LinearAttentionLayer)]
