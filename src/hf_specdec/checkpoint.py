@@ -54,9 +54,11 @@ def _mixed(mine: dict, theirs: dict, rows: list[bool]) -> dict:
     for i, own in mine.items():
         other = theirs.get(i)
         if own is not None:
-            there = torch.tensor(rows, device=own.device).view(-1, *[1] * (own.ndim - 1))
+            there = torch.tensor(rows, device=own.device)
             other = torch.zeros_like(own) if other is None else other
-            n = max(own.shape[-1], other.shape[-1])
-            own = torch.where(there, *(pad(part, (n - part.shape[-1], 0)) for part in (other, own)))
+            if own.shape != other.shape:
+                n = max(own.shape[-1], other.shape[-1])
+                own, other = (pad(part, (n - part.shape[-1], 0)) for part in (own, other))
+            own[there] = other[there]  # nobody else reads it
         mixed[i] = own
     return mixed
