@@ -35,6 +35,13 @@ class CachedModel(Forward):
                  compile: bool | str = False):
         super().__init__(model, limit, role, traits, source, compile)
         self.fresh: list[int] = []
+        self.told = False
+
+    @property
+    def untypical(self) -> bool:
+        """Whether the last pass is no measure of others: it had to be compiled first, or was no plain step although there were no candidates, because states
+        had to be told what has been committed."""
+        return self.told or self.compiled is not None and self.compiled.untried
 
     def room(self, rows: list[list[int]], room: list[int]) -> list[int]:
         """`room`, the tokens that each row may still get, such that drafted tokens stay in the model's context while the row does."""
@@ -74,12 +81,15 @@ class CachedModel(Forward):
             proposal = Proposal.from_lists([[] for _ in rows], self.device)
         if self.states is not None and not self.states.begun or (self.states is not None or self.media is not None) and not any(self.lengths):
             return self._start(fresh, proposal)
+        self.told = self.states is not None and not any(proposal.sizes) and max(map(len, fresh)) > 1
+        self._finally(False)
         apart = not proposal.tree.is_chain or self.states is not None and self.states.apart(fresh, proposal.sizes)
         if apart and max(map(len, fresh)) > 1:
             self.feed([tokens[:-1] for tokens in fresh])
             fresh = [tokens[-1:] for tokens in fresh]
         self.fresh, n = [len(tokens) for tokens in fresh], len(proposal.tree)
         sizes = [own + size for own, size in zip(self.fresh, proposal.sizes)]
+        self._finally(self.role == "target" and not n and min(sizes) == max(sizes))
         if max(self.fresh) == 1:
             root = torch.tensor(fresh, device=self.device)
             return self._forward(torch.cat([root, proposal.tokens.to(self.device)], dim=1), proposal.tree, sizes)
@@ -88,6 +98,11 @@ class CachedModel(Forward):
         tokens.scatter_(1, columns[:, 1:], proposal.tokens.to(self.device))
         width = max(sizes)  # a row with more fresh tokens may have fewer candidates
         return self._forward(tokens[:, :width], proposal.tree, sizes, columns.clamp(max=width - 1))
+
+    def _finally(self, final: bool) -> None:
+        """Whether states need not be kept as they are before the next pass, because it reads committed tokens alone."""
+        if self.states is not None:
+            self.states.final = final
 
     def _start(self, prompts: list[list[int]], proposal: Proposal) -> torch.Tensor:
         """As `score`, of prompts of which nothing is cached, or of the rest of one: a pass over them, whose states stay whatever is rejected and which sees

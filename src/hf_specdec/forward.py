@@ -67,11 +67,6 @@ class Forward:
         self.taps.append(Tap(layers))
         return self.taps[-1]
 
-    @property
-    def new(self) -> bool:
-        """Whether the last pass had to be compiled first."""
-        return self.compiled is not None and self.compiled.untried
-
     def _forward(self, tokens: torch.Tensor, tree: Tree | None, sizes: list[int], columns: torch.Tensor | None = None,
                  first: int = 0) -> torch.Tensor:
         """Logits at `columns` int64 [B, m] of the block, or at all of them; sizes[b]: places of row b that are meant. first: the node

@@ -41,18 +41,25 @@ class StateLayer(SlotLayer, LinearAttentionLayer):
     def is_recurrent(self) -> bool:
         return any(state is not None for state in self.recurrent_states.values())
 
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs) -> torch.Tensor:
+        """Keep the state itself, in the number format of the first; transformers copies it into that one's place, for graphs."""
+        before = self.recurrent_states[state_idx]
+        self.recurrent_states[state_idx] = recurrent_states if before is None else recurrent_states.to(before.dtype)
+        self.is_recurrent_states_initialized[state_idx] = True
+        return self.recurrent_states[state_idx]
+
     def taken(self, more: int) -> State:
         """The states after a pass; of what convolutions have read as much as the next token needs, and `more` tokens before that."""
         inputs = {i: None if part is None else self._last(i, part, more).contiguous() for i, part in self.conv_states.items()}
         return inputs, dict(self.recurrent_states)
 
-    def put(self, state: State | None) -> None:
-        """Go on from a copy of `state`, because models change theirs in place; without one, from nothing."""
+    def put(self, state: State | None, copied: bool = True) -> None:
+        """Go on from a copy of `state`, because models change theirs in place; without one, from nothing. copied: False where nobody wants it any more."""
         inputs, recurrent = state or ({}, {})
         for i in range(self.number_of_states):
             part, other = inputs.get(i), recurrent.get(i)
             self.conv_states[i] = None if part is None else pad(self._last(i, part), (max(self.conv_kernel_size[i] - part.shape[-1], 0), 0)).clone()
-            self.recurrent_states[i] = None if other is None else other.clone()
+            self.recurrent_states[i] = other.clone() if copied and other is not None else other
             self.is_conv_states_initialized[i], self.is_recurrent_states_initialized[i] = part is not None, other is not None
             self.has_previous_state[i] = part is not None or other is not None
 
@@ -73,6 +80,7 @@ class Checkpoints:
         self.layers = [layer for layer in layers if isinstance(layer, StateLayer)]
         self.kept: list[Checkpoint] = []
         self.begun = False  # whether there has been a pass in this call
+        self.final = False  # whether all that the next pass reads is committed: nothing goes back to before it
         with _limits:
             self.limited = [part for part in model.modules() if tuple(getattr(part, "time_step_limit", None) or ANY) != ANY]
 
@@ -85,11 +93,12 @@ class Checkpoints:
     def during(self, starts: list[int], width: int) -> Iterator[None]:
         """A pass that reads `width` tokens from position starts[b] on goes on from the last states, and leaves others. starts[b] < 0: of a text, after padding."""
         for layer, state in zip(self.layers, self.kept[-1].states if self.kept else [None] * len(self.layers)):
-            layer.put(state)
+            layer.put(state, copied=not self.final)
         with self._heeding(prompt=not self.kept or not self.begun and width > 1) if self.limited else nullcontext():
             yield
         self.begun = True
         reach = 0 if any(layer.is_recurrent() for layer in self.layers) else min(self.REACH, width)
+        self.kept = [] if self.final else self.kept
         self.kept.append(Checkpoint([start + width for start in starts], reach, [layer.taken(reach) for layer in self.layers]))
 
     @contextmanager
