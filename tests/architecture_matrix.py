@@ -113,10 +113,11 @@ def count(lines: list[str]) -> str:
         found.setdefault(family.kind, []).append(text.strip("| ").split(" | ")[4:])
     known, refused = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), {kind for _, kind, _ in REFUSED + OWN_WAYS}
     exact = {kind for kind in known & found.keys() if all(cells[0] == "exact" for cells in found[kind])}
-    everywhere = {kind for kind in exact if all(cells == ["exact"] * 3 for cells in found[kind])}
+    ragged = {kind for kind in exact if all(cells[1] == "exact" for cells in found[kind])}
+    everywhere = {kind for kind in ragged if all(cells == ["exact"] * 3 for cells in found[kind])}
     others = sorted(known - exact - refused)
-    return (f"Of the {len(known)} model types of `AutoModelForCausalLM`, {len(exact)} are exact at batch 1, {len(everywhere)} of them in ragged batches and trees, "
-            f"too, and {len(known & refused - exact)} are refused (below). Not run: {', '.join(f'`{kind}`' for kind in others)}.")
+    return (f"Of the {len(known)} model types of `AutoModelForCausalLM`, {len(exact)} are exact at batch 1, {len(ragged)} of them in ragged batches, too, "
+            f"{len(everywhere)} of these with trees, and {len(known & refused - exact)} are refused (below). Not run: {', '.join(f'`{kind}`' for kind in others)}.")
 
 
 def main(path: str = "docs/SUPPORTED.md") -> None:
