@@ -53,25 +53,25 @@ by lookup in the decoder's text and, where the vocabulary is shared, in the sour
 SHOWN = """
 ## Images, videos and sounds
 
-Prompts with one image (video, sound) a row, and their text; drafted by prompt lookup, by a perturbed copy of the model, which is shown the same, and, as trees, by
-`MixtureDraft()`. Other model types that are given such inputs are refused by name. Not with them: beam search, and a caller's filled cache (a later turn of text alone goes on
+Prompts with one image (video, sound) a row, and their text; drafted by prompt lookup, by a perturbed copy of the model, which is shown the same, and, as trees in the batch, by
+`MixtureDraft()` (but for models that carry states). Other model types that are given such inputs are refused by name. Not with them: beam search, and a caller's filled cache (a later turn of text alone goes on
 from one).
 
-| family | model_type | shown | batch 1 | ragged batch, trees |
+| family | model_type | shown | batch 1 | ragged batch |
 | --- | --- | --- | --- | --- |
 """
 
 
 def shown_line(family: seeing.Family) -> str:
     model, columns = family.model(), []
-    for rows in (1, 3) if family.ragged else (1,):
+    for rows in (1, 3):
         inputs = family.prompts(rows)
         wanted = model.generate(**inputs, max_new_tokens=20)
-        drafts = [None, perturbed(model, 0.02), *([MixtureDraft()] if rows > 1 else [])]
+        drafts = [None, perturbed(model, 0.02), *([MixtureDraft()] if rows > 1 and family.trees else [])]
         found = [integration.generate(model, **inputs, max_new_tokens=20, assistant_model=draft, num_assistant_tokens=4) for draft in drafts]
         columns.append("exact" if all(torch.equal(own, wanted) for own in found) else "DIFFERS")
     shown = ", ".join(sorted(name for name in family.prompts(1) if name not in ("input_ids", "attention_mask", *family.marks)))
-    return f"| {family.name} | `{family.kind}` | {shown} | {' | '.join(columns + ['refused'] * (2 - len(columns)))} |\n"
+    return f"| {family.name} | `{family.kind}` | {shown} | {' | '.join(columns)} |\n"
 
 
 def encoder_decoder_line(family: encoder_decoders.Family) -> str:

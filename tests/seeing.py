@@ -31,7 +31,7 @@ def vision(kind: str, **settings) -> dict:
 @dataclass(frozen=True)
 class Family:
     """kind: the model_type of transformers. shows(n, generator): how many tokens each of n images has, and the inputs that show them. marks: names of
-    inputs that say which tokens are an image's. ragged: whether it takes rows of different lengths. attn: of its attentions one that the type has.
+    inputs that say which tokens are an image's. trees: whether it takes them. attn: of its attentions one that the type has.
     token: the id that stands for what is shown, a sound or a video, too."""
 
     name: str
@@ -39,7 +39,7 @@ class Family:
     settings: dict = field(hash=False)
     shows: Callable[[int, torch.Generator], tuple[list[int], dict[str, Any]]]
     marks: tuple[str, ...] = ()
-    ragged: bool = True
+    trees: bool = True
     spread: float = 0.3
     attn: str = "sdpa"
     token: int = IMAGE
@@ -224,9 +224,9 @@ FAMILIES = [
            text_config=text("qwen2")), _pictures(4)),
     Family("Qwen3-VL-MoE", "qwen3_vl_moe", dict(_QWEN, text_config=dict(_BY_AXES, **_EXPERTS), vision_config=dict(_SEEN, deepstack_visual_indexes=[0])),
            _patches(96), _AXES),
-    Family("Qwen3.5", "qwen3_5", dict(_QWEN, text_config=dict(_BY_AXES, **_DELTA), vision_config=_SEEN), _patches(96), _AXES, ragged=False),
+    Family("Qwen3.5", "qwen3_5", dict(_QWEN, text_config=dict(_BY_AXES, **_DELTA), vision_config=_SEEN), _patches(96), _AXES, trees=False),
     Family("Qwen3.5-MoE", "qwen3_5_moe", dict(_QWEN, text_config=dict(_BY_AXES, **_DELTA, **_EXPERTS, shared_expert_intermediate_size=16), vision_config=_SEEN),
-           _patches(96), _AXES, ragged=False),
+           _patches(96), _AXES, trees=False),
     Family("Gemma 4", "gemma4", dict(_IDS, audio_token_id=56, audio_config=None, text_config=_GEMMA4, vision_config=dict(
         _VISION, num_key_value_heads=2, head_dim=8, position_embedding_size=8, pooling_kernel_size=2)), _gemma4, _AXES),
     Family("Mistral 3", "mistral3", dict(_IMAGE, text_config=text("mistral"), vision_config=_PIXTRAL), _sized(4)),
@@ -244,9 +244,9 @@ FAMILIES = [
     Family("VideoLLaMA 3", "video_llama_3", dict(_TOKENS, video_token_id=VIDEO, text_config=text("qwen2"), vision_config=_VISION),
            _patches(48, image_merge_sizes=2)),
     Family("LFM2-VL", "lfm2_vl", dict(_TOKENS, projector_hidden_size=16, text_config=text("lfm2", **_SHORT, block_auto_adjust_ff_dim=False),
-                                      vision_config=vision("siglip2_vision_model", num_patches=16)), _lfm2, ragged=False),
+                                      vision_config=vision("siglip2_vision_model", num_patches=16)), _lfm2, trees=False),
     Family("LFM3-VL", "lfm3_vl", dict(_IDS, projector_hidden_size=16, text_config=text("lfm3", **_SHORT), vision_config=dict(
-        _VISION, **_SHORT, in_channels=3, num_key_value_heads=2)), _patches(96), ragged=False),
+        _VISION, **_SHORT, in_channels=3, num_key_value_heads=2)), _patches(96), trees=False),
     Family("GOT-OCR2", "got_ocr2", dict(_IMAGE, text_config=text("qwen2"), vision_config=dict(_SAM, model_type="got_ocr2_vision")), _pictures(16, 64),
            attn="eager"),
     Family("Aya Vision", "aya_vision", dict(_IMAGE, text_config=_COHERE, vision_config=_SIGLIP), _pictures(4)),
@@ -278,9 +278,9 @@ FAMILIES = [
         _patches(48), ("mm_token_type_ids", "moe_mm_token_type_ids")),
     Family("Kimi K2.5", "kimi_k25", dict(_IDS, projection_hidden_size=16, text_config=text("deepseek_v3", **_LATENT), vision_config=dict(
         _VISION, pos_emb_height=4, pos_emb_width=4)), _patches(3, 4, 4)),
-    Family("MiniCPM-V 4.6", "minicpmv4_6", _MINICPM, _minicpm, ragged=False),
+    Family("MiniCPM-V 4.6", "minicpmv4_6", _MINICPM, _minicpm, trees=False),
     Family("MiniCPM-V 4.7", "minicpmv4_7", dict(_MINICPM, image_start_id=START, image_end_id=END, slice_start_id=56, slice_end_id=55, newline_id=54), _minicpm,
-           ragged=False),
+           trees=False),
     Family("Molmo 2", "molmo2", dict(
         _UNTIED, image_start_token_id=START, image_end_token_id=END, image_patch_id=IMAGE, low_res_image_start_token_id=56, frame_start_token_id=55,
         frame_end_token_id=54, text_config=dict(_TEXT, additional_vocab_size=4),
@@ -318,7 +318,7 @@ FAMILIES = [
         image_token_id=IMAGE, video_token_id=VIDEO, audio_token_id=56, projector_hidden_size=16, vision_hidden_size=16, force_image_size=16, audio_config=None,
         text_config=dict(_MAMBA, model_type="nemotron_h"), vision_config=dict(
             model_type="radio", torch_dtype="float32", hidden_size=16, num_hidden_layers=2, num_attention_heads=2, mlp_ratio=2.0, patch_size=4, image_size=16,
-            max_img_size=16, num_cls_tokens=1, num_registers=1, video_temporal_patch_size=2)), _omni, ragged=False),
+            max_img_size=16, num_cls_tokens=1, num_registers=1, video_temporal_patch_size=2)), _omni, trees=False),
     Family("EXAONE 4.5", "exaone4_5", dict(_TOKENS, video_token_id=VIDEO, text_config=text("exaone4", **_HYBRID),
                                            vision_config=dict(_OUT, **_WINDOWED, num_key_value_heads=1)), _patches(96)),
     Family("Gemma 4 Unified", "gemma4_unified", dict(
@@ -327,7 +327,7 @@ FAMILIES = [
     # videos
     Family("Qwen2-VL (video)", "qwen2_vl", dict(_QWEN, vision_config=dict(_EYE, embed_dim=16, hidden_size=32, mlp_ratio=2)), _film, _AXES, token=VIDEO),
     Family("Qwen3-VL (video)", "qwen3_vl", dict(_QWEN, vision_config=dict(_SEEN, deepstack_visual_indexes=[0])), _film, _AXES, token=VIDEO),
-    Family("Qwen3.5 (video)", "qwen3_5", dict(_QWEN, text_config=dict(_BY_AXES, **_DELTA), vision_config=_SEEN), _film, _AXES, ragged=False, spread=0.4, token=VIDEO),
+    Family("Qwen3.5 (video)", "qwen3_5", dict(_QWEN, text_config=dict(_BY_AXES, **_DELTA), vision_config=_SEEN), _film, _AXES, trees=False, spread=0.4, token=VIDEO),
     Family("Qwen2.5-VL (video)", "qwen2_5_vl", dict(_QWEN, vision_config=dict(_OUT, **_WINDOWED)), _video, _AXES, token=VIDEO),
     # sounds
     Family("Qwen2-Audio", "qwen2_audio", dict(audio_token_index=IMAGE, text_config=text("qwen2"), audio_config=dict(

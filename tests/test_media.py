@@ -64,11 +64,9 @@ def test_the_answer_depends_on_what_is_shown(family):
 @every_family
 @pytest.mark.parametrize("rows", [1, 3])
 def test_greedy_answers_are_those_of_plain_generate(family, rows):
-    if rows > 1 and not family.ragged:
-        pytest.skip("one row")
     model, inputs = family.model(), family.prompts(rows)
     reference = plain(model, inputs)
-    drafts = [None, perturbed(model, 0.02)] + ([MixtureDraft(), ModelTreeDraft(model)] if family.ragged else [])
+    drafts = [None, perturbed(model, 0.02)] + ([MixtureDraft(), ModelTreeDraft(model)] if family.trees else [])
     for draft in drafts:
         assert torch.equal(ours(model, inputs, draft).sequences, reference), type(draft).__name__
 

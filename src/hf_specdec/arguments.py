@@ -149,9 +149,6 @@ def check_call(model, input_ids, processors, generation, model_kwargs: dict, tra
             raise ValueError(f"{compat.CACHE} holds {cached} tokens and input_ids {input_ids.shape[1]}; input_ids must be "
                              f"the whole conversation, with at least one token that is not cached yet.")
         _check_tails(cache, real)
-    if shown and traits.states and int(real.sum(-1).min()) < longest:
-        raise ValueError(f"{next(iter(shown))}: beside it, rows of a model that carries states have to be of the same length. Generate the rows one by one, or use "
-                         f"speculative=False.")
     if not shown:
         _check_positions(positions, real, cached)
     elif (generation.num_beams or 1) > 1:

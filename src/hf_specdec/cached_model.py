@@ -75,7 +75,8 @@ class CachedModel(Forward):
         if self.media is not None and not any(self.lengths):
             prompts = [row[: len(own)] for row, own in zip(rows, self.media.columns)]
             if prompts != rows:  # marks of images among what has been generated since are text
-                self.feed(prompts)
+                self._start(prompts, Proposal.from_lists([[] for _ in rows], self.device))
+                self.commit([1] * len(rows))
         fresh = [row[length:] for row, length in zip(rows, self.lengths)]
         if proposal is None:
             proposal = Proposal.from_lists([[] for _ in rows], self.device)

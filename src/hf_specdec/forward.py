@@ -99,8 +99,8 @@ class Forward:
                 show(self.taps, states, starts)
                 return logits if wanted is None else logits[:, wanted.to(logits.device)]
         self.cache.plan.lay(starts, width, self.device)
-        seen = self.media is not None and not any(starts)
-        inputs = self.media.first_pass(tokens, sizes, self.cache) if seen else self._positions_and_masks(width, tree, sizes, first)
+        seen = self.media is not None and max(starts) <= 0
+        inputs = self.media.first_pass(tokens, [-start for start in starts], sizes, self.cache) if seen else self._positions_and_masks(width, tree, sizes, first)
         keep = wanted is not None and self.traits.logits_to_keep
         inputs |= {"logits_to_keep": wanted} if keep else {}
         inputs |= {compat.CACHE: self.cache, "use_cache": True, "return_dict": True}

@@ -50,14 +50,14 @@ class SlotLayer(CacheLayerMixin):
             self.indexer.release()
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write [B, H, Q, D] at the planned slots; return everything up to the longest row, [B, H, visible, D]."""
+        """Write [B, H, Q, D] at the planned slots; return everything up to the longest row, [B, H, visible, D], or after padding the block itself."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.settled()
         if (self.keys.dtype, self.values.dtype) != (key_states.dtype, value_states.dtype):  # a caller's cache in another dtype than the model
             self.keys, self.values = self.keys.to(key_states.dtype), self.values.to(value_states.dtype)
-        visible = self.plan.visible
-        return self._write(self.keys, key_states)[:, :, :visible], self._write(self.values, value_states)[:, :, :visible]
+        visible, keys, values = self.plan.visible, self._write(self.keys, key_states), self._write(self.values, value_states)
+        return (key_states, value_states) if self.plan.padded else (keys[:, :, :visible], values[:, :, :visible])
 
     def update_indexer(self, states: torch.Tensor) -> torch.Tensor:
         """Write keys [B, Q, D] of the indexer at the planned slots; return all of them, [B, visible, D]."""
@@ -118,11 +118,10 @@ class SlotLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.plan.cached + int(query_length), 0
 
-    def get_max_length(self) -> int:
-        return -1
-
     def get_max_cache_shape(self) -> int:
         return -1
+
+    get_max_length = get_max_cache_shape
 
 
 def _rows(slots: torch.Tensor) -> torch.Tensor:
@@ -137,6 +136,7 @@ class SlotPlan:
     width:    Q, tokens per row in the block.
     visible:  slots that attention reads: the longest row with its block, or with `whole` all there are.
     cached:   slots before the block in the longest row.
+    padded:   whether blocks of texts of which nothing is cached begin with padding: with a slot below 0, which stands for one that is not seen.
     capacity: slots per row that the buffers have, or will have at the next write.
     buffers:  where layers of fixed shapes get theirs from: the capacity is then a power of two, so that the shapes of a compiled pass are few.
     """
@@ -147,12 +147,12 @@ class SlotPlan:
         self.slots: torch.Tensor | None = None
         self.rows: torch.Tensor | None = None
         self.width = self.visible = self.cached = 0
-        self.whole = False
+        self.whole = self.padded = False
 
     def lay(self, starts: list[int], width: int, device, whole: bool = False) -> None:
         """Plan a block of `width` tokens that begins at slot starts[b] in row b. The capacity grows by an eighth at a time,
         never beyond `limit` (longest row + drafted tokens). whole: attention reads all slots there are, and `slots` counts."""
-        self.width, self.cached, self.whole = width, max(starts), whole
+        self.width, self.cached, self.whole, self.padded = width, max(starts), whole, min(starts) < 0
         self.visible = self.cached + width
         level = min(starts) == self.cached
         self.start, self.slots = self.cached if level else None, None

@@ -97,13 +97,13 @@ class Placing:
         return {"position_ids": positions.expand(len(sizes), -1), "attention_mask": masks.get(None, masks)}
 
     def _beside_states(self, plan: SlotPlan, starts: list[int], width: int, sizes: list[int]) -> dict:
-        """Of several rows whose layers carry states. starts[b] < 0: the block begins with padding, which these do not read."""
+        """Of several rows whose layers carry states. starts[b] < 0: the block begins with padding, which the model hides as it does in plain generate."""
         firsts, last = torch.tensor([starts, sizes], device=self.device)[..., None]
         places = torch.arange(width, device=self.device)
-        padding = (firsts + places >= 0).long() if min(starts) < 0 else None
-        if not self.traits.placed:
-            return {"attention_mask": padding}
-        positions = (firsts + torch.minimum(places, last - 1)).clamp(min=0)  # padding sees the first token: attention to nothing would be nan
+        positions = (firsts + torch.minimum(places, last - 1)).clamp(min=0)
+        given = {"position_ids": positions} if self.traits.placed else {}
+        if plan.padded:
+            return given | {"attention_mask": (firsts + places >= 0).long()}
         slots = torch.arange(plan.visible, device=self.device)[None, None]
         masks = {key: additive(kind, size, slots <= positions[..., None], positions[..., None], slots, self.dtype) for key, kind, size in self.traits.masks}
-        return {"position_ids": positions, "attention_mask": masks | dict.fromkeys(RECURRENT, padding)}
+        return given | {"attention_mask": masks | dict.fromkeys(RECURRENT) if self.traits.placed else None}

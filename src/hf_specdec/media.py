@@ -63,19 +63,19 @@ class Media:
     positions: torch.Tensor | None
     raw: dict[str, Any] | None = None
 
-    def first_pass(self, tokens: torch.Tensor, sizes: list[int], cache: Any) -> dict[str, Any]:
-        """The arguments of the pass over rows of sizes[b] tokens, int64 [B, W], that begin with the prompts and are padded on the right."""
+    def first_pass(self, tokens: torch.Tensor, begins: list[int], ends: list[int], cache: Any) -> dict[str, Any]:
+        """The arguments of the pass over the prompts, int64 [B, W], of which row b stands at the places begins[b]..ends[b] - 1; the others are padding."""
         width, device = tokens.shape[1], tokens.device
-        places, lengths = torch.arange(width, device=device), torch.tensor(sizes, device=device)[:, None]
-        given = {name: self._laid_out(value, width) for name, value in self.inputs.items()}
-        given["attention_mask"] = None if min(sizes) == width else (places < lengths).long()
+        places, (first, last) = torch.arange(width, device=device), torch.tensor([begins, ends], device=device)[..., None]
+        given = {name: self._laid_out(value, width, begins) for name, value in self.inputs.items()}
+        given["attention_mask"] = None if min(ends) == width and not any(begins) else ((places >= first) & (places < last)).long()
         if self.positions is not None:
             beyond = places + torch.tensor(ahead(self.positions, self.columns, self.tokens.shape[1]), device=device)[:, None]
-            given["position_ids"] = self._laid_out(self.positions, width, beyond)
+            given["position_ids"] = self._laid_out(self.positions, width, begins, beyond)
         given = self.model.prepare_inputs_for_generation(tokens, use_cache=True, is_first_iteration=True, **{CACHE: cache}, **given)
         return {name: value.to(device) if torch.is_tensor(value) else value for name, value in given.items() if value is not None}
 
-    def _laid_out(self, value: Any, width: int, beyond: torch.Tensor | int = 0) -> Any:
+    def _laid_out(self, value: Any, width: int, begins: list[int], beyond: torch.Tensor | int = 0) -> Any:
         """A tensor with a number for every token as the rows of a pass have them, `beyond` where the prompts have ended; anything else as it is."""
         shape = self.tokens.shape
         numbered = torch.is_tensor(value) and (value is self.positions or not value.is_floating_point())  # positions may be fractions
@@ -85,7 +85,7 @@ class Media:
             return value
         laid = torch.zeros((*value.shape[:-2], shape[0], width), dtype=value.dtype, device=self.tokens.device) + torch.as_tensor(beyond, device=self.tokens.device)
         for b, own in enumerate(self.columns):
-            laid[..., b, : len(own)] = value[..., b if value.shape[-2] > 1 else 0, own]
+            laid[..., b, begins[b] : begins[b] + len(own)] = value[..., b if value.shape[-2] > 1 else 0, own]
         return laid.to(value.dtype)
 
     def for_draft(self, model: PreTrainedModel) -> "Media | None":
