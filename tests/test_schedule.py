@@ -163,6 +163,17 @@ def test_a_round_is_made_only_if_its_worst_cost_is_within_the_budget_and_costs_w
     budget.cost.update(4, 2.2)
     budget.spend(4, 2.2, drafting=0.5)
     assert budget.spent == pytest.approx(1.48 + 1 + 1.1 + 0.5)
+    budget.spend(0, 3.0, told=True)
+    assert budget.spent == pytest.approx(1.48 + 1 + 1.1 + 0.5 + 1.5)
+
+
+def test_a_step_that_makes_up_for_rejected_tokens_is_no_plain_one_and_costs_what_it_took():
+    schedule = AutoSchedule(16, 0.0)
+    for seconds, told, k in ((1.0, False, 0), (2.4, False, 4), (1.8, True, 0)):
+        schedule.next_k([1], [40])
+        schedule.asked = [k]
+        schedule.observe([k], [0], seconds, told)
+    assert schedule.cost(0) == 1.0 and schedule.budget.spent == pytest.approx(1 + 1.48 + 1.8)  # of what is not known yet at most the worst
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4, 8, 16])

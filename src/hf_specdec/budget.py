@@ -53,12 +53,12 @@ class Budget:
         the draft takes, if the cost does not include them."""
         return self.cost.steps(k, worst=True) + drafting - 1 <= self.left + min(gain, self.CREDIT) + 1e-9
 
-    def spend(self, k: int, seconds: float | None, drafting: float = 0.0) -> None:
-        """The round took `seconds`, without the draft's where `drafting` has them. None: not known, which is taken for the worst."""
-        steps = self.cost.steps(k, worst=True)
-        if seconds is not None and self.cost.timed:
-            steps = min(seconds / self.cost(0), (1 + self.cost.known) * steps)  # a busy machine is not a cost
-        self.spent += steps + drafting if k else 1.0
+    def spend(self, k: int, seconds: float | None, drafting: float = 0.0, told: bool = False) -> None:
+        """The round took `seconds`, without the draft's where `drafting` has them. None: not known, which is taken for the worst. told: as `AutoSchedule.observe` has it."""
+        steps, plain = self.cost.steps(k, worst=True), self.cost(0)
+        if seconds is not None and self.cost.timed and plain:
+            steps = min(seconds / plain, (1 + (self.cost.known or told)) * steps)  # a busy machine is not a cost
+        self.spent += steps + drafting if k or told else 1.0
 
 
 def progress(tokens: list[float], room: list[int], spread: float = 2.0, share: float = 0.2) -> float:

@@ -35,13 +35,12 @@ class CachedModel(Forward):
                  compile: bool | str = False):
         super().__init__(model, limit, role, traits, source, compile)
         self.fresh: list[int] = []
-        self.told = False
+        self.told = False  # whether the last pass was no plain step although nothing was proposed: states had to be told what has been committed
 
     @property
-    def untypical(self) -> bool:
-        """Whether the last pass is no measure of others: it had to be compiled first, or was no plain step although there were no candidates, because states
-        had to be told what has been committed."""
-        return self.told or self.compiled is not None and self.compiled.untried
+    def new(self) -> bool:
+        """Whether the last pass had to be compiled first."""
+        return self.compiled is not None and self.compiled.untried
 
     def room(self, rows: list[list[int]], room: list[int]) -> list[int]:
         """`room`, the tokens that each row may still get, such that drafted tokens stay in the model's context while the row does."""

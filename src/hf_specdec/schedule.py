@@ -18,8 +18,9 @@ class FixedSchedule:
         one of which is always the target's own."""
         return [min(self.k, left - 1) if strength >= 0 else 0 for strength, left in zip(evidence, room)]
 
-    def observe(self, proposed: list[int], accepted: list[int], seconds: float | None) -> None:
-        """What the round brought: tokens proposed and accepted per row, and its wall time (None: the prompt was in it)."""
+    def observe(self, proposed: list[int], accepted: list[int], seconds: float | None, told: bool = False) -> None:
+        """What the round brought: tokens proposed and accepted per row, and its wall time (None: the prompt was in it). told: it was no plain step although
+        nothing was proposed, but made up for tokens that had been rejected."""
 
 
 class HeuristicSchedule(FixedSchedule):
@@ -30,7 +31,7 @@ class HeuristicSchedule(FixedSchedule):
         super().__init__(min(k, most))
         self.most = most
 
-    def observe(self, proposed: list[int], accepted: list[int], seconds: float | None) -> None:
+    def observe(self, proposed: list[int], accepted: list[int], seconds: float | None, told: bool = False) -> None:
         if any(proposed):
             self.k = min(self.k + 2, self.most) if proposed == accepted else max(self.k - 1, 1)
 
@@ -239,7 +240,7 @@ class AutoSchedule:
             return [list(accumulate(chances, initial=1.0)) for chances in self.gains(caps)]
         return [self.rates.expected_tokens(strength, cap) for strength, cap in zip(evidence, caps)]
 
-    def observe(self, proposed: list[int], accepted: list[int], seconds: float | None) -> None:
+    def observe(self, proposed: list[int], accepted: list[int], seconds: float | None, told: bool = False) -> None:
         proposed = [min(n, k) for n, k in zip(proposed, self.asked)]  # a tree has more nodes than the levels it was asked for
         for strength, n, hits in zip(self.evidence, proposed, accepted):
             if n:
@@ -247,8 +248,8 @@ class AutoSchedule:
         k = max(proposed, default=0)
         if k and self.reach < self.k_max:
             self.reach = k + self.STEP
-        if seconds is not None:
+        if seconds is not None and not told:
             self.cost.update(k, seconds)
-        self.budget.spend(k, seconds)
-        if seconds is not None:
+        self.budget.spend(k, seconds, told=told)
+        if seconds is not None and not told:
             self.since_plain = 0 if k == 0 or not self.cost.timed else self.since_plain + 1

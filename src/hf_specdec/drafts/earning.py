@@ -76,7 +76,7 @@ class Earnings:
     UNKNOWN = 0.1  # cost ratio of a draft that does not say
 
     def __init__(self, mixture: "MixtureDraft", context: Context):
-        self.mixture, self.drafts, self.timed = mixture, mixture.parts, context.timed
+        self.context, self.mixture, self.drafts, self.timed = context, mixture, mixture.parts, context.timed
         self.margin = AutoSchedule.MARGIN[len(context.rows) > 1]
         target = context.target.model if context.target is not None else None
         ratios = [draft.cost_ratio if target is None else draft.relative_cost(target) for draft in self.drafts]
@@ -113,10 +113,11 @@ class Earnings:
         now = perf_counter()
         if self.begin is not None:
             seconds = max(now - self.begin - self.spent, 1e-9) if self.rounds > 1 else None  # the first round reads the prompt
-            if seconds is not None:
+            told = self.context.target is not None and self.context.target.told
+            if seconds is not None and not told:
                 self.verify.update(self.shown, seconds)
                 self.known.since_plain = self.known.since_plain + 1 if self.shown else 0
-            self.budget.spend(self.shown, seconds, self.steps)
+            self.budget.spend(self.shown, seconds, self.steps, told)
         self.begin = now
         self.forget()
 
@@ -205,5 +206,5 @@ class PlannedSchedule:
         self.mixture.way.earnings.budget.open(room)
         return self.mixture.way.plan([min(self.most, left - 1) if strength >= 0 else 0 for strength, left in zip(evidence, room)], room)
 
-    def observe(self, proposed: list[int], accepted: list[int], seconds: float | None) -> None:
+    def observe(self, proposed: list[int], accepted: list[int], seconds: float | None, told: bool = False) -> None:
         """The mixture learns of that by itself."""
