@@ -79,17 +79,11 @@ class CachedModel(Forward):
         fresh = [row[length:] for row, length in zip(rows, self.lengths)]
         if proposal is None:
             proposal = Proposal.from_lists([[] for _ in rows], self.device)
-        if self.states is not None and not self.states.begun or (self.states is not None or self.media is not None) and not any(self.lengths):
+        if self._begins:
             return self._start(fresh, proposal)
-        self.told = self.states is not None and not any(proposal.sizes) and max(map(len, fresh)) > 1
-        self._finally(False)
-        apart = not proposal.tree.is_chain or self.states is not None and self.states.apart(fresh, proposal.sizes)
-        if apart and max(map(len, fresh)) > 1:
-            self.feed([tokens[:-1] for tokens in fresh])
-            fresh = [tokens[-1:] for tokens in fresh]
+        fresh = self._not_apart(fresh, proposal)
         self.fresh, n = [len(tokens) for tokens in fresh], len(proposal.tree)
         sizes = [own + size for own, size in zip(self.fresh, proposal.sizes)]
-        self._finally(self.role == "target" and not n and min(sizes) == max(sizes))
         if max(self.fresh) == 1:
             root = torch.tensor(fresh, device=self.device)
             return self._forward(torch.cat([root, proposal.tokens.to(self.device)], dim=1), proposal.tree, sizes)
@@ -99,10 +93,26 @@ class CachedModel(Forward):
         width = max(sizes)  # a row with more fresh tokens may have fewer candidates
         return self._forward(tokens[:, :width], proposal.tree, sizes, columns.clamp(max=width - 1))
 
-    def _finally(self, final: bool) -> None:
-        """Whether states need not be kept as they are before the next pass, because it reads committed tokens alone."""
+    @property
+    def _begins(self) -> bool:
+        """Whether the next pass is the one over the prompts, and is to be by itself: states have to be kept as it leaves them, and it alone reads what is shown."""
+        if self.states is not None and not self.states.begun:
+            return True
+        return (self.states is not None or self.media is not None) and not any(self.lengths)
+
+    def _not_apart(self, fresh: list[list[int]], proposal: Proposal) -> list[list[int]]:
+        """Those of the `fresh` tokens that go into a pass with the candidates: all, or the last of each row where the others have had to be fed apart."""
+        several, sizes = max(map(len, fresh)) > 1, proposal.sizes
+        apart = several and not proposal.tree.is_chain
         if self.states is not None:
-            self.states.final = final
+            self.told, self.states.final = several and not any(sizes), False
+            apart = apart or several and self.states.apart(fresh, sizes)
+        if apart:
+            self.feed([tokens[:-1] for tokens in fresh])
+            fresh = [tokens[-1:] for tokens in fresh]
+        if self.states is not None:
+            self.states.final = self.role == "target" and not any(sizes) and len(set(map(len, fresh))) == 1
+        return fresh
 
     def _start(self, prompts: list[list[int]], proposal: Proposal) -> torch.Tensor:
         """As `score`, of prompts of which nothing is cached, or of the rest of one: a pass over them, whose states stay whatever is rejected and which sees
