@@ -210,6 +210,9 @@ def test_a_cache_of_several_rows_or_of_states_alone_is_refused():
             longer = {name: torch.nn.functional.pad(out.sequences, (0, 1), value=7) for name in ("input_ids",)}
             longer["attention_mask"] = torch.ones_like(longer["input_ids"])
             refused(f"{words}.*cannot be continued", lambda: enabled(model).generate(**longer, **{CACHE: out[CACHE]}, max_new_tokens=3, speculative=True))
+    model, one = enabled(model_of(RECURRENT)), padded(prompts(5))
+    cache = model.generate(**one, max_new_tokens=1, return_dict_in_generate=True)[CACHE]
+    refused("several rows of a model that carries states", lambda: model.generate(**padded(prompts(6)), **{CACHE: cache}, do_sample=True, num_return_sequences=2, max_new_tokens=3, speculative=True))
 
 
 def turn(model, text, cache, ours: bool, **options):
@@ -235,6 +238,8 @@ def test_a_conversation_goes_on_from_the_cache_of_the_turn_before(kind, ours):
         assert text == expected and type(cache) is type(plain_cache)
         text, expected = ([*own, *prompts(said, seed=9)[0]] for own in (text, expected))
     assert cache.get_seq_length() == plain_cache.get_seq_length() == len(text) - 20 - 1
+    where = [[(layer.device, layer.dtype) for layer in one.layers if hasattr(layer, "conv_states")] for one in (cache, plain_cache)]
+    assert where[0] == where[1] != []
     for own, plains in zip(cache.layers, plain_cache.layers):
         for name in ("conv_states", "recurrent_states"):
             for i, part in getattr(plains, name, {}).items():

@@ -1,6 +1,7 @@
 """Rows of a batch whose layers carry states: every row stands where its own text does, whatever the others accept."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,9 +17,10 @@ from hf_specdec.drafts.medusa import MedusaDraft
 from hf_specdec.probe import obeys_masks
 from hf_specdec.proposal import Proposal
 from hf_specdec.training import build_drafter
+from tests.architectures import STATEFUL
 from tests.conformance.builders import medusa_heads
 from tests.helpers import ScriptedDraft, enabled, generated, padded, perturbed, plain, prompts, speculate, tiny_llama
-from tests.test_states import CONVOLUTIONS, CPU, KINDS, RECURRENT, every_kind, model_of, refused, widths_of
+from tests.test_states import CONVOLUTIONS, CPU, HERE, KINDS, RECURRENT, every_kind, model_of, refused, widths_of
 
 pytestmark = pytest.mark.skipif(not GOES_ON, reason="this transformers does not go on from a state over several tokens")
 ROWS = prompts(12, 1, 20, 12, seed=5)
@@ -89,6 +91,36 @@ def test_rows_end_one_after_the_other_with_sampling_processors(kind):
     for draft in (perturbed(model, 0.02), PromptLookupDraft()):
         out = speculate(model, ROWS, draft, k=4, **options, eos_token_id=ends)
         assert [text[: len(own)] for text, own in zip(generated(out, ROWS), wanted)] == wanted
+
+
+BIASED = {"Bamba": "mamba_proj_bias", "Nemotron-H": "use_bias", "LFM2": "conv_bias", "Falcon-H1": "mamba_proj_bias", "Mamba 2": "use_bias", "Granite 4 (hybrid)": "mamba_proj_bias"}
+
+
+@pytest.mark.share(1 / 2)
+@pytest.mark.parametrize("kind", [kind for kind in BIASED if kind in HERE])
+@torch.no_grad()
+def test_padding_is_nothing_to_a_convolution_although_a_bias_makes_something_of_it(kind):
+    family = next(family for family in STATEFUL if family.name == kind)
+    model = replace(family, settings={**family.settings, BIASED[kind]: True}).model("eager", 0)
+    biases = [part for name, part in model.named_parameters() if name.endswith("in_proj.bias")]
+    for part in biases:
+        part.add_(0.1 * torch.randn(part.shape, generator=torch.Generator().manual_seed(1)))
+    rows = prompts(12, 1, 20, 3, 2, 1, seed=3)
+    assert biases and generated(speculate(model, rows, PromptLookupDraft(), k=3, max_new_tokens=12), rows) == texts(model, rows, max_new_tokens=12)
+
+
+@torch.no_grad()
+def test_all_who_watch_a_pass_over_padded_prompts_see_the_text_first():
+    model, rows = model_of(RECURRENT), prompts(5, 2)
+    cached = CachedModel(model, 64)
+    taps = [cached.watch((1,)), cached.watch((0, 1))]
+    cached.score(rows)
+    (first, starts), (both, others) = (tap.passes[0] for tap in taps)
+    alone = CachedModel(model, 64)
+    tap = alone.watch((1,))
+    alone.score(rows[1:])
+    assert starts == others == [0, 0] and torch.equal(first, both[..., -first.shape[-1] :])
+    torch.testing.assert_close(first[1, :2], tap.passes[0][0][0], atol=1e-5, rtol=1e-4)
 
 
 def test_a_pass_is_no_wider_than_candidates_make_it_and_reads_what_was_rejected_once():

@@ -117,7 +117,8 @@ class CachedModel(Forward):
     def _start(self, prompts: list[list[int]], proposal: Proposal) -> torch.Tensor:
         """As `score`, of prompts of which nothing is cached, or of the rest of one: a pass over them, whose states stay whatever is rejected and which sees
         what they show, and one over the candidates. States take padding before a text, which the model hides from them, and none behind it."""
-        sizes, ends = ([len(tokens) for tokens in prompts] for _ in range(2))
+        self.told = False
+        sizes = ends = [len(tokens) for tokens in prompts]
         whole = [length + size for length, size in zip(self.lengths, sizes)]
         if self.states is not None and min(sizes) < max(sizes):
             ends = [max(sizes)] * len(sizes)

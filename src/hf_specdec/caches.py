@@ -54,7 +54,8 @@ def check_cache(cache: Any, config: Any, rows: int) -> None:
     wanted = getattr(config, "decoder_layers", None) or sum(isinstance(layer, CacheLayerMixin) for layer in _empty_cache(config).layers)
     if layers and wanted not in (0, len(layers)):
         raise ValueError(f"{CACHE} holds {len(layers)} layers and the target has {wanted}. Pass a cache that the target has filled, or leave it out.")
-    if layers and len(layers[0][1]) != rows:
+    refused = rows > 1 and any(isinstance(layer, LinearAttentionLayer) for layer in cache.layers)  # anyhow, with better advice
+    if layers and len(layers[0][1]) != rows and not refused:
         raise ValueError(f"{CACHE} holds {len(layers[0][1])} rows and the call has {rows} (num_return_sequences and num_beams count, as in a "
                          f"plain call). Pass a cache of the same rows (batch_repeat_interleave repeats them), or leave it out.")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch.nn.functional import pad
@@ -30,35 +32,42 @@ class Checkpoint:
         if not any(rows) or all(rows) and other is not None:
             return other if any(rows) else self
         lengths = [theirs if there else own for own, theirs, there in zip(self.lengths, other.lengths if other else [0] * len(rows), rows)]
-        states = [tuple(_mixed(mine, theirs, rows) for mine, theirs in zip(own, pair))
+        index = _on_each([b for b, there in enumerate(rows) if there])
+        states = [tuple(_mixed(mine, theirs, index) for mine, theirs in zip(own, pair))
                   for own, pair in zip(self.states, other.states if other else [({}, {})] * len(self.states))]
         return Checkpoint(lengths, 0, states)
 
     def keep(self, rows: list[int]) -> "Checkpoint":
         """These rows alone."""
-        parts = [tuple({i: None if part is None else part[rows] for i, part in kind.items()} for kind in pair) for pair in self.states]
+        index = _on_each(rows)
+        parts = [tuple({i: None if part is None else part.index_select(0, index(part.device)) for i, part in kind.items()} for kind in pair) for pair in self.states]
         return Checkpoint([self.lengths[row] for row in rows], self.reach, parts)
+
+
+def _on_each(rows: list[int]) -> Callable[[torch.device], torch.Tensor]:
+    """The numbers of rows, int64 [n], on a device that is asked for, copied there once."""
+    return cache(lambda device: torch.tensor(rows, device=device))
 
 
 def _without_last(part: torch.Tensor | None, back: list[int], most: int) -> torch.Tensor | None:
     """part [B, C, n] without the last back[b] places of row b, and without its first most - back[b] ones."""
-    if part is None or not most:
-        return part
-    width = part.shape[-1] - most
+    width = 0 if part is None else part.shape[-1] - most
+    if part is None or min(back) == most:
+        return part if part is None else part[..., :width]
     return torch.stack([own[..., most - n : most - n + width] for own, n in zip(part, back)])
 
 
-def _mixed(mine: dict, theirs: dict, rows: list[bool]) -> dict:
-    """States of one kind: theirs in `rows`, mine in the others. What a convolution has read may be shorter at the beginning of a text, before which are zeros."""
+def _mixed(mine: dict, theirs: dict, index: Callable[[torch.device], torch.Tensor]) -> dict:
+    """States of one kind: theirs in the rows `index`, mine in the others. What a convolution has read may be shorter at the beginning of a text, before which are zeros."""
     mixed = {}
     for i, own in mine.items():
         other = theirs.get(i)
         if own is not None:
-            there = torch.tensor(rows, device=own.device)
+            rows = index(own.device)
             other = torch.zeros_like(own) if other is None else other
             if own.shape != other.shape:
                 n = max(own.shape[-1], other.shape[-1])
                 own, other = (pad(part, (n - part.shape[-1], 0)) for part in (own, other))
-            own[there] = other[there]  # nobody else reads it
+            own.index_copy_(0, rows, other.index_select(0, rows))  # nobody else reads it
         mixed[i] = own
     return mixed

@@ -92,7 +92,7 @@ def obeys_masks(model: PreTrainedModel, traits: ModelTraits) -> bool:
 def _ragged_equals_alone(model: PreTrainedModel, traits: ModelTraits) -> bool:
     generator = torch.Generator("cpu").manual_seed(0)
     ids = torch.randint(traits.vocab_size, (2, 9), generator=generator, device="cpu")
-    rows, block = [ids[0, :7].tolist(), ids[1, :3].tolist()], ids[:, 7:].to(model.device)
+    rows, block = [ids[0, :7].tolist(), ids[1, :1].tolist()], ids[:, 7:].to(model.device)
     cached = CachedModel(model, 9, traits=traits)
     cached.score(rows)
     cached.commit([1, 1])
@@ -107,6 +107,7 @@ def _ragged_equals_alone(model: PreTrainedModel, traits: ModelTraits) -> bool:
         else:
             positions = torch.arange(whole.shape[1], device=model.device)[None]  # as stock generate counts; RoBERTa alone would begin at its pad token + 1
             alone = model(input_ids=whole, position_ids=positions, use_cache=False).logits[0, -1].float()
-        if not torch.allclose(together[b, 0].to(alone.device), alone, atol=0.05 * float(alone.std()), rtol=0.0):
+        near = 0.005 if model.dtype == torch.float32 else 0.05  # in 16 bit, sums of other numbers of rows are rounded in other ways
+        if not torch.allclose(together[b, 0].to(alone.device), alone, atol=near * float(alone.std()), rtol=0.0):
             return False
     return True

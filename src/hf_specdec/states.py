@@ -41,6 +41,12 @@ class StateLayer(SlotLayer, LinearAttentionLayer):
     def is_recurrent(self) -> bool:
         return any(state is not None for state in self.recurrent_states.values())
 
+    def update_conv_state(self, conv_states: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        """Padding before a text is nothing to a convolution, also where a bias has made something of it."""
+        if self.plan.padded:
+            conv_states = conv_states.masked_fill((self.plan.slots < 0).to(conv_states.device)[:, None], 0)
+        return LinearAttentionLayer.update_conv_state(self, conv_states, *args, **kwargs)
+
     def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs) -> torch.Tensor:
         """Keep the state itself, in the number format of the first; transformers copies it into that one's place, for graphs."""
         before = self.recurrent_states[state_idx]
@@ -58,7 +64,8 @@ class StateLayer(SlotLayer, LinearAttentionLayer):
         inputs, recurrent = state or ({}, {})
         for i in range(self.number_of_states):
             part, other = inputs.get(i), recurrent.get(i)
-            self.conv_states[i] = None if part is None else pad(self._last(i, part), (max(self.conv_kernel_size[i] - part.shape[-1], 0), 0)).clone()
+            short = 0 if part is None else max(self.conv_kernel_size[i] - part.shape[-1], 0)
+            self.conv_states[i] = None if part is None else pad(part, (short, 0)) if short else self._last(i, part).clone()
             self.recurrent_states[i] = other.clone() if copied and other is not None else other
             self.is_conv_states_initialized[i], self.is_recurrent_states_initialized[i] = part is not None, other is not None
             self.has_previous_state[i] = part is not None or other is not None
@@ -85,9 +92,11 @@ class Checkpoints:
             self.limited = [part for part in model.modules() if tuple(getattr(part, "time_step_limit", None) or ANY) != ANY]
 
     def apart(self, fresh: list[list[int]], sizes: list[int]) -> bool:
-        """Whether all but the last of the tokens `fresh` of every row are to be fed before a pass over candidates, of which there are sizes[b]: many tokens of
-        a lone row, or rows of unequal numbers where there is nothing else to be gained from a pass that none of the shorter ones can go on from."""
-        return len(fresh[0]) > self.PENDING if len(fresh) == 1 else not any(sizes) and len(set(map(len, fresh))) > 1
+        """Whether all but the last of the `fresh` tokens of each row get passes of their own, before one over sizes[b] candidates: if a lone row has many, or if
+        nothing is proposed and rows are unequal, because the shorter ones could not go on from a pass that pads them."""
+        if len(fresh) == 1:
+            return len(fresh[0]) > self.PENDING
+        return not any(sizes) and len(set(map(len, fresh))) > 1
 
     @contextmanager
     def during(self, starts: list[int], width: int) -> Iterator[None]:
@@ -97,8 +106,8 @@ class Checkpoints:
         with self._heeding(prompt=not self.kept or not self.begun and width > 1) if self.limited else nullcontext():
             yield
         self.begun = True
+        self.kept, self.final = [] if self.final else self.kept, False
         reach = 0 if any(layer.is_recurrent() for layer in self.layers) else min(self.REACH, width)
-        self.kept = [] if self.final else self.kept
         self.kept.append(Checkpoint([start + width for start in starts], reach, [layer.taken(reach) for layer in self.layers]))
 
     @contextmanager
@@ -138,7 +147,8 @@ class Checkpoints:
     def load(self, cache: Cache, lengths: list[int]) -> None:
         """Go on from a copy of the states in a filled cache of transformers, which stand for so many tokens."""
         for own, given in zip(self.layers, _holders(cache)):
-            own.conv_kernel_size = copy.copy(given.conv_kernel_size)
+            for name in HELD:
+                setattr(own, name, copy.copy(getattr(given, name)))
         self.kept = [Checkpoint(lengths, 0, [(dict(given.conv_states), dict(given.recurrent_states)) for given in _holders(cache)])]
 
     def store(self, cache: Cache) -> None:

@@ -39,8 +39,8 @@ def show(taps: list[Tap], states: list[torch.Tensor], starts: list[int]) -> None
     """Tell `taps` of a pass: the outputs [B, L, H] of `layers_of(taps)`, and the rows' first positions."""
     found = dict(zip(layers_of(taps), states))
     for tap in taps:
-        starts, seen = without_padding(starts, torch.cat([found[layer] for layer in tap.layers], dim=-1))
-        tap.passes.append((seen, starts))
+        firsts, seen = without_padding(starts, torch.cat([found[layer] for layer in tap.layers], dim=-1))
+        tap.passes.append((seen, firsts))
 
 
 def without_padding(starts: list[int], block: torch.Tensor) -> tuple[list[int], torch.Tensor]:
