@@ -512,9 +512,9 @@ def test_warming_up_checks_its_arguments(wrong, name):
 def test_a_round_that_had_to_be_compiled_first_is_no_measure_of_what_rounds_cost(monkeypatch):
     seen, observe = [], AutoSchedule.observe
 
-    def noting(self, proposed, accepted, seconds):
+    def noting(self, proposed, accepted, seconds, told):
         seen.append((max(proposed), seconds))
-        observe(self, proposed, accepted, seconds)
+        observe(self, proposed, accepted, seconds, told)
 
     monkeypatch.setattr(AutoSchedule, "observe", noting)
     speculate(family("Llama").model(), repetitive(12), k="auto", max_new_tokens=20, speculative={"compile": "model"})

@@ -43,7 +43,7 @@ class StateLayer(SlotLayer, LinearAttentionLayer):
 
     def update_conv_state(self, conv_states: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         """Padding before a text is nothing to a convolution, also where a bias has made something of it."""
-        if self.plan.padded:
+        if self.plan.padded and conv_states.shape[-1] == self.plan.width:  # Zaya gives the last states alone, and hides padding itself
             conv_states = conv_states.masked_fill((self.plan.slots < 0).to(conv_states.device)[:, None], 0)
         return LinearAttentionLayer.update_conv_state(self, conv_states, *args, **kwargs)
 
