@@ -69,7 +69,8 @@ class CachedModel(Forward):
 
     def score(self, rows: list[list[int]], proposal: Proposal | None = None) -> torch.Tensor:
         """Logits [B, N+1, V] after the root and after every candidate of `proposal` (None: nothing is proposed), where rows[b] are
-        the committed tokens of row b. One forward; two for a tree that comes with more than one uncached token."""
+        the committed tokens of row b. One forward; two at the start where there are states or images, and for a tree that comes with more than one uncached
+        token; with states, more of them where rows that propose nothing have unequal numbers of uncached tokens."""
         self.lengths = self.lengths or [0] * len(rows)
         if self.media is not None and not any(self.lengths):
             prompts = [row[: len(own)] for row, own in zip(rows, self.media.columns)]

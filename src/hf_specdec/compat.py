@@ -117,14 +117,14 @@ class ModelTraits:
     masks:          (key, kind, size) per mask: kind "full", "sliding" or "chunked"; key None where the model takes a single
                     mask, else the layer type under which it looks its mask up.
     own_positions:  the model makes its masks or positions itself, from lengths or a 2-D mask (ALiBi, GPT-Neo): batch 1 and
-                    chains only.
+                    chains only; of models with states, which take batches, those of one row.
     logits_to_keep: whether forward can be told which logits to compute.
     vocab_size:     number of logits.
     max_positions:  longest text, or None; of the decoder where there is an encoder, too.
     encoder:        "none", "own" (encoder-decoder models) or "another's" (decoders that read the outputs of an encoder they
                     do not have). With either, masks and positions are the model's own.
     states:         per layer, how many states it carries from token to token (`states.py`); () for models without any. With them,
-                    too, masks are the model's own.
+                    too, masks of one row are the model's own.
     placed:         positions are given although masks are the model's own.
     indexed:        layers keep the keys of an indexer beside keys and values.
     """

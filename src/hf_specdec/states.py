@@ -2,8 +2,8 @@
 convolutions; alone, or beside attention in a hybrid model.
 
 No token can be taken out of a state again. It is therefore kept as it was after earlier passes, and put back after a rejection. Tokens that have been committed
-since are fed once more, in front of the next candidates: a round is one pass, as ever. Where all candidates were accepted nothing is fed twice, nor where every
-state is that of a convolution, which consists of its last inputs.
+since are fed once more, in front of the next candidates; only where there are none may that take passes of its own. Where all candidates were accepted nothing is fed
+twice, nor where every state is that of a convolution, which consists of its last inputs.
 """
 
 from __future__ import annotations
