@@ -42,11 +42,11 @@ Models that read images or sounds, too, are run on texts here; what they are sho
 ENCODER_DECODERS = """
 ## Encoder-decoder models
 
-Batch 1 with chains; drafted by a copy of the model, by one that is always wrong, by a perturbed copy with an encoder of its own, and
-by lookup in the decoder's text and, where the vocabulary is shared, in the source. A batch of several rows and trees are refused.
+With chains; drafted by a copy of the model, by one that is always wrong, by a perturbed copy with an encoder of its own, and
+by lookup in the decoder's text and, where the vocabulary is shared, in the source. Trees and beam search are refused.
 
-| family | model_type | decoder positions | attention | batch 1 |
-| --- | --- | --- | --- | --- |
+| family | model_type | decoder positions | attention | batch 1 | ragged batch |
+| --- | --- | --- | --- | --- | --- |
 """
 
 
@@ -75,10 +75,12 @@ def shown_line(family: seeing.Family) -> str:
 
 
 def encoder_decoder_line(family: encoder_decoders.Family) -> str:
-    results = {attn: encoder_decoders.outcome(family, attn) for attn in ATTENTION if encoder_decoders.offers(family, attn)}
-    words = set(results.values())
-    text = words.pop() if len(words) == 1 else "; ".join(f"{attn}: {result}" for attn, result in results.items())
-    return f"| {family.name} | `{family.kind}` | {family.positions} | {', '.join(results)} | {text} |\n"
+    columns = []
+    for rows in (1, 3):
+        results = {attn: encoder_decoders.outcome(family, attn, rows=rows) for attn in ATTENTION if encoder_decoders.offers(family, attn)}
+        words = set(results.values())
+        columns.append(words.pop() if len(words) == 1 else "; ".join(f"{attn}: {result}" for attn, result in results.items()))
+    return f"| {family.name} | `{family.kind}` | {family.positions} | {', '.join(results)} | {' | '.join(columns)} |\n"
 
 
 def cell(result: str) -> str:

@@ -32,19 +32,21 @@ _LATENT = dict(_HEADS, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_n
 
 @dataclass(frozen=True)
 class Family:
-    """kind: the model_type of transformers. ragged: whether it takes a batch of rows of different lengths. spread: standard
-    deviation of the random weights, such that its text is neither stuck nor at a tie. window: what is special about its masks. trees: whether it takes them."""
+    """kind: the model_type of transformers. ragged: whether it takes a batch of rows of different lengths. branches: whether its masks are ours to make.
+    spread: standard deviation of the random weights, such that its text is neither stuck nor at a tie. window: what is special about its masks.
+    trees: whether it takes them."""
 
     name: str
     kind: str
     settings: dict = field(default_factory=dict, hash=False)
     ragged: bool = True
+    branches: bool = True
     spread: float = 0.3
     window: str = ""
 
     @property
     def trees(self) -> bool:
-        return self.ragged and self.window != "states"
+        return self.branches and self.window != "states"
 
     def model(self, attn: str = "sdpa", seed: int = 0):
         return build(self.kind, seed, attn, self.spread, **self.settings)
@@ -71,11 +73,11 @@ FAMILIES = [
     Family("GPT-BigCode (many K/V heads)", "gpt_bigcode", {**_GPT2, "multi_query": False}),
     Family("OPT", "opt", dict(vocab_size=VOCAB, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4,
                               max_position_embeddings=128, word_embed_proj_dim=32)),
-    Family("BLOOM", "bloom", dict(_UNTIED, vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4), ragged=False, window="ALiBi"),
-    Family("MPT", "mpt", dict(_UNTIED, vocab_size=VOCAB, d_model=32, n_layers=2, n_heads=4, max_seq_len=128), ragged=False, window="ALiBi"),
+    Family("BLOOM", "bloom", dict(_UNTIED, vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4), branches=False, window="ALiBi"),
+    Family("MPT", "mpt", dict(_UNTIED, vocab_size=VOCAB, d_model=32, n_layers=2, n_heads=4, max_seq_len=128), branches=False, window="ALiBi"),
     Family("Falcon (rotary)", "falcon", {**_HEADS, "alibi": False, "num_key_value_heads": None}),
     Family("Falcon (new decoder)", "falcon", {**_HEADS, "alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2}),
-    Family("Falcon (ALiBi)", "falcon", {**_HEADS, "alibi": True}, ragged=False, window="ALiBi"),
+    Family("Falcon (ALiBi)", "falcon", {**_HEADS, "alibi": True}, branches=False, window="ALiBi"),
     Family("StableLM", "stablelm", _LLAMA),
     Family("OLMo2", "olmo2", _LLAMA),
     Family("Granite", "granite", {**_LLAMA, "attention_multiplier": 0.35}),
@@ -88,7 +90,7 @@ FAMILIES = [
     Family("BioGPT", "biogpt", {**_HEADS, **_UNTIED}),
     Family("Cohere2", "cohere2", {**_LLAMA, **_HYBRID, "logit_scale": 1.0}, window="hybrid"),
     Family("CTRL", "ctrl", dict(_UNTIED, vocab_size=VOCAB, n_embd=32, dff=48, n_layer=2, n_head=4, n_positions=128),
-           ragged=CTRLLMHeadModel._supports_sdpa),  # transformers 5.10 has only the code that makes its own masks
+           branches=CTRLLMHeadModel._supports_sdpa),  # transformers 5.10 has only the code that makes its own masks
     Family("DeepSeek-V2", "deepseek_v2", {**_LATENT, "head_dim": 8}),
     Family("DeepSeek-V3", "deepseek_v3", _LATENT),
     Family("DiffLlama", "diffllama", _LLAMA),
@@ -103,7 +105,7 @@ FAMILIES = [
     Family("GLM-4-MoE", "glm4_moe", {**_LLAMA, **_EXPERTS, "head_dim": 8, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}),
     Family("GPT-Neo (local layers)", "gpt_neo", dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4,
                                                      attention_types=[[["global", "local"], 1]], window_size=8,
-                                                     max_position_embeddings=128), ragged=False, window="own masks"),
+                                                     max_position_embeddings=128), branches=False, window="own masks"),
     Family("GPT-NeoX-Japanese", "gpt_neox_japanese", {**_HEADS, "rotary_pct": 1.0, "intermediate_multiple_size": 2}),
     Family("GPT-OSS", "gpt_oss", {**_LLAMA, **_HYBRID, **_MOE, "head_dim": 8}, window="hybrid"),
     Family("Granite-MoE", "granitemoe", {**_LLAMA, **_MOE, "attention_multiplier": 0.35}),
@@ -222,8 +224,7 @@ FAMILIES += [
     Family("ModernBERT (decoder)", "modernbert-decoder", {**_HEADS, **_TOKENS, "cls_token_id": 1, "sep_token_id": 1, "local_attention": 16,
                                                           "layer_types": _HYBRID["layer_types"], **_UNTIED}, window="hybrid"),
     Family("MOSS-Transcribe", "moss_transcribe_diarize", {"text_config": {**_LLAMA, "head_dim": 8, **_UNSPECIAL},
-                                                          "audio_config": dict(d_model=32, encoder_layers=2, encoder_attention_heads=4, encoder_ffn_dim=48)},
-           ragged=False),
+                                                          "audio_config": dict(d_model=32, encoder_layers=2, encoder_attention_heads=4, encoder_ffn_dim=48)}),
     Family("NanoChat", "nanochat", _LLAMA),
     Family("Phi-4 Multimodal", "phi4_multimodal", {
         **_LLAMA, **_UNSPECIAL, "original_max_position_embeddings": 128, "vision_config": {**_EYE, "crop_size": 28},
@@ -246,21 +247,21 @@ FAMILIES += [
     Family("RoBERTa-PreLayerNorm (as a decoder)", "roberta-prelayernorm", _ROBERTA, spread=0.6),
     Family("RoCBert (as a decoder)", "roc_bert", {**_BERT, "enable_pronunciation": False, "enable_shape": False, "shape_vocab_size": 9,
                                                   "pronunciation_vocab_size": 9}, spread=1.0),
-    Family("RoFormer (as a decoder)", "roformer", {**_BERT, "embedding_size": 32}, ragged=False, spread=0.6),
+    Family("RoFormer (as a decoder)", "roformer", {**_BERT, "embedding_size": 32}, ragged=False, branches=False, spread=0.6),
     Family("XLM-RoBERTa (as a decoder)", "xlm-roberta", _ROBERTA, spread=1.6),
     Family("XLM-RoBERTa-XL (as a decoder)", "xlm-roberta-xl", _ROBERTA, spread=0.6),
     Family("X-MOD (as a decoder)", "xmod", {**_ROBERTA, "languages": ["en"], "default_language": "en"}, spread=1.0),
-    Family("BART (its decoder)", "bart", _DECODER, ragged=False, spread=0.6),
-    Family("BigBird-Pegasus (its decoder)", "bigbird_pegasus", _DECODER, ragged=False),
-    Family("Blenderbot (its decoder)", "blenderbot", _DECODER, ragged=False),
-    Family("Blenderbot (small, its decoder)", "blenderbot-small", _DECODER, ragged=False, spread=0.6),
-    Family("Marian (its decoder)", "marian", _DECODER, ragged=False, spread=0.6),
-    Family("mBART (its decoder)", "mbart", _DECODER, ragged=False),
-    Family("MVP (its decoder)", "mvp", _DECODER, ragged=False, spread=0.6),
-    Family("Pegasus (its decoder)", "pegasus", _DECODER, ragged=False),
-    Family("PLBart (its decoder)", "plbart", _DECODER, ragged=False, spread=0.6),
-    Family("TrOCR", "trocr", _DECODER, ragged=False, spread=0.6),
-    Family("Whisper (its decoder)", "whisper", {**_DECODER, "max_target_positions": 128}, ragged=False),
+    Family("BART (its decoder)", "bart", _DECODER, branches=False, spread=0.6),
+    Family("BigBird-Pegasus (its decoder)", "bigbird_pegasus", _DECODER, branches=False),
+    Family("Blenderbot (its decoder)", "blenderbot", _DECODER, branches=False),
+    Family("Blenderbot (small, its decoder)", "blenderbot-small", _DECODER, branches=False, spread=0.6),
+    Family("Marian (its decoder)", "marian", _DECODER, branches=False, spread=0.6),
+    Family("mBART (its decoder)", "mbart", _DECODER, branches=False),
+    Family("MVP (its decoder)", "mvp", _DECODER, branches=False, spread=0.6),
+    Family("Pegasus (its decoder)", "pegasus", _DECODER, branches=False),
+    Family("PLBart (its decoder)", "plbart", _DECODER, branches=False, spread=0.6),
+    Family("TrOCR", "trocr", _DECODER, branches=False, spread=0.6),
+    Family("Whisper (its decoder)", "whisper", {**_DECODER, "max_target_positions": 128}, branches=False),
 ]
 
 _DELTA = dict(layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8)

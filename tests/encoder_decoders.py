@@ -95,6 +95,16 @@ def source(kind: str = "t5", seed: int = 0, length: int = 12) -> dict[str, torch
     return {"input_ids": torch.randint(3, VOCAB, (1, length), generator=generator)}
 
 
+def sources(kind: str = "t5", seed: int = 0, rows: int = 3) -> dict[str, torch.Tensor]:
+    """Several rows of them, texts of unequal lengths, with padding."""
+    parts = [source(kind, seed + i, 12 - 2 * i) for i in range(rows)]
+    if kind == "whisper":
+        return {"input_features": torch.cat([part["input_features"] for part in parts])}
+    texts = [part["input_ids"][0] for part in parts]
+    pad = torch.nn.utils.rnn.pad_sequence
+    return {"input_ids": pad(texts, batch_first=True), "attention_mask": pad([torch.ones_like(text) for text in texts], batch_first=True)}
+
+
 def plain(model, inputs: dict, **options) -> torch.Tensor:
     """The reference: transformers' own generate, int64 [1, decoder tokens]."""
     options = {"max_new_tokens": MAX_NEW, "do_sample": False, "num_beams": 1, "return_dict_in_generate": True, **options}
@@ -128,12 +138,12 @@ def seeds(name: str, n: int, attn: str = "eager") -> list[int]:
     return found
 
 
-def outcome(line: Family, attn: str, n: int = 1, ks=(4,)) -> str:
-    """"exact" if every kind of draft leaves n greedy texts as plain generate writes them and is accepted as often as it has to be;
+def outcome(line: Family, attn: str, n: int = 1, ks=(4,), rows: int = 1) -> str:
+    """"exact" if every kind of draft leaves n greedy texts, or batches of `rows`, as plain generate writes them and is accepted as often as it has to be;
     else what is wrong."""
     accepted = 0
     for seed in seeds(line.name, n, attn):
-        model, inputs = line.model(attn, seed), source(line.kind, seed)
+        model, inputs = line.model(attn, seed), source(line.kind, seed) if rows == 1 else sources(line.kind, seed, rows)
         text = plain(model, inputs)
         for name, make in DRAFTS.items():
             for k in ks:

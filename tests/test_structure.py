@@ -19,7 +19,7 @@ LEAVES = {"__main__", "bench", "cli", "commands", "mx", "viz", "training"}
 # what may be imported by what comes after it; modules of one line know nothing of each other
 LINES = [
     {"tree", "registry", "theory", "noise", "compat", "kv_cache", "draft_stop", "head", "lengths", "parts", "passes", "method", "memory", "budget",
-     "law", "nucleus", "lazy_law", "caches", "states", "media", "checkpoint"},
+     "law", "nucleus", "lazy_law", "caches", "states", "media", "checkpoint", "positions", "fixed_cache"},
     {"proposal", "sequences", "tree_shapes", "distributions", "config", "schedule", "trace", "seq2seq", "tap", "masks", "layerwise"},
     {"compiled"},
     {"forward"},
@@ -129,7 +129,7 @@ def test_every_registry_entry_names_what_is_there():
 
 # --- transformers' insides ----------------------------------------------------------------------------------------------------
 
-INSIDES = {"compat": {"logits_process"}, "kv_cache": {"cache_utils"}, "caches": {"cache_utils"}, "states": {"cache_utils"}}
+INSIDES = {"compat": {"logits_process"}, "kv_cache": {"cache_utils"}, "caches": {"cache_utils"}, "fixed_cache": {"cache_utils"}, "states": {"cache_utils"}}
 DEEP = {"cache_utils", "masking_utils", "logits_process", "stopping_criteria", "candidate_generator", "modeling_utils", "modeling_attn_mask_utils", "utils",
         "configuration_utils", "integrations", "models"}
 

@@ -143,7 +143,7 @@ def check_call(model, input_ids, processors, generation, model_kwargs: dict, tra
     if traits.max_positions and longest > traits.max_positions:
         raise ValueError(f"input_ids: the prompt has {longest} tokens and the target's context is {traits.max_positions}. Shorten the prompt.")
     if traits.encoder == "own":
-        _check_encoder_decoder(model, input_ids.shape[0], real)
+        _check_decoder_padding(real)
     elif cache is not None:
         if cached >= input_ids.shape[1]:
             raise ValueError(f"{compat.CACHE} holds {cached} tokens and input_ids {input_ids.shape[1]}; input_ids must be "
@@ -233,10 +233,6 @@ def _check_beams(model, generation, traits: compat.ModelTraits) -> None:
                          f"speculative=False.")
 
 
-def _check_encoder_decoder(model, batch: int, real: torch.Tensor) -> None:
-    if batch > 1:
-        raise ValueError(f"target: {type(compat.unwrap(model)).__name__} is an encoder-decoder model, and its decoder counts positions itself, the "
-                         f"same for all rows, so {batch} rows that accept different numbers of tokens cannot share a pass. Generate the rows one "
-                         f"by one (batch size 1, num_return_sequences=1), or use speculative=False.")
+def _check_decoder_padding(real: torch.Tensor) -> None:
     if not real.all():
         raise ValueError("decoder_attention_mask: decoder_input_ids with padding are not supported with speculative=True; pass them without.")

@@ -20,7 +20,7 @@ from .distributions import Drawing
 from .forward import Forward
 from .media import Media, ahead
 from .proposal import Proposal
-from .seq2seq import Source
+from .seq2seq import Decoder, Source
 from .tap import layers_of
 from .tree import Tree
 
@@ -217,6 +217,8 @@ class CachedModel(Forward):
             part.keep(torch.tensor(rows, device=self.device))
         if self.states is not None:
             self.states.keep(rows)
+        if isinstance(self.run, Decoder):
+            self.run.keep(rows)
 
     def load(self, cache: DynamicCache, columns: list[list[int]], cached: int) -> None:
         """Copy a caller's cache of `cached` columns; slot s of row b comes from column columns[b][s], the others are padding."""

@@ -106,6 +106,7 @@ if CACHE == "past_key_values":  # transformers before 5.24
     _OWN_WAYS |= dict.fromkeys(("big_bird", "doge", "megatron-bert", "rembert", "roformer"), "may read its prompt in both directions before transformers 5.24")
     _OWN_WAYS |= {"git": "may make its positions itself before transformers 5.24"}
     _OWN_WAYS |= dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "hy_v4"), "keeps keys of its own beside the cache before transformers 5.24")
+_HANDS_ON = {"moss_transcribe_diarize"}  # their text model's positions, among arguments that they do not name
 _OWN_MASK_BEFORE_SDPA = {"ctrl"}  # takes a 4-D mask since it has sdpa attention; transformers 5.10 reads a 2-D one only
 ENCODER_DECODERS = frozenset("bart blenderbot blenderbot-small led longt5 m2m_100 marian mbart mt5 mvp pegasus pegasus_x plbart t5 umt5 whisper".split())
 
@@ -116,8 +117,8 @@ class ModelTraits:
 
     masks:          (key, kind, size) per mask: kind "full", "sliding" or "chunked"; key None where the model takes a single
                     mask, else the layer type under which it looks its mask up.
-    own_positions:  the model makes its masks or positions itself, from lengths or a 2-D mask (ALiBi, GPT-Neo): batch 1 and
-                    chains only; of models with states, which take batches, those of one row.
+    own_positions:  the model makes its masks or positions itself, from lengths or a 2-D mask (ALiBi, GPT-Neo): chains only; of models
+                    with states, those of one row.
     logits_to_keep: whether forward can be told which logits to compute.
     vocab_size:     number of logits.
     max_positions:  longest text, or None; of the decoder where there is an encoder, too.
@@ -165,13 +166,13 @@ def traits_of(model: PreTrainedModel, role: str) -> ModelTraits:
     limits = ("max_target_positions", "max_position_embeddings", "max_seq_len")
     return ModelTraits(
         masks=_masks(config, bool(states)),
-        own_positions=own_mask or encoder != "none" or "position_ids" not in forward or bool(states),
+        own_positions=own_mask or encoder != "none" or "position_ids" not in forward and model.config.model_type not in _HANDS_ON or bool(states),
         logits_to_keep="logits_to_keep" in forward,
         vocab_size=head.weight.shape[0] if torch.is_tensor(getattr(head, "weight", None)) else getattr(head, "out_features", config.vocab_size),
         max_positions=next((value for limit in limits if (value := getattr(config, limit, None)) and value > 0), None),
         encoder=encoder,
         states=states,
-        placed=bool(states) and "position_ids" in forward,
+        placed=(own_mask or bool(states)) and "position_ids" in forward,
         indexed=_INDEXED in (getattr(config, "layer_types", None) or ()),
     )
 
@@ -227,15 +228,14 @@ def why_not_compiled(model: PreTrainedModel) -> str | None:
 
 
 def own_mask_refusal(model: PreTrainedModel, role: str, branches: bool = False) -> str:
-    """Why a model that makes its own masks, or carries states, takes no ragged batch, or no `branches` of a tree."""
+    """Why a model takes no ragged batch, or one that makes its own masks or carries states no `branches` of a tree."""
     model = unwrap(model)
-    if branches and _states(model, model.config.get_text_config()):
-        return (f"{role}: {type(model).__name__} carries a state from token to token, which branches of a tree cannot share. Propose chains, or use "
-                f"speculative=False.")
-    why = "carries a state from token to token, and gives a row other logits in a ragged batch than alone" if _states(model, model.config.get_text_config()) else \
-        "makes its attention mask or position bias itself (as encoder-decoders and ALiBi do)"
-    return (f"{role}: {type(model).__name__} {why}, so rows that accept different numbers of tokens, or branches of a tree, cannot share a pass. "
-            f"Generate the rows one by one (batch size 1; num_return_sequences and num_beams make rows, too) with chains, or use speculative=False.")
+    if branches:
+        why = "carries a state from token to token, which" if _states(model, model.config.get_text_config()) else \
+            "makes its attention mask or positions itself (as encoder-decoders and ALiBi do), along one text, which"
+        return f"{role}: {type(model).__name__} {why} branches of a tree cannot share. Propose chains, or use speculative=False."
+    return (f"{role}: {type(model).__name__} gives a row other logits in a ragged batch than alone, so rows that accept different numbers of tokens cannot share a "
+            f"pass. Generate the rows one by one (batch size 1; num_return_sequences and num_beams make rows, too), or use speculative=False.")
 
 
 def device_of(model: PreTrainedModel) -> torch.device:

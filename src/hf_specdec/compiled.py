@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from . import compat, passes
-from .kv_cache import FixedCache, SlotCache
+from .fixed_cache import FixedCache
+from .kv_cache import SlotCache
 from .layerwise import TRIAL, Layerwise, Made, NotCompiled
 from .parts import decoder_layers, read_at, read_once
 from .tap import SHOWN, note, watched

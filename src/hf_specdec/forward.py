@@ -21,6 +21,7 @@ from .lengths import check_counting, counts_itself
 from .masks import Placing
 from .media import Media
 from .parts import read_at
+from .positions import counted_by_row, counting
 from .seq2seq import Decoder, Source
 from .states import Checkpoints, StateLayer
 from .tap import Tap, layers_of, show, watched, without_padding
@@ -46,7 +47,9 @@ class Forward:
         self.model, self.role = model, role
         self.run = model if source is None else Decoder(model, source)
         self.traits = traits or compat.traits_of(compat.unwrap(model), role)
-        self.cache = SlotCache(limit, FixedBuffers(model, role) if compile else None, self.traits.states, StateLayer)
+        aligned = self.traits.own_positions and not self.traits.states
+        self.cache = SlotCache(limit, FixedBuffers(model, role) if compile else None, self.traits.states, StateLayer, aligned)
+        self.counting = counting(compat.unwrap(model)) if aligned else []
         self.states = Checkpoints(self.cache.layers, compat.unwrap(model)) if self.traits.states else None
         self.compiled = CompiledPasses(model, role, compile) if compile else None
         self.most, self.runner = passes.runner(model, compiled=False)
@@ -111,7 +114,8 @@ class Forward:
                 show(self.taps, states, starts)
                 return logits if keep or wanted is None else logits[:, wanted.to(logits.device)]
         kept = nullcontext() if self.states is None else self.states.during(starts, width)
-        with kept, watched(read_at(compat.unwrap(self.model), layers)) as states:
+        told = nullcontext() if self.cache.plan.columns is None else counted_by_row(self.counting, starts, width)
+        with kept, told, watched(read_at(compat.unwrap(self.model), layers)) as states:
             reference = (self.runner(self.run, **inputs) if tokens.numel() <= self.most else self.run(**inputs)).logits
         show(self.taps, states, starts)
         reference = reference if keep or wanted is None else reference[:, wanted.to(reference.device)]

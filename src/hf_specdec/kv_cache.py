@@ -50,13 +50,17 @@ class SlotLayer(CacheLayerMixin):
             self.indexer.release()
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write [B, H, Q, D] at the planned slots; return everything up to the longest row, [B, H, visible, D], or after padding the block itself."""
+        """Write [B, H, Q, D] at the planned slots; return everything up to the longest row, [B, H, visible, D], or after padding the block itself. Where the blocks of
+        all rows are to end up in the same columns, every row's slots are moved to the right as far as it is shorter."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.settled()
         if (self.keys.dtype, self.values.dtype) != (key_states.dtype, value_states.dtype):  # a caller's cache in another dtype than the model
             self.keys, self.values = self.keys.to(key_states.dtype), self.values.to(value_states.dtype)
         visible, keys, values = self.plan.visible, self._write(self.keys, key_states), self._write(self.values, value_states)
+        if self.plan.columns is not None:
+            rows, slots = self.plan.rows.to(keys.device), self.plan.columns.to(keys.device)
+            return tuple(part.transpose(1, 2)[rows, slots].transpose(1, 2) for part in (keys, values))
         return (key_states, value_states) if self.plan.padded else (keys[:, :, :visible], values[:, :, :visible])
 
     def update_indexer(self, states: torch.Tensor) -> torch.Tensor:
@@ -137,14 +141,16 @@ class SlotPlan:
     visible:  slots that attention reads: the longest row with its block, or with `whole` all there are.
     cached:   slots before the block in the longest row.
     padded:   whether blocks of texts of which nothing is cached begin with padding: with a slot below 0, which stands for one that is not seen.
+    aligned:  whether blocks are to be seen in the same columns of all rows, by models that count columns; `columns` int64 [B, visible], where rows are unequal, are
+              the slots that they are shown there: before a shorter row comes what a mask has to hide.
     capacity: slots per row that the buffers have, or will have at the next write.
     buffers:  where layers of fixed shapes get theirs from: the capacity is then a power of two, so that the shapes of a compiled pass are few.
     """
 
-    def __init__(self, limit: int, buffers: FixedBuffers | None = None):
-        self.limit, self.buffers, self.capacity = limit, buffers, 0
+    def __init__(self, limit: int, buffers: FixedBuffers | None = None, aligned: bool = False):
+        self.limit, self.buffers, self.aligned, self.capacity = limit, buffers, aligned, 0
         self.start: int | None = 0
-        self.slots: torch.Tensor | None = None
+        self.slots = self.columns = None
         self.rows: torch.Tensor | None = None
         self.width = self.visible = self.cached = 0
         self.whole = self.padded = False
@@ -159,6 +165,9 @@ class SlotPlan:
         if whole or not level:
             self.slots = torch.tensor(starts, device=device)[:, None] + torch.arange(width, device=device)
             self.rows = _rows(self.slots)
+        self.columns = None
+        if self.aligned and not level:
+            self.columns = (torch.arange(self.visible, device=device) + (self.slots[:, :1] - self.cached)).clamp(min=0)
         if self.visible > self.capacity:
             self.capacity = max(self.visible, min(self.visible + max(SLACK, self.visible // 8), self.limit))
             if self.buffers is not None:
@@ -168,12 +177,13 @@ class SlotPlan:
 
 
 class SlotCache(Cache):
-    """A `transformers.Cache` of `SlotLayer`s. `limit`: most slots a row can ever need; buffers: as in `SlotPlan`; layer(plan, index, count): makes those
-    that carry `count` states, of which `states` has one number a layer."""
+    """A `transformers.Cache` of `SlotLayer`s. `limit`: most slots a row can ever need; buffers, aligned: as in `SlotPlan`; layer(plan, index, count): makes
+    those that carry `count` states, of which `states` has one number a layer."""
 
-    def __init__(self, limit: int, buffers: FixedBuffers | None = None, states: tuple[int, ...] = (), layer: type[SlotLayer] = SlotLayer):
+    def __init__(self, limit: int, buffers: FixedBuffers | None = None, states: tuple[int, ...] = (), layer: type[SlotLayer] = SlotLayer,
+                 aligned: bool = False):
         super().__init__(layers=[])
-        self.plan = SlotPlan(limit, buffers)
+        self.plan = SlotPlan(limit, buffers, aligned)
         self.layers += [layer(self.plan, i, count) if count else SlotLayer(self.plan, i) for i, count in enumerate(states)]
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
@@ -222,79 +232,3 @@ class SlotCache(Cache):
     def capacity(self) -> int:
         """Slots per row that are allocated."""
         return self.plan.capacity
-
-
-class FixedLayer(SlotLayer):
-    """The buffers of one layer inside a compiled pass: written at `slots` (int64 [Q] of the one row, or [B, Q]), read whole."""
-
-    is_compileable = True
-
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor):
-        CacheLayerMixin.__init__(self)
-        self.keys, self.values, self.slots, self.is_initialized = keys, values, slots, True
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
-        for buffer, states in ((self.keys, key_states), (self.values, value_states)):
-            states = states.to(buffer.dtype)
-            if self.slots.ndim == 1:
-                buffer.index_copy_(2, self.slots, states)
-            else:
-                buffer.transpose(1, 2)[_rows(self.slots), self.slots] = states.transpose(1, 2)
-        return self.keys, self.values
-
-    def get_seq_length(self) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.keys.shape[2], 0
-
-
-class FixedCache(Cache):
-    """The cache that a compiled pass sees: keys and values [B, H, S, D] per layer. It does not know how long the text is; positions
-    and masks are given."""
-
-    def __init__(self, keys: list[torch.Tensor], values: list[torch.Tensor], slots: torch.Tensor):
-        super().__init__(layers=[FixedLayer(key, value, slots) for key, value in zip(keys, values)])
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
-        return self.layers[layer_idx].update(key_states, value_states)
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        return self.layers[layer_idx].get_mask_sizes(query_length)
-
-
-class OneLayer(FixedCache):
-    """A cache of one layer, whatever number it is asked by."""
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
-        return self.layers[0].update(key_states, value_states)
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        return self.layers[0].get_mask_sizes(query_length)
-
-
-class Kept(Cache):
-    """An empty cache that keeps what one layer gives it."""
-
-    def __init__(self):
-        super().__init__(layers=[])
-        self.states: tuple = ()
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
-        self.states = key_states, value_states
-        return self.states
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        return query_length, 0

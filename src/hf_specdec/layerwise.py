@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 from transformers import Cache
 
-from .kv_cache import Kept, OneLayer
+from .fixed_cache import Kept, OneLayer
 from .passes import Functions, alone
 
 NUMBERS = ("layer_idx", "layer_id", "layer_index", "layer_number", "idx")  # what tells layers of a kind apart

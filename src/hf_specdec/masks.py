@@ -69,8 +69,7 @@ class Placing:
         if self.traits.states and len(sizes) > 1:  # of one row, the model's own masks say the same
             return self._beside_states(plan, [length + first for length in lengths], width, sizes)
         if self.traits.own_positions:
-            mask = {"attention_mask": torch.ones((1, plan.visible), dtype=torch.long, device=device)}
-            return mask | ({"position_ids": torch.arange(plan.cached, plan.visible, device=device)[None]} if self.traits.placed else {})
+            return self._by_columns(plan, [length + first for length in lengths], width, sizes)
         level = plan.start is not None and min(sizes) == width  # all rows begin at the same slot, and none is padded
         if level and chain and not plan.whole and (width == 1 or plan.start == 0):  # the model's own causal mask says the same, at less cost
             positions = torch.arange(plan.start, plan.start + width, device=device)[None]
@@ -95,6 +94,12 @@ class Placing:
         masks = {key: additive(kind, size, seen, positions[..., None], slot_positions, self.dtype).expand(len(sizes), -1, -1, -1)
                  for key, kind, size in self.traits.masks}
         return {"position_ids": positions.expand(len(sizes), -1), "attention_mask": masks.get(None, masks)}
+
+    def _by_columns(self, plan: SlotPlan, starts: list[int], width: int, sizes: list[int]) -> dict:
+        """Of a model that makes its masks itself, from which columns [B, visible] hold tokens: those of the block, and before it as many as a row has."""
+        begins, last = torch.tensor([starts, sizes], device=self.device)[..., None]
+        mask = {"attention_mask": (torch.arange(plan.visible, device=self.device) >= plan.cached - begins).long()}
+        return mask | ({"position_ids": begins + torch.arange(width, device=self.device).minimum(last - 1)} if self.traits.placed else {})
 
     def _beside_states(self, plan: SlotPlan, starts: list[int], width: int, sizes: list[int]) -> dict:
         """Of several rows whose layers carry states. starts[b] < 0: the block begins with padding, which the model hides as it does in plain generate."""

@@ -22,8 +22,8 @@ _answers: WeakKeyDictionary = WeakKeyDictionary()
 
 
 def check_batch(model: PreTrainedModel, traits: ModelTraits, batch: int, role: str) -> None:
-    """ValueError naming `role` if `model` cannot score `batch` ragged rows in one pass."""
-    if batch > 1 and (traits.own_positions and not traits.states or not obeys_masks(model, traits)):
+    """ValueError naming `role` if `model` cannot score `batch` ragged rows in one pass. The encoder-decoders that are not refused have been seen to."""
+    if batch > 1 and traits.encoder != "own" and not obeys_masks(model, traits):
         raise ValueError(own_mask_refusal(model, role))
 
 
@@ -106,7 +106,8 @@ def _ragged_equals_alone(model: PreTrainedModel, traits: ModelTraits) -> bool:
             alone = lone.score([whole[0].tolist()])[0, 0].float()
         else:
             positions = torch.arange(whole.shape[1], device=model.device)[None]  # as stock generate counts; RoBERTa alone would begin at its pad token + 1
-            alone = model(input_ids=whole, position_ids=positions, use_cache=False).logits[0, -1].float()
+            given = {} if traits.own_positions else {"position_ids": positions}
+            alone = model(input_ids=whole, **given, use_cache=False).logits[0, -1].float()
         near = 0.005 if model.dtype == torch.float32 else 0.05  # in 16 bit, sums of other numbers of rows are rounded in other ways
         if not torch.allclose(together[b, 0].to(alone.device), alone, atol=near * float(alone.std()), rtol=0.0):
             return False

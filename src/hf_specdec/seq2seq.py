@@ -6,6 +6,7 @@ otherwise its own encoder runs once, on the same input. What a draft reads decid
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +19,13 @@ from . import compat, parts
 
 @dataclass
 class Source:
-    """What an encoder has read, and what it has made of it; one row.
+    """What an encoder has read, and what it has made of it.
 
     encoder: the module.
-    inputs:  token ids int64 [1, S] or features (float); None where the call was given the outputs alone.
-    mask:    int64 [1, S] or None.
+    inputs:  token ids int64 [B, S] or features (float); None where the call was given the outputs alone.
+    mask:    int64 [B, S] or None.
     outputs: the encoder's `ModelOutput`.
-    tokens:  the text of `inputs` without padding, [] if the decoder has another vocabulary or there is no text.
+    tokens:  per row, the text of `inputs` without padding; [] if the decoder has another vocabulary or there is no text.
     shared:  whose outputs these are: "" the model's own, else why they are the target's.
     blank:   the token that the decoder leaves out where it counts positions, within a pass; None for most.
     """
@@ -33,20 +34,28 @@ class Source:
     inputs: torch.Tensor | None
     mask: torch.Tensor | None
     outputs: Any
-    tokens: list[int]
+    tokens: list[list[int]]
     shared: str = ""
     blank: int | None = None
 
     @classmethod
-    def of(cls, model: PreTrainedModel, inputs: torch.Tensor | None, model_kwargs: dict[str, Any]) -> "Source":
-        """What `generate` has prepared for `model`: `inputs_tensor` and its model inputs."""
+    def of(cls, model: PreTrainedModel, inputs: torch.Tensor | None, model_kwargs: dict[str, Any], batch: int = 1) -> "Source":
+        """What `generate` has prepared for `batch` rows of `model`: `inputs_tensor`, which it does not repeat for num_return_sequences, and its model inputs."""
         model, mask = compat.unwrap(model), model_kwargs.get("attention_mask")
         if inputs is None or (not inputs.is_floating_point() and int(inputs.min()) < 0):
             inputs = None  # generate() makes ids of -100 where it is given encoder_outputs
+        elif len(inputs) < batch:
+            inputs = inputs.repeat_interleave(batch // len(inputs), dim=0)
         text = inputs is not None and inputs.ndim == 2 and not inputs.is_floating_point() and parts.one_vocabulary(model)
         keep = torch.ones_like(inputs) if text and mask is None else mask
-        return cls(model.get_encoder(), inputs, mask, model_kwargs["encoder_outputs"], inputs[keep.bool()].tolist() if text else [],
-                   blank=parts.blank(model))
+        tokens = [row[own.bool()].tolist() for row, own in zip(inputs, keep)] if text else []
+        return cls(model.get_encoder(), inputs, mask, model_kwargs["encoder_outputs"], tokens, blank=parts.blank(model))
+
+    def keep(self, rows: list[int]) -> None:
+        """Only these rows go on."""
+        at = torch.tensor(rows, device=self.outputs[0].device)
+        self.inputs, self.mask = (part if part is None else part[at.to(part.device)] for part in (self.inputs, self.mask))
+        self.outputs, self.tokens = BaseModelOutput(last_hidden_state=self.outputs[0][at]), [self.tokens[row] for row in rows] if self.tokens else []
 
     def for_draft(self, model: PreTrainedModel, traits: compat.ModelTraits) -> "Source":
         """What the draft `model` reads. ValueError naming assistant_model if it cannot read this source."""
@@ -88,26 +97,37 @@ class Source:
 class Decoder:
     """The decoder of `model` with its source: takes a decoder's own tokens and cache, as a decoder-only model does.
 
-    cross: keys and values of the source, filled by the first pass.
+    cross: keys and values of the source, filled by the first pass. whole: those of all rows, also of such as have ended.
     """
 
     def __init__(self, model: PreTrainedModel, source: Source):
-        self.model, self.source, self.cross = model, source, DynamicCache()
+        self.model, self.source = model, source
+        self.cross = self.whole = DynamicCache()
         self.cache: EncoderDecoderCache | None = None
-        own = compat.unwrap(model).config.is_encoder_decoder
-        self.name = "decoder_input_ids" if own else "input_ids"
-        self.given = {"attention_mask": source.mask} if own and source.mask is not None else {}
+        self.own = compat.unwrap(model).config.is_encoder_decoder
 
-    def __call__(self, input_ids: torch.Tensor, attention_mask=None, **inputs):
-        """One row, a chain: the mask of ones that it comes with says nothing that the model does not know."""
-        own = inputs.pop(compat.CACHE)
-        if self.cache is None or self.cache.self_attention_cache is not own:
-            self.cache = EncoderDecoderCache(own, self.cross)
-        return self.model(**{self.name: input_ids, compat.CACHE: self.cache}, encoder_outputs=self.source.outputs, **self.given, **inputs)
+    def __call__(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **inputs):
+        """attention_mask int64 [B, S]: of the decoder's own tokens. One that hides nothing says nothing that the model does not know."""
+        cache = inputs.pop(compat.CACHE)
+        if self.cache is None or self.cache.self_attention_cache is not cache:
+            self.cache = EncoderDecoderCache(cache, self.cross)
+        inputs |= {compat.CACHE: self.cache, "decoder_input_ids" if self.own else "input_ids": input_ids}
+        if cache.plan.columns is not None:
+            inputs["decoder_attention_mask" if self.own else "attention_mask"] = attention_mask
+        if self.own and self.source.mask is not None:
+            inputs["attention_mask"] = self.source.mask
+        return self.model(encoder_outputs=self.source.outputs, **inputs)
+
+    def keep(self, rows: list[int]) -> None:
+        """Only these rows go on."""
+        self.source.keep(rows)
+        self.cross, self.cache = copy.copy(self.cross), None
+        self.cross.layers = [copy.copy(layer) for layer in self.cross.layers]
+        self.cross.batch_select_indices(torch.tensor(rows, device=self.source.outputs[0].device))
 
     def with_cross(self, cache: DynamicCache) -> EncoderDecoderCache:
         """The cache that plain generate returns: the decoder's own `cache`, and that of the source."""
-        return EncoderDecoderCache(cache, self.cross)
+        return EncoderDecoderCache(cache, self.whole)
 
 
 def same_encoder(one: torch.nn.Module, other: torch.nn.Module) -> str:

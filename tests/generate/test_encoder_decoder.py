@@ -294,13 +294,6 @@ def refused(words: str, call):
         call()
 
 
-def test_batches_and_more_than_one_returned_sequence_are_refused_by_name():
-    model, inputs = model_and_source()
-    two = {"input_ids": inputs["input_ids"].repeat(2, 1)}
-    refused("T5ForConditionalGeneration is an encoder-decoder.*one by one.*batch size 1", lambda: speculate(model, two))
-    refused("2 rows.*num_return_sequences=1", lambda: speculate(model, inputs, do_sample=True, num_return_sequences=2))
-
-
 def test_beams_trees_caches_and_decoder_padding_are_refused():
     model, inputs = model_and_source()
     text = plain(model, inputs)

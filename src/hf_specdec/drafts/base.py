@@ -99,11 +99,12 @@ class Context:
         return all(text is not None and self.sampler.leaves(b, text, token, self.vocab_size) for text, token in zip(texts, drafted))
 
     def counted(self, proposal: Proposal) -> Proposal:
-        """The proposal without what the decoder of an encoder-decoder, which has one row, would see at another place than it will have."""
+        """The proposal without what the decoder of an encoder-decoder would see at another place than it will have."""
         if self.source is None or self.source.blank is None:
             return proposal
-        fresh, drafted = self.rows[0][sum(self.target.lengths) :], [*proposal.tokens[0].tolist(), self.source.blank]
-        return proposal.within([0 if self.source.blank in fresh else drafted.index(self.source.blank) + 1])
+        fresh = [row[length:] for row, length in zip(self.rows, self.target.lengths or [0] * len(self.rows))]
+        drafted = [[*row, self.source.blank] for row in proposal.tokens.tolist()]
+        return proposal.within([0 if self.source.blank in own else row.index(self.source.blank) + 1 for own, row in zip(fresh, drafted)])
 
     def of(self, part: int) -> Context:
         """For part number `part` of a draft that is made of several: the same rows, live, and random streams of its own."""
@@ -117,7 +118,7 @@ class Context:
     @property
     def texts(self) -> list[list[int]]:
         """The rows, each behind the text that the target's encoder has read, if any: where a lookup may look."""
-        return [self.source.tokens + row for row in self.rows] if self.source and self.source.tokens else self.rows
+        return [read + row for read, row in zip(self.source.tokens, self.rows)] if self.source and self.source.tokens else self.rows
 
 
 class Draft(CandidateGenerator):

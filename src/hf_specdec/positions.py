@@ -1,0 +1,61 @@
+"""Models that count positions themselves, from the length of their cache on: told for each row of a ragged batch where it begins."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import get_ident
+
+import torch
+from torch import nn
+
+COUNTED_FROM = {"cache_length", "past_key_values_length"}  # what embeddings of positions call the number of tokens that come before
+
+
+def counting(model: nn.Module) -> list[nn.Module]:
+    """The modules that embed absolute positions and count them: of the decoder, where there is an encoder. (Those of RoFormer are rotated into keys and queries, to
+    which only distances matter.)"""
+    found = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "embed_positions" and "encoder" not in name.split(".")]
+    return [module for module in found if model.config.model_type != "roformer" and COUNTED_FROM & inspect.signature(module.forward).parameters.keys()]
+
+
+@contextmanager
+def counted_by_row(modules: list[nn.Module], starts: list[int], width: int) -> Iterator[None]:
+    """Inside, a pass of this thread over blocks of `width` tokens embeds the positions of row b from starts[b] on."""
+    thread = get_ident()
+
+    def before(module, args, kwargs):  # what comes out for all rows alike is not used, and must not fail
+        if get_ident() == thread:
+            given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+            return (), _moved(module, given, max(starts), width)[0]
+
+    def after(module, args, kwargs, output):
+        if get_ident() == thread:
+            return torch.stack([_of_row(module, kwargs, b, start, width, len(starts)) for b, start in enumerate(starts)])
+
+    handles = [module.register_forward_pre_hook(before, with_kwargs=True) for module in modules]
+    handles += [module.register_forward_hook(after, with_kwargs=True) for module in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _of_row(module: nn.Module, given: dict, b: int, start: int, width: int, batch: int) -> torch.Tensor:
+    """What the module makes, [width, H], of row b alone, which begins at `start`."""
+    given, late = _moved(module, given, start, width)
+    given = {name: value[b : b + 1] if name != "position_ids" and torch.is_tensor(value) and len(value) == batch else value for name, value in given.items()}
+    out = module.forward(**given)
+    out = out.reshape(-1, *out.shape[-2:])[0]
+    return out if not late else out[(torch.arange(width, device=out.device) + late).clamp(max=width - 1)]
+
+
+def _moved(module: nn.Module, given: dict, start: int, width: int) -> tuple[dict, int]:
+    """The arguments such that the block begins at `start`; where others make a row wider than a text can be, so much before that the block ends in the last position
+    there is, and by how much."""
+    count = next(name for name in COUNTED_FROM if name in given)
+    first = min(start, module.num_embeddings - getattr(module, "offset", 0) - width) if isinstance(module, nn.Embedding) else start
+    positions = given.get("position_ids")
+    return given | {count: first} | ({} if positions is None else {"position_ids": positions + (first - given[count])}), start - first
