@@ -121,7 +121,7 @@ def check_call(model, input_ids, processors, generation, model_kwargs: dict, tra
     """What transformers has made of the call, its model's own config included. Returns what is shown beside the text, {} for nothing."""
     check_mode(model, "target")
     own = compat.unwrap(model).generation_config
-    _check_beams(model, generation, traits)
+    _check_beams(generation)
     if model_kwargs.get("inputs_embeds") is not None:
         raise ValueError("inputs_embeds: the draft needs token ids. Pass input_ids.")
     if input_ids.ndim != 2 or input_ids.shape[1] == 0:
@@ -217,13 +217,10 @@ def _check_positions(positions: torch.Tensor | None, real: torch.Tensor, cached:
         raise ValueError("position_ids: the loop counts positions itself, from each row's first token. Drop it, or use speculative=False.")
 
 
-def _check_beams(model, generation, traits: compat.ModelTraits) -> None:
+def _check_beams(generation) -> None:
     """Beam search is the plain one; its sampled and grouped forms are refused."""
     if (generation.num_beams or 1) == 1:
         return
-    if traits.encoder == "own":
-        raise ValueError(f"num_beams={generation.num_beams}: {type(compat.unwrap(model)).__name__} is an encoder-decoder model, whose beams cannot share a "
-                         f"pass that scores several tokens. Use num_beams=1, or speculative=False.")
     groups, penalty = getattr(generation, "num_beam_groups", None) or 1, getattr(generation, "diversity_penalty", None) or 0.0
     if generation.do_sample:
         raise ValueError(f"num_beams={generation.num_beams} with do_sample=True: speculative=True does beam search without sampling. Use do_sample=False, "

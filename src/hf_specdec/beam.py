@@ -12,7 +12,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from transformers.generation import GenerateBeamDecoderOnlyOutput
+from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateBeamEncoderDecoderOutput
 
 from . import compat
 from .cached_model import CachedModel
@@ -33,10 +33,16 @@ class SpeculativeBeamOutput(GenerateBeamDecoderOnlyOutput):
     speculation: SpeculationTrace | None = None
 
 
+class SpeculativeSeq2SeqBeamOutput(GenerateBeamEncoderDecoderOutput):
+    """`GenerateBeamEncoderDecoderOutput` with `speculation`, the `SpeculationTrace` of the call."""
+
+    speculation: SpeculationTrace | None = None
+
+
 class ScoredBeams:
     """Answers for the logits after beams, out of as few target passes as the draft allows.
 
-    A row is a distinct beam of some prompt. rows: those of the last pass; places: what it has scored, tokens -> (row, node).
+    A beam is the number of the source that it reads (0 where nothing but its text is read), and its tokens. A row is a distinct beam of some prompt. rows: those of the last pass; places: what it has scored, tokens -> (row, node).
     """
 
     def __init__(self, target: CachedModel, draft: Draft, schedule, context: Context, trace: SpeculationTrace):
@@ -63,7 +69,7 @@ class ScoredBeams:
         self.k = self.schedule.next_k([max(evidence)], [min(left)])[0]
         k = self.target.together(self.context.rows, [self.k if own >= 0 else 0 for own in evidence])
         proposal = self.draft.propose(self.context, k)
-        proposal = proposal.within([own - 1 for own in left])
+        proposal = self.context.counted(proposal.within([own - 1 for own in left]))
         drafted = perf_counter()
         self.logits, self.proposal = self.target.score(self.context.rows, proposal).to(self.context.device), proposal
         self.draft.observe(proposal, self.logits)
@@ -85,7 +91,7 @@ class ScoredBeams:
             self.target.commit(advance, before.tree, on_path)
             if self.draft.name in KEPT:
                 self.draft.commit(Verdict(on_path, torch.tensor([beam[-1] for beam in beams], device=self.context.device)))
-        self.context.rows[:] = [list(beam) for beam in beams]
+        self.context.rows[:] = [list(beam[1:]) for beam in beams]
         if before is None or self.draft.name in AFRESH:
             self.draft.start(self.context)
 
@@ -128,21 +134,23 @@ class BeamCall(Call):
         self._check(draft)
         columns, prompt = self.columns, self.input_ids.shape[1]
         longest, limit = self._lengths()
-        target = CachedModel(self.model, limit, "target", self.traits)
-        context = Context([], longest, self.traits.vocab_size, compat.device_of(self.model), Sampler.greedy(), _no_noise, stop=self._stop())
+        if self.source is not None:
+            self.source.keep(list(range(0, len(self.input_ids), generation.num_beams)))  # transformers has repeated it for every beam
+        target = CachedModel(self.model, limit, "target", self.traits, self.source)
+        context = Context([], longest, self.traits.vocab_size, compat.device_of(self.model), Sampler.greedy(), _no_noise, self.source, self._stop(), target)
         trace = SpeculationTrace(self.decoder.settings("greedy"))
         scored = ScoredBeams(target, draft, self._schedule(by_row=False), context, trace)
 
         def logits(sequences: torch.Tensor) -> torch.Tensor:
-            rows = [tuple(row[i] for i in own) + tuple(row[prompt:]) for row, own in zip(sequences.tolist(), columns)]
-            return scored(rows)
+            texts = [[*(row[i] for i in own), *row[prompt:]] for row, own in zip(sequences.tolist(), columns)]
+            return scored([(0 if self.source is None else i // generation.num_beams, *text) for i, text in enumerate(texts)])
 
         with draft.in_use():
             output = compat.beam_search(self.model, logits, self.input_ids, self.original_processors, criteria, generation)
             scored.finish()
         if not generation.return_dict_in_generate:
             return output
-        output = SpeculativeBeamOutput(**output)
+        output = (SpeculativeBeamOutput if self.source is None else SpeculativeSeq2SeqBeamOutput)(**output)
         output.speculation = trace
         return output
 

@@ -283,7 +283,7 @@ class _Beams(GenerationMixin):
 
 def beam_search(model: PreTrainedModel, logits: Callable[[torch.Tensor], torch.Tensor], input_ids: torch.Tensor, processors, criteria, generation):
     """transformers' beam search over `logits`, int64 [B, L] -> [B, V], from prompts int64 [batch * num_beams, P]."""
-    return GenerationMixin._beam_search(_Beams(model, logits), input_ids, processors, criteria, generation, use_cache=True)
+    return GenerationMixin._beam_search(_Beams(model, logits), input_ids, processors, criteria, generation, use_cache=True, encoder_outputs={})
 
 
 def compiled_decoding() -> dict[str, Any]:

@@ -4,7 +4,6 @@ import random
 
 import pytest
 import torch
-from transformers import BartConfig, BartForConditionalGeneration
 
 from hf_specdec.compat import CACHE
 from hf_specdec.drafts import ModelDraft, ModelTreeDraft, PromptLookupDraft, RecyclingDraft, SuffixAutomatonDraft, UniformDraft
@@ -134,15 +133,11 @@ def test_what_is_no_plain_beam_search_is_refused_by_name(options, words):
         MODEL.generate(**padded(prompts(6)), **options)
 
 
-def test_a_cache_of_the_caller_and_encoder_decoders_are_refused():
+def test_a_cache_of_the_caller_is_refused():
     from transformers import DynamicCache
 
     with pytest.raises(ValueError, match=f"num_beams=2.*{CACHE}"):
         MODEL.generate(**padded(prompts(6)), num_beams=2, max_new_tokens=4, speculative=True, **{CACHE: DynamicCache()})
-    bart = BartForConditionalGeneration(BartConfig(vocab_size=VOCAB, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
-                                                   encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=64))
-    with pytest.raises(ValueError, match="BartForConditionalGeneration is an encoder-decoder"):
-        enabled(bart).generate(torch.tensor([[5, 6, 7]]), num_beams=2, max_new_tokens=4, speculative=True)
 
 
 def test_ctrl_c_leaves_the_draft_ready_for_the_next_call():

@@ -294,10 +294,10 @@ def refused(words: str, call):
         call()
 
 
-def test_beams_trees_caches_and_decoder_padding_are_refused():
+def test_trees_caches_and_decoder_padding_are_refused():
     model, inputs = model_and_source()
     text = plain(model, inputs)
-    refused("num_beams=4.*num_beams=1", lambda: speculate(model, inputs, num_beams=4))
+    refused("num_beams=4 with do_sample=True.*num_beams=1", lambda: speculate(model, inputs, num_beams=4, do_sample=True))
     refused("branches of a tree.*chains", lambda: speculate(model, inputs, KnowingTreeDraft(text.tolist()), 10))
     cache = model.generate(**inputs, max_new_tokens=4, return_dict_in_generate=True)[CACHE]
     refused(f"{CACHE}: the EncoderDecoderCache.*decoder_input_ids", lambda: speculate(model, inputs, **{CACHE: cache}, decoder_input_ids=text))

@@ -1,0 +1,109 @@
+"""Batches of encoder-decoder models (Whisper, T5, BART): what speculation makes of them.
+
+    OMP_NUM_THREADS=2 python benchmarks/encoder_decoders.py [--shape whisper bart t5] [--batch 1 4] [--dtype float32] [--tiles] [--rate 0.8] [--k 3 7]
+
+Shapes of whisper-base, bart-large and t5-base, random weights. Acceptance is SIMULATED: at each place a draft that costs nothing proposes the target's own next
+token with probability --rate, else another one, for each row by itself. The cost of the passes is real. Plain generate and speculation take turns, with the encoder's
+outputs given to both (decoding) and not (whole call); medians; every text is compared with plain generate's. In float32 the script ends with exit code 1 where one
+differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from time import perf_counter
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
+from transformers.modeling_outputs import BaseModelOutput
+
+from hf_specdec import integration, mx
+from hf_specdec.bench.simulated import SimulatedTable
+
+_BART = dict(encoder_attention_heads=16, decoder_attention_heads=16, encoder_ffn_dim=4096, decoder_ffn_dim=4096, d_model=1024, encoder_layers=12, decoder_layers=12)
+SHAPES = {  # model_type, settings, tokens or frames that are read
+    "whisper": ("whisper", dict(d_model=512, encoder_layers=6, decoder_layers=6, encoder_attention_heads=8, decoder_attention_heads=8, encoder_ffn_dim=2048,
+                                decoder_ffn_dim=2048, vocab_size=51_865), 3000),
+    "bart": ("bart", dict(_BART, vocab_size=50_265), 256),
+    "t5": ("t5", dict(d_model=768, d_kv=64, d_ff=3072, num_layers=12, num_heads=12, vocab_size=32_128), 256),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 4])
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--tiles", action="store_true", help="weights in the kernels' tiles")
+    parser.add_argument("--rate", type=float, default=0.8)
+    parser.add_argument("--k", type=int, nargs="+", default=[3, 7])
+    parser.add_argument("--new-tokens", type=int, default=48)
+    parser.add_argument("--repetitions", type=int, default=3)
+    given = parser.parse_args()
+    table = Table(title=f"{given.dtype}{', tiles' if given.tiles else ''}, acceptance SIMULATED at {given.rate}; speed-up over plain generate()")
+    for name in ("shape", "rows", *(f"K = {k}, decoding" for k in given.k), *(f"K = {k}, whole call" for k in given.k), "block efficiency", "= plain"):
+        table.add_column(name)
+    console, differ = Console(width=170), 0
+    for name in given.shape:
+        model = shaped(name, given)
+        for batch in given.batch:
+            console.print(f"{name}, {batch} rows ...")
+            read = sources(name, model, batch)
+            alone, blocks, same, texts = compared(model, {"encoder_outputs": encoded(model, read)}, given)
+            whole, _, more, others = compared(model, read, given)
+            differ += texts + others - same - more
+            table.add_row(name, str(batch), *(f"{ratio:.2f}x" for ratio in alone + whole), " / ".join(blocks), f"{same + more}/{texts + others}")
+    console.print(table)
+    sys.exit(int(given.dtype == "float32" and differ > 0))
+
+
+def shaped(name: str, given: argparse.Namespace):
+    kind, settings, _ = SHAPES[name]
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, pad_token_id=0, bos_token_id=None, eos_token_id=None, decoder_start_token_id=2, forced_eos_token_id=None, **settings)
+    auto = AutoModelForSpeechSeq2Seq if kind == "whisper" else AutoModelForSeq2SeqLM
+    model = auto.from_config(config, dtype=getattr(torch, given.dtype)).eval()
+    return mx.to_tiles(model) if given.tiles else model
+
+
+def sources(name: str, model, batch: int) -> dict:
+    """What the encoder reads: each text shorter than the one before."""
+    size = SHAPES[name][2]
+    if name == "whisper":
+        return {"input_features": torch.randn((batch, model.config.num_mel_bins, size), dtype=model.dtype)}
+    ids, mask = torch.randint(3, 1000, (batch, size)), torch.ones((batch, size), dtype=torch.long)
+    for b in range(batch):
+        ids[b, size - 8 * b :] = mask[b, size - 8 * b :] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@torch.no_grad()
+def encoded(model, read: dict) -> BaseModelOutput:
+    return BaseModelOutput(last_hidden_state=model.get_encoder()(**read)[0])
+
+
+def compared(model, read: dict, given: argparse.Namespace) -> tuple[list[float], list[str], int, int]:
+    """Per K plain generate's median seconds over ours, and the block efficiency; how many texts are plain generate's, and of how many."""
+    settings = dict(do_sample=False, num_beams=1, max_new_tokens=given.new_tokens, min_new_tokens=given.new_tokens, return_dict_in_generate=True)
+    seconds, blocks, same, texts = {k: [] for k in (0, *given.k)}, {}, 0, 0
+    for repetition in range(given.repetitions):
+        begin = perf_counter()
+        plain = super(type(model), model).generate(**read, **settings) if model.config.model_type == "whisper" else model.generate(**read, **settings)
+        seconds[0].append(perf_counter() - begin)
+        for k in given.k:
+            draft = SimulatedTable(plain.sequences[:, 1:].tolist(), given.rate, seed=repetition)
+            begin = perf_counter()
+            out = integration.generate(model, **read, assistant_model=draft, num_assistant_tokens=k, **settings)
+            seconds[k].append(perf_counter() - begin)
+            same, texts = same + int((out.sequences == plain.sequences).all(-1).sum()), texts + len(out.sequences)
+            blocks.setdefault(k, []).append(out.speculation.block_efficiency)
+    first = statistics.median(seconds[0])
+    return [first / statistics.median(seconds[k]) for k in given.k], [f"{statistics.mean(own):.2f}" for own in blocks.values()], same, texts
+
+
+if __name__ == "__main__":
+    main()
