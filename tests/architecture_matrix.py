@@ -43,7 +43,7 @@ ENCODER_DECODERS = """
 ## Encoder-decoder models
 
 With chains; drafted by a copy of the model, by one that is always wrong, by a perturbed copy with an encoder of its own, and
-by lookup in the decoder's text and, where the vocabulary is shared, in the source. Trees and beam search are refused.
+by lookup in the decoder's text and, where the vocabulary is shared, in the source. Beam search is that of plain generate, too; trees are refused.
 
 | family | model_type | decoder positions | attention | batch 1 | ragged batch |
 | --- | --- | --- | --- | --- | --- |

@@ -13,6 +13,7 @@ from .caches import cached_tokens, check_cache, read_cache
 from .config import SpeculativeConfig
 from .drafts.base import Draft
 from .media import media_in, untried
+from .positions import counting
 from .probe import check_batch, check_mode
 
 # Arguments that ask transformers for another way of decoding, and what to do instead.
@@ -143,7 +144,7 @@ def check_call(model, input_ids, processors, generation, model_kwargs: dict, tra
     if traits.max_positions and longest > traits.max_positions:
         raise ValueError(f"input_ids: the prompt has {longest} tokens and the target's context is {traits.max_positions}. Shorten the prompt.")
     if traits.encoder == "own":
-        _check_decoder_padding(real)
+        _check_decoder_padding(compat.unwrap(model), real)
     elif cache is not None:
         if cached >= input_ids.shape[1]:
             raise ValueError(f"{compat.CACHE} holds {cached} tokens and input_ids {input_ids.shape[1]}; input_ids must be "
@@ -230,6 +231,8 @@ def _check_beams(generation) -> None:
                          f"speculative=False.")
 
 
-def _check_decoder_padding(real: torch.Tensor) -> None:
-    if not real.all():
-        raise ValueError("decoder_attention_mask: decoder_input_ids with padding are not supported with speculative=True; pass them without.")
+def _check_decoder_padding(model, real: torch.Tensor) -> None:
+    """Whisper's positions go by the mask, and of relative ones it hides all that matters; others take padding for text, and would write something else alone."""
+    if not real.all() and model.config.model_type != "whisper" and counting(model):
+        raise ValueError(f"decoder_attention_mask: {type(model).__name__} counts padding of decoder_input_ids as text, so they are not supported with speculative=True; "
+                         f"pass them without.")

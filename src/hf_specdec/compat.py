@@ -31,7 +31,7 @@ _TENTATIVE_CALLS_BREAK = {  # and the argument that asks for each
 _COUNTED_FROM_THE_PADDED_START = {
     lp.MinLengthLogitsProcessor: "min_length", lp.MinNewTokensLengthLogitsProcessor: "prompt_length_to_skip",
     lp.ForcedEOSTokenLogitsProcessor: "max_length", lp.ExponentialDecayLengthPenalty: "regulation_start",
-    lp.SuppressTokensAtBeginLogitsProcessor: "begin_index", lp.RepetitionPenaltyLogitsProcessor: "prompt_ignore_length",
+    lp.SuppressTokensAtBeginLogitsProcessor: "begin_index", lp.WhisperTimeStampLogitsProcessor: "begin_index", lp.RepetitionPenaltyLogitsProcessor: "prompt_ignore_length",
 }
 
 

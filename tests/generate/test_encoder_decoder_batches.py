@@ -223,3 +223,34 @@ def test_a_source_is_kept_by_rows():
     assert torch.equal(read.inputs, inputs["input_ids"][[2, 0]]) and torch.equal(read.mask, inputs["attention_mask"][[2, 0]])
     assert torch.equal(read.outputs[0], outputs[0][[2, 0]]) and [len(row) for row in read.tokens] == [8, 12]
     assert source("t5")["input_ids"].shape == (1, 12)
+
+
+@pytest.mark.parametrize("name", ["T5", "Whisper", "UMT5"])
+def test_rows_of_a_decoder_may_begin_with_texts_of_unequal_lengths(name):
+    line = family(name)
+    model, inputs = line.model(seed=seeds(name, 1)[0]), sources(line.kind, 0)
+    starts = dict(decoder_input_ids=torch.tensor([[2, 9, 10, 11], [0, 0, 2, 12], [0, 2, 13, 14]]), decoder_attention_mask=torch.tensor([[1] * 4, [0, 0, 1, 1], [0, 1, 1, 1]]))
+    text = plain(model, inputs, **starts)
+    for draft in (ModelDraft(perturbed(model, 0.03)), ModelDraft(model), None):
+        assert torch.equal(speculate(model, inputs, draft, **starts).sequences, text)
+
+
+def test_where_padding_counts_as_text_it_is_refused():
+    model = family("BART").model()
+    starts = dict(decoder_input_ids=torch.tensor([[2, 9], [0, 2]]), decoder_attention_mask=torch.tensor([[1, 1], [0, 1]]))
+    with pytest.raises(ValueError, match="decoder_attention_mask: BartForConditionalGeneration counts padding.*pass them without"):
+        speculate(model, sources(rows=2), **starts)
+
+
+def test_whisper_goes_on_from_what_it_has_transcribed_of_every_recording():
+    """condition_on_prev_tokens: the rows' decoders begin with texts of unequal lengths."""
+    model = whisper()
+    generation = model.generation_config
+    generation.no_timestamps_token_id, generation.prev_sot_token_id, generation.prev_bos_token_id = 40, 39, 39
+    mask = torch.ones(3, 170, dtype=torch.long)
+    mask[1, 90:] = 0
+    options = dict(max_new_tokens=9, attention_mask=mask, return_timestamps=True, condition_on_prev_tokens=True)
+    text = model.generate(heard(3, 170), **options)
+    hf_specdec.enable(model)
+    for draft in (None, ModelDraft(perturbed(model, 0.03))):
+        assert torch.equal(model.generate(heard(3, 170), **options, assistant_model=draft, speculative=True), text)
