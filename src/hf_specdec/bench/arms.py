@@ -49,6 +49,11 @@ def padded(model, prompts: list[list[int]]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
+def columns_before(model, inputs: dict[str, torch.Tensor]) -> int:
+    """Columns of the sequences that `generate` returns before the new tokens: the prompt, or the token that an encoder-decoder's decoder starts with."""
+    return 1 if model.config.is_encoder_decoder else inputs["input_ids"].shape[1]
+
+
 def new_tokens(model, sequences: torch.Tensor, width: int) -> list[list[int]]:
     """What follows the prompt of `width` columns, up to and including the first end-of-sequence token."""
     eos = model.generation_config.eos_token_id
@@ -73,7 +78,7 @@ def generate_arm(name: str, model, draft=None, k: int | None = None, max_batch: 
             return_dict_in_generate=True,
             **kwargs,
         )
-        return Answer(new_tokens(model, out.sequences, inputs["input_ids"].shape[1]), getattr(out, "speculation", None))
+        return Answer(new_tokens(model, out.sequences, columns_before(model, inputs)), getattr(out, "speculation", None))
 
     return Arm(name, run, draft, k, max_batch, compiled, model)
 

@@ -75,9 +75,18 @@ class Judge:
         if position is None:
             return None
         tokens = [output[position] if position < len(output) else None for output in (plain, ours)]
-        ids = torch.tensor([prompt + plain[:position]], device=self.model.device)
-        logits = self.reference(input_ids=ids, use_cache=False).logits[0, -1]
-        own = self.model(input_ids=ids, use_cache=False).logits[0, -1].to(logits.dtype)
+        logits = _next_logits(self.reference, prompt, plain[:position])
+        own = _next_logits(self.model, prompt, plain[:position]).to(logits.dtype)
         best, second = logits.topk(2).values.tolist()
         distance = float("inf") if None in tokens else abs(float(logits[tokens[0]] - logits[tokens[1]]))
         return Fork(position, *tokens, best - second, distance, float((own - logits).abs().max()))
+
+
+def _next_logits(model, prompt: list[int], text: list[int]) -> torch.Tensor:
+    """[V] after the prompt and the text; of an encoder-decoder, after the text that its decoder has written to the prompt."""
+    if not model.config.is_encoder_decoder:
+        return model(input_ids=torch.tensor([prompt + text], device=model.device), use_cache=False).logits[0, -1]
+    start = model.generation_config.decoder_start_token_id
+    start = model.config.decoder_start_token_id if start is None else start
+    ids, own = (torch.tensor([row], device=model.device) for row in (prompt, [start, *text]))
+    return model(input_ids=ids, decoder_input_ids=own, use_cache=False).logits[0, -1]

@@ -81,7 +81,7 @@ def _watched(model, forwards: Forwards, now: Callable[[], float]):
     begun: list[float] = []
 
     def before(module, args, kwargs):
-        given = [part for part in (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if part is not None]
+        given = [part for part in (kwargs.get("decoder_input_ids"), *args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if part is not None]
         forwards.widths.append(given[0].shape[1] if given else 0)
         begun.append(now())
 

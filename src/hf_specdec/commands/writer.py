@@ -152,7 +152,7 @@ class Writer:
     def _decode(self, rows: list[Row]) -> list[dict[str, Any]]:
         import torch
 
-        from ..bench.arms import pad_token, padded
+        from ..bench.arms import columns_before, pad_token, padded
 
         work, seeds = self.work, [row_seed(self.work.seed, row.index) for row in rows]
         inputs = padded(self.model, [row.ids(self.tokenizer, work.raw) for row in rows])
@@ -170,7 +170,7 @@ class Writer:
             raise ValueError(
                 f"rows {rows[0].index} to {rows[-1].index} do not fit into the device's memory: take a smaller --batch."
             ) from None
-        sequences = out.sequences[:, inputs["input_ids"].shape[1] :].tolist()
+        sequences = out.sequences[:, columns_before(self.model, inputs) :].tolist()
         return [
             self._line(sequence[:length], summary, seed)
             for sequence, length, summary, seed in zip(sequences, out.speculation.new_tokens, _per_row(out.speculation), seeds)
