@@ -181,6 +181,46 @@ def test_a_draft_passed_as_draft_is_told_its_argument():
         call(model, draft=UniformDraft())
 
 
+@pytest.mark.parametrize(("name", "hint"), [
+    *[(name, "did you mean 'num_assistant_tokens'?") for name in ("k", "K", "gamma", "num_speculative_tokens", "num_assistant_token")],
+    ("draft_model", "did you mean 'draft'?), or assistant_model of generate() for a model"), ("lenient", "did you mean 'lenience'?"),
+    *[(name, f"{name} is an argument of generate(), beside speculative=") for name in ("assistant_model", "max_new_tokens")],
+])
+def test_an_unknown_option_is_told_what_was_meant(name, hint):
+    model = enabled(tiny_llama())
+    with refused(model, words=(f"'{name}'", hint, "the options are")):
+        call(model, speculative={name: 3})
+    with refused(words=("SpeculativeConfig()", f"'{name}'", hint, "it has"), error=TypeError):
+        SpeculativeConfig(**{name: 3})
+
+
+@pytest.mark.parametrize(("option", "given", "name"), [
+    ("draft", "mixtur", "mixture"), ("draft", "prompt-lookup", "prompt_lookup"), ("draft", "PromptLookupDraft", "prompt_lookup"),
+    ("draft", "smollm_drafter", "smollm2_drafter"), ("acceptance", "typcal", "typical"), ("draft_stop", "Confidence", "confidence"),
+])
+def test_an_unknown_name_is_told_the_nearest_one(option, given, name):
+    with pytest.raises(ValueError, match=rf"{option}='{given}' is not known \(did you mean '{name}'\?\); choose one of"):
+        SpeculativeConfig(**{option: given})
+
+
+def test_a_name_that_is_like_none_is_told_no_other():
+    with pytest.raises(ValueError, match="unknown speculative option 'zzz'; the options are"):
+        SpeculativeConfig.from_dict({"zzz": 1})
+
+
+def test_a_model_among_the_options_is_named_by_its_type_and_told_its_argument():
+    model = enabled(tiny_llama())
+    with refused(model, words=("draft=LlamaForCausalLM is no name: pass the draft as assistant_model, beside speculative=",)):
+        call(model, speculative={"draft": model})
+    with pytest.raises(ValueError) as caught:
+        SpeculativeConfig(draft=model)
+    assert "Linear" not in str(caught.value) and len(str(caught.value)) < 500
+    with refused(model, words=("speculative=LlamaForCausalLM must be True",)):
+        call(model, speculative=model)
+    with refused(model, words=("SpeculativeConfig()",)):
+        call(model, speculative=SpeculativeConfig)
+
+
 @pytest.mark.parametrize("text", ['{"lenience": NaN}', '{"lenience": Infinity}', '{"lenience": -Infinity}', '{"lenience": 1e999}',
                                   '{"num_assistant_tokens": NaN}', '{"seed": 1e999}', '{"seed": [1, NaN]}', '{"max_auto_tokens": NaN}'])
 def test_a_number_in_a_config_file_that_is_not_finite_is_refused_with_its_key(text, tmp_path):

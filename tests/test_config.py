@@ -1,7 +1,10 @@
 """`SpeculativeConfig` as data."""
 
+import copy
 import dataclasses
+import inspect
 import json
+import pickle
 
 import pytest
 
@@ -46,3 +49,9 @@ def test_an_override_of_none_changes_nothing():
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="speculative_config.json: .*save_pretrained.*tune"):
         SpeculativeConfig.from_pretrained(tmp_path)
+
+
+def test_the_constructor_says_its_arguments_and_copies_are_equal():
+    assert list(inspect.signature(SpeculativeConfig).parameters) == [field.name for field in dataclasses.fields(SpeculativeConfig)]
+    config = SpeculativeConfig(seed=3, draft_options={"branches": 2})
+    assert copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == dataclasses.replace(config) == config

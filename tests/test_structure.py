@@ -19,7 +19,7 @@ LEAVES = {"__main__", "bench", "cli", "commands", "mx", "viz", "training"}
 # what may be imported by what comes after it; modules of one line know nothing of each other
 LINES = [
     {"tree", "registry", "theory", "noise", "compat", "kv_cache", "draft_stop", "head", "lengths", "parts", "passes", "method", "memory", "budget",
-     "law", "nucleus", "lazy_law", "caches", "states", "media", "checkpoint", "positions", "fixed_cache"},
+     "law", "nucleus", "lazy_law", "caches", "states", "media", "checkpoint", "positions", "fixed_cache", "hints"},
     {"proposal", "sequences", "tree_shapes", "distributions", "config", "schedule", "trace", "seq2seq", "tap", "masks", "layerwise"},
     {"compiled"},
     {"forward"},

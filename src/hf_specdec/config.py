@@ -10,12 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from .draft_stop import CHOICES
+from .hints import by_name, meant, nearest, short
 from .registry import ACCEPTANCE, DRAFTS, shipped
 
 CONFIG_NAME = "speculative_config.json"
 MAX_ASSISTANT_TOKENS = 64
 ALONE = ("lookahead", "mixture", "ngram_recycling", "prompt_lookup", "recycling", "suffix_automaton", "uniform")  # drafts that a name is enough for
 WITH_WEIGHTS = ("model", "model_tree", "ngram", "retrieval", "feature", "feature_tree", "medusa", "parallel", "pass")
+# what newcomers put among the options, and is an argument of `generate`
+OF_GENERATE = ("assistant_model", "assistant_tokenizer", "do_sample", "generation_config", "logits_processor", "max_length", "max_new_tokens", "min_new_tokens",
+               "num_beams", "return_dict_in_generate", "stop_strings", "stopping_criteria", "streamer", "temperature", "tokenizer", "top_k", "top_p")
 
 
 @dataclass(frozen=True)
@@ -75,13 +79,16 @@ class SpeculativeConfig:
             _check_count("num_assistant_tokens", self.num_assistant_tokens, ' or "auto"')
         _check_count("max_auto_tokens", self.max_auto_tokens)
         if not isinstance(self.draft, str) or self.draft not in DRAFTS and not _is_drafter(self.draft):
-            raise ValueError(f"draft={self.draft!r} is not known; choose one of {list(ALONE)}, a drafter ({shipped()}, or the folder of one), one of "
-                             f"{list(WITH_WEIGHTS)} with draft_source, or pass the draft as assistant_model.")
+            choice = f"choose one of {list(ALONE)}, a drafter ({shipped()}, or the folder of one), one of {list(WITH_WEIGHTS)} with draft_source"
+            if not isinstance(self.draft, str):
+                raise ValueError(f"draft={short(self.draft)} is no name: pass the draft as assistant_model, beside speculative=, or {choice}.")
+            raise ValueError(f"draft={self.draft!r} is not known{meant(self.draft, [*DRAFTS, *shipped()])}; {choice}, or pass the draft as assistant_model.")
         if not isinstance(self.acceptance, str) or self.acceptance not in ("auto", *ACCEPTANCE):
-            raise ValueError(f"acceptance={self.acceptance!r} is not known; choose one of {['auto', *sorted(ACCEPTANCE)]}.")
+            raise ValueError(f"acceptance={short(self.acceptance)} is not known{meant(self.acceptance, ACCEPTANCE)}; choose one of "
+                             f"{['auto', *sorted(ACCEPTANCE)]}.")
         _check_fraction("lenience", self.lenience, "; 1.0 keeps the output exact")
         if not isinstance(self.draft_stop, str) or self.draft_stop not in CHOICES:
-            raise ValueError(f"draft_stop={self.draft_stop!r} is not known; choose one of {list(CHOICES)}.")
+            raise ValueError(f"draft_stop={short(self.draft_stop)} is not known{meant(self.draft_stop, CHOICES)}; choose one of {list(CHOICES)}.")
         for name in ("typical_epsilon", "typical_delta", "threshold", "draft_confidence"):
             _check_fraction(name, getattr(self, name))
         if not isinstance(self.record_probs, bool):
@@ -109,7 +116,8 @@ class SpeculativeConfig:
         elif isinstance(value, dict):
             config = cls.from_dict(value)
         else:
-            raise ValueError(f"speculative={value!r} must be True, False, a dict or a SpeculativeConfig.")
+            made = " Pass an instance: SpeculativeConfig()." if value is cls else ""
+            raise ValueError(f"speculative={short(value)} must be True, False, a dict or a SpeculativeConfig.{made}")
         return replace(config, **{name: item for name, item in overrides.items() if item is not None})
 
     def to_dict(self) -> dict[str, Any]:
@@ -120,7 +128,7 @@ class SpeculativeConfig:
         known = [field.name for field in fields(cls)]
         unknown = sorted(set(values) - set(known), key=str)
         if unknown:
-            raise ValueError(f"unknown speculative option {unknown[0]!r}; the options are {known}.")
+            raise ValueError(f"unknown speculative option {unknown[0]!r}{_hint(unknown[0], known)}; the options are {known}.")
         return cls(**values)
 
     def save_pretrained(self, folder: str | Path) -> Path:
@@ -148,6 +156,16 @@ class SpeculativeConfig:
             return cls.from_dict(values)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
+
+
+def _hint(name: Any, known: list[str]) -> str:
+    if name in OF_GENERATE:
+        return f": {name} is an argument of generate(), beside speculative="
+    also = ", or assistant_model of generate() for a model" if nearest(name, known) == "draft" else ""
+    return meant(name, known) + also
+
+
+SpeculativeConfig.__init__ = by_name(SpeculativeConfig.__init__, _hint)
 
 
 def _check_count(name: str, value: Any, also: str = "") -> None:
