@@ -8,6 +8,7 @@ import hashlib
 import json
 from contextlib import contextmanager
 from functools import lru_cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from transformers import (
     GenerationConfig,
     MambaConfig,
     MambaForCausalLM,
+    LlamaForCausalLM,
     PreTrainedTokenizerFast,
     QuantizedCache,
     StaticCache,
@@ -153,8 +155,46 @@ def test_a_streamer_that_nobody_can_call_is_named():
 
 def test_an_unknown_argument_of_generate_is_named():
     model = enabled(tiny_llama())
-    with refused(model, words=("lenient", "typos")):
-        call(model, lenient=0.5)
+    with refused(model, words=("temprature", "typos")):
+        call(model, temprature=0.5)
+
+
+@pytest.mark.parametrize(("name", "meant"), [("k", "num_assistant_tokens"), ("gamma", "num_assistant_tokens"), ("num_speculative_tokens", "num_assistant_tokens"),
+                                             ("draft_model", "assistant_model"), ("assistant", "assistant_model"), ("lenient", "lenience"), ("seeds", "seed"),
+                                             ("max_tokens", "max_new_tokens")])
+def test_an_unknown_argument_that_is_like_one_of_ours_is_told_which(name, meant):
+    model = enabled(tiny_llama())
+    with refused(model, words=(f"{name} is no argument of generate() (did you mean '{meant}'?)",)):
+        call(model, **{name: 4})
+    with refused(model, words=(name, "typos")):
+        call(model, speculative=None, **{name: 4})
+
+
+@pytest.mark.parametrize(("name", "one", "other"), [("num_assistant_tokens", 3, 7), ("acceptance", "greedy", "threshold"), ("lenience", 0.5, 1.0)])
+def test_an_option_that_is_said_twice_is_said_alike(name, one, other):
+    model = enabled(tiny_llama())
+    with refused(model, words=(f"{name}={other!r}", f'speculative={{"{name}": {one!r}}}', "Say it once")):
+        call(model, speculative={name: one}, **{name: other})
+    assert torch.equal(call(model, speculative={name: one}, **{name: one}), call(model, speculative={name: one}, **{name: None}))
+
+
+def test_an_option_in_a_generation_config_is_refused_with_where_it_goes():
+    model = enabled(tiny_llama())
+    with refused(model, words=('lenience is an option of the config: pass speculative={"lenience": 0.5}',)):
+        call(model, generation_config=GenerationConfig(lenience=0.5))
+
+
+@pytest.mark.parametrize(("argument", "place"), [
+    (dict(assistant_model=PromptLookupDraft()), "SpeculativeDecoder(draft)"), (dict(streamer=print), "SpeculativeDecoder(streamer=...)"),
+    (dict(stop_strings=["a"], tokenizer=LETTERS), "SpeculativeDecoder(stop_strings=..., tokenizer=...)"),
+    (dict(num_assistant_tokens=3), 'SpeculativeDecoder(config={"num_assistant_tokens": ...})'),
+    (dict(generation_config=GenerationConfig(num_assistant_tokens=3)), 'SpeculativeDecoder(config={"num_assistant_tokens": ...})'),
+    (dict(lenience=0.5), 'SpeculativeDecoder(config={"lenience": ...})'), (dict(assistant_tokenizer=LETTERS), "assistant_tokenizer=..."),
+], ids=lambda value: next(iter(value)) if isinstance(value, dict) else "")
+def test_what_a_custom_generate_is_not_handed_is_refused_on_an_enabled_model(argument, place):
+    model = enabled(tiny_llama())
+    with refused(model, words=("transformers does not hand it to custom_generate", place)):
+        call(model, speculative=None, custom_generate=SpeculativeDecoder(), **argument)
 
 
 @pytest.mark.parametrize(("name", "value"), [("seed", 1), ("seed", [1, 2]), ("draft", "mixture"), ("draft_stop", "heuristic"), ("max_auto_tokens", 8), ("compile", True),
@@ -190,7 +230,7 @@ def test_an_unknown_option_is_told_what_was_meant(name, hint):
     model = enabled(tiny_llama())
     with refused(model, words=(f"'{name}'", hint, "the options are")):
         call(model, speculative={name: 3})
-    with refused(words=("SpeculativeConfig()", f"'{name}'", hint, "it has"), error=TypeError):
+    with refused(words=("SpeculativeConfig()", f"'{name}'", hint, "it takes"), error=TypeError):
         SpeculativeConfig(**{name: 3})
 
 
@@ -298,12 +338,65 @@ def test_what_is_neither_model_nor_draft_is_refused(thing):
 @pytest.mark.parametrize(("thing", "words"), [
     ("prompt_lookup", 'speculative={"draft": "prompt_lookup"}'), ("smollm2_drafter", 'speculative={"draft": "smollm2_drafter"}'),
     ("gpt2", "AutoModelForCausalLM.from_pretrained('gpt2')"), ("model", "Load the model"), (PromptLookupDraft, "Pass an instance: PromptLookupDraft()."),
-    (ModelDraft, "Pass an instance: ModelDraft(...)."),
+    (ModelDraft, "the class ModelDraft. Pass an instance: ModelDraft(...)."), (LlamaForCausalLM, "LlamaForCausalLM.from_pretrained(...)"),
+    ({"draft": "mixture"}, "speculative={'draft': 'mixture'}"), (SpeculativeConfig(), "passed as speculative="),
 ], ids=str)
-def test_a_name_or_a_class_in_the_place_of_a_draft_is_told_what_to_pass(thing, words):
+def test_a_name_a_class_or_options_in_the_place_of_a_draft_are_told_what_to_pass(thing, words):
     model = enabled(tiny_llama())
     with refused(model, words=("assistant_model: expected", words), error=TypeError):
         call(model, assistant_model=thing)
+    with refused(words=("draft: expected", words.replace("speculative", "config")), error=TypeError):
+        SpeculativeDecoder(thing)
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    ({"num_assistant_tokens": 4}, 'pass config={"num_assistant_tokens": ...}'), ({"k": 4}, 'pass config={"num_assistant_tokens": ...}'),
+    ({"draft_stop": "heuristic"}, 'pass config={"draft_stop": ...}'), ({"assistant_model": PromptLookupDraft()}, "did you mean 'draft'?"),
+    ({"stream": 1}, "did you mean 'streamer'?"), ({"zzz": 1}, "it takes draft, config, streamer"),
+], ids=str)
+def test_what_a_decoder_does_not_take_is_told_where_it_goes(options, words):
+    with refused(words=(f"SpeculativeDecoder() has no place for '{next(iter(options))}'", words), error=TypeError):
+        SpeculativeDecoder(**options)
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    ({"k": 4}, 'speculative={"num_assistant_tokens": ...}'), ({"num_assistant_tokens": 4}, 'speculative={"num_assistant_tokens": ...}'),
+    ({"draft": "mixture"}, 'speculative={"draft": ...}'), ({"assistant_model": PromptLookupDraft()}, "pass assistant_model=..."), ({"zzz": 1}, "it takes model"),
+], ids=str)
+def test_what_enable_does_not_take_goes_to_generate(options, words):
+    model = tiny_llama()
+    with refused(model, words=("enable() has no place for", "go to generate()", words), error=TypeError):
+        hf_specdec.enable(model, **options)
+    with refused(model, words=("enable() has no place for LlamaForCausalLM", "go to generate()"), error=TypeError):
+        hf_specdec.enable(model, model)
+
+
+@pytest.mark.parametrize(("thing", "words"), [
+    ("gpt2", "enable(AutoModelForCausalLM.from_pretrained('gpt2'))"), (LlamaForCausalLM, "enable(LlamaForCausalLM.from_pretrained(...))"),
+    (SimpleNamespace(model=tiny_llama()), "enable(pipe.model)"),
+], ids=["name", "class", "pipeline"])
+def test_what_is_no_model_but_leads_to_one_is_told_how(thing, words):
+    with refused(words=("model: expected a transformers model", words), error=TypeError):
+        hf_specdec.enable(thing)
+
+
+@pytest.mark.parametrize(("make", "words"), [
+    (lambda: PromptLookupDraft(max_match=3), "PromptLookupDraft() has no place for 'max_match' (did you mean 'min_match'?); it takes min_match"),
+    (lambda: PromptLookupDraft(1, 2), "PromptLookupDraft() has no place for 2; it takes min_match"),
+    (lambda: type("Own", (UniformDraft,), {})(x=1), "UniformDraft() has no place for 'x'; it takes vocab_size"),
+    (lambda: type("Own", (PromptLookupDraft,), {"__init__": lambda self, width: None})(widths=1), "'widths' (did you mean 'width'?); it takes width"),
+])
+def test_what_the_constructor_of_a_draft_does_not_take_is_told_what_it_takes(make, words):
+    with refused(words=(words,), error=TypeError):
+        make()
+
+
+def test_a_draft_that_takes_any_keyword_gets_them():
+    class Own(UniformDraft):
+        def __init__(self, *args, **options):
+            self.given = args, options
+
+    assert Own(1, x=2).given == ((1,), {"x": 2})
 
 
 def test_an_unknown_draft_is_told_the_names_that_are_enough_and_what_the_others_need():

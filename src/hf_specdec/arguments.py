@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
 import torch
+from transformers import GenerationMixin
 
 from . import compat, lengths
 from .caches import cached_tokens, check_cache, read_cache
 from .config import SpeculativeConfig
 from .drafts.base import Draft
+from .hints import meant, nearest
 from .media import media_in, untried
 from .positions import counting
 from .probe import check_batch, check_mode
@@ -33,16 +36,58 @@ _OTHER_TUNING = ("num_assistant_tokens_schedule", "assistant_confidence_threshol
                  "max_matching_ngram_size")
 
 
+# Arguments that transformers does not hand to a `custom_generate`, and where a `SpeculativeDecoder` takes them.
+_NOT_HANDED_ON = {"assistant_model": "draft", "streamer": "streamer=...", "stop_strings": "stop_strings=..., tokenizer=...",
+                  "assistant_tokenizer": "tokenizer=..., assistant_tokenizer=...",
+                  **{name: f'config={{"{name}": ...}}' for name in ("num_assistant_tokens", "lenience", "acceptance")}}
+_OPTIONS = [field.name for field in fields(SpeculativeConfig)]
+
+
+def goes_into(argument: str, name: Any) -> str:
+    """": ..." with where a draft or an option is said, argument={"its name": ...}."""
+    option = nearest(name, [*_OPTIONS, "assistant_model"]) if isinstance(name, str) else None
+    return "" if option is None else ": pass assistant_model=..." if option == "assistant_model" else f': pass {argument}={{"{option}": ...}}'
+
+
+def check_said_once(speculative: Any, options: dict[str, Any]) -> None:
+    """ValueError for an option that a dict and a keyword say differently."""
+    said = speculative if isinstance(speculative, dict) else {}
+    for name, value in options.items():
+        if value is not None and name in said and said[name] != value:
+            raise ValueError(f"{name}={value!r} and speculative={{\"{name}\": {said[name]!r}}} contradict each other. Say it once.")
+
+
+def check_names(kwargs: dict[str, Any], model) -> None:
+    """ValueError for an argument that neither `generate` nor the model has, where it is like one of ours: transformers would speak of typos alone."""
+    ours = [*_OPTIONS, "assistant_model", "max_new_tokens"]
+    taken = {*ours, *inspect.signature(GenerationMixin.generate).parameters, *inspect.signature(model.forward).parameters}
+    for name in kwargs:
+        if name not in taken and not hasattr(model.generation_config, name) and nearest(name, ours):
+            raise ValueError(f"{name} is no argument of generate(){meant(name, ours)}.")
+
+
+def check_hook(kwargs: dict[str, Any], own) -> None:
+    """`generate(custom_generate=SpeculativeDecoder(...))` without `speculative=`."""
+    for name, place in _NOT_HANDED_ON.items():
+        if kwargs.get(name) is not None or given_in_config(kwargs, own, name) is not None:
+            raise ValueError(f"{name}: transformers does not hand it to custom_generate. Pass custom_generate=SpeculativeDecoder({place}), or use "
+                             f"speculative=True in the place of custom_generate.")
+
+
 def given_in_config(kwargs: dict[str, Any], own, name: str) -> Any:
     """What the caller's `generation_config` says of `name`, None if it is what the model's own config says, too."""
     value = getattr(kwargs.get("generation_config"), name, None)
     return None if value == getattr(own, name, None) else value
 
 
-def _check_options(kwargs: dict[str, Any]) -> None:
-    """Options of `SpeculativeConfig` are none of `generate`, but for those that are taken beside `speculative=` and are gone by now."""
-    for name in [field.name for field in fields(SpeculativeConfig) if kwargs.get(field.name) is not None]:
-        value = kwargs[name]
+def _check_options(kwargs: dict[str, Any], own) -> None:
+    """Options of `SpeculativeConfig` are none of `generate`, but for those that are taken beside `speculative=` and are gone by now; nor are they of a
+    `GenerationConfig`, but for transformers' own num_assistant_tokens."""
+    given = {name: given_in_config(kwargs, own, name) for name in _OPTIONS if name != "num_assistant_tokens"}
+    given |= {name: kwargs[name] for name in _OPTIONS if kwargs.get(name) is not None}
+    for name, value in given.items():
+        if value is None:
+            continue
         if name == "draft" and not isinstance(value, str):
             raise ValueError(f"draft={type(value).__name__}: a draft or a model is passed as assistant_model; draft is the name of one, "
                              f"speculative={{\"draft\": \"prompt_lookup\"}}.")
@@ -51,7 +96,7 @@ def _check_options(kwargs: dict[str, Any]) -> None:
 
 def check_arguments(kwargs: dict[str, Any], own) -> None:
     """What `generate` was called with, before transformers does anything with it. own: the model's own generation config."""
-    _check_options(kwargs)
+    _check_options(kwargs, own)
     if len(kwargs.get("adapter_names") or ()) > 1:
         raise ValueError("adapter_names: rows leave a batch as they end, which an adapter per row does not survive. Generate the rows of one adapter at a "
                          "time, with set_adapter, or use speculative=False.")

@@ -159,7 +159,7 @@ class SpeculativeConfig:
 
 
 def _hint(name: Any, known: list[str]) -> str:
-    if name in OF_GENERATE:
+    if isinstance(name, str) and name in OF_GENERATE:
         return f": {name} is an argument of generate(), beside speculative="
     also = ", or assistant_model of generate() for a model" if nearest(name, known) == "draft" else ""
     return meant(name, known) + also
@@ -182,15 +182,19 @@ def _is_drafter(name: str) -> bool:
     return bool(name) and (name in shipped() or (Path(name) / "drafter.json").is_file())
 
 
-def instead_of(thing: Any) -> str:
-    """What to pass in the place of a name or a class, where a draft is wanted."""
+def instead_of(thing: Any, options: str = "speculative") -> str:
+    """What to pass in the place of a name, a class or options, where a draft is wanted; options: the argument that takes options."""
+    if isinstance(thing, (dict, SpeculativeConfig)):
+        return f" Options go into {options}=: {options}={thing!r}." if isinstance(thing, dict) else f" A SpeculativeConfig is passed as {options}=."
+    if isinstance(thing, type) and hasattr(thing, "from_pretrained"):
+        return f" Load one: {thing.__name__}.from_pretrained(...)."
     if isinstance(thing, type) and hasattr(thing, "propose"):
         needed = any(given.default is given.empty for given in inspect.signature(thing).parameters.values())
         return f" Pass an instance: {thing.__name__}({'...' if needed else ''})."
     if not isinstance(thing, str):
         return ""
     named = thing in ALONE or _is_drafter(thing)
-    return f' Pass speculative={{"draft": "{thing}"}} in its place.' if named else f" Load the model, AutoModelForCausalLM.from_pretrained({thing!r}), and pass that."
+    return f' Pass {options}={{"draft": "{thing}"}} in its place.' if named else f" Load the model, AutoModelForCausalLM.from_pretrained({thing!r}), and pass that."
 
 
 def _check_draft(draft: str, options: Any, source: Any) -> None:

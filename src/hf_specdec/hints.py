@@ -12,14 +12,16 @@ from typing import Any
 ALIKE = (
     ("num_assistant_tokens", "k", "gamma", "num_speculative_tokens", "num_draft_tokens", "speculative_tokens", "draft_tokens"),
     ("assistant_model", "draft", "draft_model", "drafter", "assistant", "speculative_model"),
+    ("max_new_tokens", "max_tokens"),
 )
 
 
 def nearest(name: Any, known: Iterable[str]) -> str | None:
     """The known name that `name` was probably meant to be."""
     known, word = list(known), str(name).lower().replace("-", "_")
-    alike = [other for group in ALIKE if word in group for other in group if other in known]
-    return next(iter(alike or get_close_matches(word, known, 1, 0.7)), None)
+    group = next((group for group in ALIKE if word in group and word not in known), None)
+    near = get_close_matches(word, known, 1, 0.7) if group is None else [other for other in group if other in known]
+    return near[0] if near else None
 
 
 def meant(name: Any, known: Iterable[str]) -> str:
@@ -34,18 +36,22 @@ def short(value: Any) -> str:
     return text if len(text) <= 120 and "\n" not in text else type(value).__name__
 
 
-def by_name(function: Callable, remedy: Callable[[str, list[str]], str] = meant) -> Callable:
-    """`function`, whose TypeError for a keyword that it does not take says what was meant: remedy(name, the names that it takes)."""
+def by_name(function: Callable, remedy: Callable[[Any, list[str]], str] = meant) -> Callable:
+    """`function`, whose TypeError for a keyword that it does not take, or for one value too many, says what was meant: remedy(keyword or value, the
+    names that it takes)."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return function
     known = [name for name in parameters if name != "self"]
+    places = sum(parameter.kind is not parameter.KEYWORD_ONLY for parameter in parameters.values())
+    many = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values())
 
     @wraps(function)
     def checked(*args, **given):
-        for name in given:
-            if name not in known:
-                raise TypeError(f"{function.__qualname__.removesuffix('.__init__')}() has no argument {name!r}{remedy(name, known)}; it has {known}.")
+        unknown = [name for name in given if name not in known] or ([] if many else args[places:])
+        if unknown:
+            title = function.__qualname__.removesuffix(".__init__")
+            raise TypeError(f"{title}() has no place for {short(unknown[0])}{remedy(unknown[0], known)}; it takes {', '.join(known) or 'nothing'}.")
         return function(*args, **given)
 
     return checked

@@ -10,7 +10,7 @@ import copy
 import inspect
 import threading
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import MethodType
 from typing import Any
 
@@ -18,13 +18,14 @@ import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StopStringCriteria
 
 from . import compat, method, registry
-from .arguments import check_arguments, given_in_config
+from .arguments import check_arguments, check_hook, check_names, check_said_once, given_in_config, goes_into
 from .beam import BeamCall
 from .call import Call
 from .compiled import free
 from .config import SpeculativeConfig
 from .drafts.base import Draft
-from .loading import as_draft, loaded, source_of
+from .hints import by_name, meant
+from .loading import as_draft, check_draft, loaded, source_of
 from .probe import check_weights
 from .trace import SpeculationTrace
 
@@ -61,6 +62,7 @@ def _enabled_class(base: type) -> type:
     return type(base.__name__, (_Enabled, base), body)
 
 
+@partial(by_name, remedy=lambda name, known: f": options and drafts go to generate(){goes_into('speculative', name)}")
 def enable(model):
     """Let this instance's `generate()` understand `speculative=`; returns the instance. Its class, config and weights stay as
     they are; copies, pickles and saved checkpoints keep working. Enabling twice is enabling once.
@@ -69,8 +71,7 @@ def enable(model):
     for what is no model.
     """
     if not isinstance(compat.unwrap(model), GenerationMixin) or not hasattr(model, "generate"):
-        raise TypeError(f"model: expected a transformers model with generate(), got {type(model).__name__}."
-                        + (" Enable the model that was compiled, before torch.compile." if hasattr(model, "_orig_mod") else ""))
+        raise TypeError(f"model: expected a transformers model with generate(), got {type(model).__name__}.{_model_in(model)}")
     compat.traits_of(compat.unwrap(model), "model")
     check_weights(compat.unwrap(model), "model")
     if not isinstance(model, _Enabled):
@@ -79,6 +80,19 @@ def enable(model):
                              "model.generate), enable the model, and wrap its generate again.")
         model.__class__ = _enabled_class(type(model))
     return model
+
+
+def _model_in(thing: Any) -> str:
+    """Where there is a model, for what is none."""
+    if hasattr(thing, "_orig_mod"):
+        return " Enable the model that was compiled, before torch.compile."
+    if isinstance(thing, str):
+        return f" Load it first: enable(AutoModelForCausalLM.from_pretrained({thing!r}))."
+    if isinstance(thing, type) and issubclass(thing, PreTrainedModel):
+        return f" Load one first: enable({thing.__name__}.from_pretrained(...))."
+    if isinstance(getattr(thing, "model", None), GenerationMixin):  # a pipeline
+        return " Enable the model inside it: enable(pipe.model)."
+    return ""
 
 
 def disable(model):
@@ -97,14 +111,20 @@ def generate(model, *args, speculative=True, **kwargs):
 
 
 def _generate(model, stock, *args, speculative=None, assistant_model=None, **kwargs):
+    named, own = _named(stock, args, kwargs), compat.unwrap(model).generation_config
+    if speculative is None:
+        speculative = getattr(named.get("generation_config"), "speculative", None)
     if speculative is None or speculative is False:
+        if isinstance(named.get("custom_generate"), SpeculativeDecoder):
+            check_hook({"assistant_model": assistant_model, **named}, own)
         if isinstance(assistant_model, Draft):
             raise ValueError("assistant_model is a hf_specdec Draft, which plain generate() does not know; pass speculative=True too.")
         given = {} if assistant_model is None else {"assistant_model": assistant_model}
         return stock(*args, **given, **kwargs)
-    kwargs = _named(stock, args, kwargs)
+    kwargs = dict(named)
     assistant_model = kwargs.pop("assistant_model", assistant_model)
-    options, own = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}, compat.unwrap(model).generation_config
+    options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
+    check_said_once(speculative, options)
     said = {**speculative, **options} if isinstance(speculative, dict) else options
     if not isinstance(speculative, SpeculativeConfig) and "num_assistant_tokens" not in said:
         options["num_assistant_tokens"] = given_in_config(kwargs, own, "num_assistant_tokens")
@@ -112,7 +132,9 @@ def _generate(model, stock, *args, speculative=None, assistant_model=None, **kwa
     bound = {name: kwargs.pop(name, None) for name in ("streamer", "tokenizer", "assistant_tokenizer", "stop_strings")}
     if kwargs.pop("custom_generate", None) is not None:
         raise ValueError("custom_generate cannot be combined with speculative=; pass custom_generate=SpeculativeDecoder(...) alone.")
+    check_names(kwargs, compat.unwrap(model))
     check_arguments(kwargs, own)
+    check_draft(assistant_model, "assistant_model", "speculative")
     decoder = SpeculativeDecoder(assistant_model, config, **bound)
     decoder.load(model)
     decoder.given = kwargs
@@ -141,15 +163,17 @@ def _named(stock, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
 class SpeculativeDecoder:
     """A decoding method for `generate(custom_generate=...)`.
 
-    draft: a model, a `Draft`, or None (the config's default draft). config: `SpeculativeConfig`, dict or None.
+    draft: a model, a `Draft`, or None (the config's default draft). config: `SpeculativeConfig`, or a dict of its options, or None.
     streamer, tokenizer, stop_strings: `generate()` does not hand these to a custom decoding method, so pass them here; nor does it hand on
         assistant_model, whose place is `draft`.
     assistant_tokenizer: the draft model's; needs `tokenizer` beside it. Where the two differ, the model becomes a `TranslatedDraft`.
     trace: the `SpeculationTrace` of the last pass that returned one (with `return_dict_in_generate=True`), else None.
     """
 
+    @partial(by_name, remedy=lambda name, known: meant(name, known) or goes_into("config", name))
     def __init__(self, draft: PreTrainedModel | Draft | None = None, config: SpeculativeConfig | dict | None = None, *,
                  streamer=None, tokenizer=None, assistant_tokenizer=None, stop_strings=None):
+        check_draft(draft, "draft", "config")
         self.config = SpeculativeConfig.resolve(config)
         self.streamer, self.tokenizer, self.stop_strings, self.assistant_tokenizer = streamer, tokenizer, stop_strings, assistant_tokenizer
         self.draft: Draft | None = None  # until there is a target to load it for

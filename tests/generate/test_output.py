@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from transformers import GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from hf_specdec import SpeculationTrace, SpeculativeConfig, SpeculativeOutput
@@ -236,10 +237,22 @@ def test_the_settings_may_come_as_true_as_a_dict_as_a_config_or_beside_it():
     calls = [
         dict(speculative=True, num_assistant_tokens=3), dict(speculative={"num_assistant_tokens": 3}),
         dict(speculative=SpeculativeConfig(num_assistant_tokens=3)), dict(speculative=SpeculativeConfig(), num_assistant_tokens=3),
-        dict(speculative={"num_assistant_tokens": 9}, num_assistant_tokens=3),
+        dict(speculative=SpeculativeConfig(num_assistant_tokens=9), num_assistant_tokens=3),
+        dict(speculative={"num_assistant_tokens": 3}, num_assistant_tokens=3),
     ]
     for call in calls:
         assert target.generate(**padded(ROWS), **call, **options).speculation.config["num_assistant_tokens"] == 3
+
+
+@pytest.mark.parametrize("speculative", [True, {"num_assistant_tokens": 3}, SpeculativeConfig(num_assistant_tokens=3)], ids=["True", "dict", "config"])
+def test_a_generation_config_that_is_passed_may_say_speculative(speculative):
+    target, inputs = enabled(tiny_llama(1)), padded(ROWS)
+    options = dict(return_dict_in_generate=True, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    config = GenerationConfig(speculative=speculative, num_assistant_tokens=3, **options)
+    for out in (target.generate(**inputs, generation_config=config), target.generate(inputs["input_ids"], config, attention_mask=inputs["attention_mask"])):
+        assert out.speculation.config["num_assistant_tokens"] == 3
+    assert not hasattr(target.generate(**inputs, generation_config=config, speculative=False), "speculation")
+    assert config.speculative == speculative and not hasattr(target.generation_config, "speculative")
 
 
 @pytest.mark.parametrize("name", ["prompt_lookup", "uniform"])

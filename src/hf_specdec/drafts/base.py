@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from transformers.generation import CandidateGenerator
 
+from ..hints import by_name
 from ..proposal import Proposal, Verdict
 
 if TYPE_CHECKING:
@@ -148,6 +149,11 @@ class Draft(CandidateGenerator):
     parts: "tuple[Draft, ...]" = ()
     calls = 0
     forward_seconds = 0.0
+
+    def __init_subclass__(cls, **options):
+        super().__init_subclass__(**options)
+        if "__init__" in vars(cls):
+            cls.__init__ = by_name(cls.__init__)
 
     def start(self, context: Context) -> None:
         """Called once, before the first round; the rows are the prompts."""
