@@ -14,7 +14,7 @@ from hf_specdec import SpeculativeConfig, __version__, compiled, passes
 from hf_specdec.bench import arms
 from hf_specdec.bench.embedded import load_target
 from hf_specdec.cli import app
-from hf_specdec.commands import bench, demo
+from hf_specdec.commands import bench, demo, leaving
 from hf_specdec.commands.common import check_overwrite, drafts_by_name, load_draft
 from hf_specdec.drafts import NGramDraft, RetrievalDraft
 from hf_specdec.loading import loaded
@@ -65,7 +65,7 @@ def test_where_nothing_was_drafted_there_is_no_acceptance_rate(target_folder):
 
 
 def test_an_answer_is_not_lost_on_a_stream_that_lacks_its_characters():
-    program = "from hf_specdec.commands.common import guarded\nguarded(lambda: print('gr\\xfcn'))()"
+    program = "from hf_specdec.commands.leaving import guarded\nguarded(lambda: print('gr\\xfcn'))()"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ, "PYTHONIOENCODING": "ascii"})
     assert done.stdout == "gr\\xfcn\n", done.stderr
 
@@ -206,13 +206,13 @@ def test_verify_fails_when_the_rule_is_wrong(target_folder, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--k", "0"), "num_assistant_tokens=0"),
-        (("--k", "-1"), "num_assistant_tokens=-1"),
-        (("--k", "65"), "num_assistant_tokens=65"),
+        (("--k", "0"), "--k 0 must be an int in 1..64"),
+        (("--k", "-1"), "--k -1"),
+        (("--k", "65"), "--k 65"),
         (("--k", "2.5"), "--k 2.5"),
         (("--k", "x"), "--k x"),
-        (("--lenience", "0"), "lenience=0.0"),
-        (("--lenience", "nan"), "lenience=nan"),
+        (("--lenience", "0"), "--lenience 0.0"),
+        (("--lenience", "nan"), "--lenience nan"),
         (("--temperature", "0.5"), "--temperature has no meaning without --sample"),
         (("--file", "no_such_file.txt"), "--prompt and --file"),
         (("--draft", "no/such/folder"), "--draft no/such/folder: no such folder and no draft of that name; the names are lookahead, mixture"),
@@ -234,7 +234,7 @@ def test_bad_arguments_of_generate_end_in_one_line_and_exit_code_2(target_folder
         (("generate", "no/such/model", "--prompt", "x"), "no/such/model"),
         (("generate", "{target}", "--prompt", " "), "the prompt is empty"),
         (("verify", "{target}", "--samples", "10"), "--samples 10"),
-        (("verify", "{target}", "--prompts", "nothing.jsonl"), "nothing.jsonl"),
+        (("verify", "{target}", "--prompts", "nothing.jsonl"), "--prompts nothing.jsonl is neither a file"),
         (("bench", "{target}", "--clock", "sundial"), "--clock sundial"),
         (("verify", "{target}", "--prompts", "hub:"), "the data set's name is missing"),
         (("demo", "no/such/model", "--prompt", ""), "--prompt is empty"),
@@ -380,8 +380,12 @@ def test_a_json_file_that_is_a_folder_is_refused_before_anything_is_loaded(tmp_p
 
 
 @pytest.mark.parametrize("arguments, words", [
-    (("generate", "--prompt", "a", "--mx", "mxfp5"), "format='mxfp5' is not an MX format"),
-    *[((command, "--k", "99"), "num_assistant_tokens=99 must be an int in 1..64") for command in ("verify", "bench", "demo")],
+    (("generate", "--prompt", "a", "--mx", "mxfp5"), "--mx mxfp5 is not an MX format"),
+    (("compress", "--report", "--format", "mxfp5"), "--format mxfp5 is not an MX format"),
+    (("compress", "--report", "--lm-head", "mxfp5"), "--lm-head mxfp5 is not an MX format"),
+    (("compress", "--report", "--scale-rule", "up"), "--scale-rule up is not a scale rule"),
+    (("generate", "--prompt", "a", "--seed", "-1"), "--seed -1 must be an int"),
+    *[((command, "--k", "99"), "--k 99 must be an int in 1..64") for command in ("verify", "bench", "demo")],
 ], ids=lambda value: value[0] if isinstance(value, tuple) else "")
 def test_a_wrong_value_is_refused_before_anything_is_loaded(arguments, words, tmp_path):
     result = run(arguments[0], tmp_path / "no model", *arguments[1:])
@@ -451,3 +455,18 @@ def test_bench_leaves_out_what_stock_generate_cannot_compile(capsys):
 def test_a_dash_for_an_underscore_is_recognised_before_any_hub_is_asked(target_folder):
     done = run("generate", str(target_folder), "--prompt", "x", "--draft", "Prompt-Lookup")
     assert done.exit_code == 2 and "did you mean prompt_lookup?" in done.output
+
+
+def test_a_message_names_options_and_leaves_alone_what_is_none():
+    options = {"num_assistant_tokens": "--k", "lm_head": "--lm-head", "prompts": "--prompts"}
+    assert leaving.as_typed("num_assistant_tokens=0 must be an int.", options) == "--k 0 must be an int."
+    assert leaving.as_typed("prompts: a b is no file: pass lm_head='mxint8', or lm_head=FORMAT.", options) == "--prompts: a b is no file: pass --lm-head mxint8, or --lm-head FORMAT."
+    for text in ('{"lm_head=1"}', "own_lm_head=1", "the prompts: none", "a/lm_head=1", "format=2", ""):
+        assert leaving.as_typed(text, options) == text and leaving.as_typed(text, {}) == text
+
+
+def test_what_a_config_says_wrongly_is_not_said_of_an_option(tmp_path):
+    (tmp_path / "speculative_config.json").write_text('{"num_assistant_tokens": 99}')
+    for more, words in (((), "num_assistant_tokens=99"), (("--k", 0), "num_assistant_tokens=99")):
+        done = run("generate", tmp_path / "no model", "--prompt", "a", "--config", tmp_path, *more)
+        assert done.exit_code == 2 and words in done.stderr

@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from . import __version__
-from .commands.common import PROGRAM, check_sampling, draft_name, dtype_name, guarded
+from .commands.common import check_sampling, draft_name, dtype_name
+from .commands.leaving import PROGRAM, guarded
 
 app = typer.Typer(
     help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None

@@ -7,7 +7,8 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from .common import PROGRAM, check_overwrite, load_draft, parse_k
+from .common import check_overwrite, load_draft, parse_k
+from .leaving import PROGRAM
 
 WIDTH = 150
 TUNED = "ours tuned"

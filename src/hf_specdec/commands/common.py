@@ -1,47 +1,21 @@
-"""What the commands share: how arguments are read and how mistakes are reported."""
+"""What the commands share: how arguments are read."""
 
 from __future__ import annotations
 
-import functools
 import inspect
 import json
 import math
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import typer
 
-PROGRAM = "hf-specdec"
+from .leaving import PROGRAM
+
 # --option: the range that it has to be in, and whether the lower end belongs to it
 RANGES = {"temperature": (0, math.inf, False), "top_k": (0, math.inf, True), "top_p": (0, 1, True), "min_p": (0, 1, True), "repetition_penalty": (0, math.inf, False)}
-
-
-def guarded(command: Callable) -> Callable:
-    """Bad arguments and unusable files or models end in one clear line on standard error and exit code 2."""
-
-    @functools.wraps(command)
-    def run(*args, **kwargs):
-        if hasattr(sys.stdout, "reconfigure"):  # a character that the stream does not have costs no answer
-            sys.stdout.reconfigure(errors="backslashreplace")
-        try:
-            return command(*args, **kwargs)
-        except (ValueError, TypeError, OSError, ImportError, _damaged_or_full()) as error:
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            text = " ".join(line.strip() for line in lines) if lines[0].rstrip().endswith(":") else lines[0]
-            typer.echo(f"{PROGRAM}: error: {text}", err=True)
-            raise typer.Exit(2) from error
-
-    return run
-
-
-def _damaged_or_full() -> type[Exception]:
-    """What reading and writing weights raises, a full disk's error among them; imported when something has gone wrong."""
-    from safetensors import SafetensorError
-
-    return SafetensorError
 
 
 def dtype_name(value: str) -> str:
