@@ -59,7 +59,7 @@ def test_a_folder_is_written_that_loads_with_its_tokenizer(folder, tmp_path):
 def test_the_table_groups_layers_and_lists_them_all_on_request(folder, tmp_path):
     grouped = run(folder, "--out", tmp_path / "a").stdout
     assert "model.layers.0-1.mlp.up_proj (2)" in grouped and "64 x 64" in grouped and "model.layers.1.mlp.up_proj" not in grouped
-    assert "dense: the output head: pass lm_head=FORMAT" in grouped and "14 layers compressed, 1 left dense" in grouped
+    assert "dense: the output head: pass --lm-head FORMAT" in grouped and "14 layers compressed, 1 left dense" in grouped
     assert "6.25 bits per compressed weight" in grouped and "Whole model:" in grouped
     listed = run(folder, "--out", tmp_path / "b", "--all").stdout
     assert all(f"model.layers.{i}.mlp.up_proj " in listed for i in (0, 1)) and "0-1" not in listed

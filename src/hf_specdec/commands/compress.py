@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .common import check_folder, has_parts, refuse_compressed, stored_config
+from .leaving import as_typed
 
 GENERATED = "generated"
 MARK = "\x1a"  # stands for a user's words
@@ -193,7 +194,7 @@ def _print_layers(console: Console, report, every_layer: bool, whole: tuple[int,
     for name in COLUMNS[3:]:
         table.add_column(name, justify="right", no_wrap=True)
     for row in report.rows(every_layer):
-        table.add_row(*row)
+        table.add_row(*(as_typed(cell, {"lm_head": "--lm-head"}) for cell in row))
     console.print(table)
     bits = 8 * sum(layer.bytes_after for layer in report.compressed) / sum(_numbers(layer) for layer in report.compressed)
     console.print(f"{report}; {bits:.2f} bits per compressed weight", markup=False, soft_wrap=True)
