@@ -470,3 +470,25 @@ def test_what_a_config_says_wrongly_is_not_said_of_an_option(tmp_path):
     for more, words in (((), "num_assistant_tokens=99"), (("--k", 0), "num_assistant_tokens=99")):
         done = run("generate", tmp_path / "no model", "--prompt", "a", "--config", tmp_path, *more)
         assert done.exit_code == 2 and words in done.stderr
+
+
+PIPED = """
+import sys, typer
+from hf_specdec.commands.leaving import guarded
+app = typer.Typer()
+
+@app.command()
+@guarded
+def many():
+    print("first")
+    for n in range({lines}):
+        print(n)
+app()
+"""
+
+
+@pytest.mark.parametrize("lines", [3, 200_000])
+def test_a_reader_that_has_gone_is_left_in_silence(lines):
+    with subprocess.Popen([sys.executable, "-c", PIPED.format(lines=lines)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        assert process.stderr.read() == "" and process.wait(60) == 141
