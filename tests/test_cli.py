@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from hf_specdec import SpeculativeConfig, __version__, compiled, passes
 from hf_specdec.bench import arms
-from hf_specdec.bench.embedded import load_target
+from hf_specdec.bench.embedded import load_target, near
 from hf_specdec.cli import app
 from hf_specdec.commands import bench, demo, leaving
 from hf_specdec.commands.common import check_overwrite, drafts_by_name, load_draft
@@ -492,3 +492,30 @@ def test_a_reader_that_has_gone_is_left_in_silence(lines):
     with subprocess.Popen([sys.executable, "-c", PIPED.format(lines=lines)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         process.stdout.close()
         assert process.stderr.read() == "" and process.wait(60) == 141
+
+
+@pytest.mark.parametrize("name", ["smolm2", "SmolLM2", "smollm"])
+def test_a_target_that_is_nearly_the_embedded_one_is_recognised_before_any_hub_is_asked(name):
+    done = run("generate", name, "--prompt", "x")
+    assert done.exit_code == 2 and f"{name}: no such folder; did you mean 'smollm2'?" in done.stderr and "Loading" not in done.stderr
+
+
+@pytest.mark.parametrize(("name", "meant"), [("mixtrue", "mixture"), ("smollm2-drafter", "smollm2_drafter"), ("smolm2", "smollm2"), ("Medusa", "medusa")])
+def test_a_draft_that_is_nearly_a_known_one_is_recognised_before_any_hub_is_asked(target_folder, name, meant):
+    done = run("generate", target_folder, "--prompt", "x", "--draft", name)
+    assert done.exit_code == 2 and f"--draft {name}: did you mean {meant}?" in done.stderr
+
+
+def test_names_of_hubs_and_folders_are_like_no_other():
+    assert not [name for name in ("gpt2", "own/smolm2", "./smolm2", "distilgpt2", "model") if near(name, ["smollm2", "mixture"])]
+
+
+def test_a_target_that_is_not_there_is_said_to_be_neither_folder_nor_model(monkeypatch):
+    from transformers import AutoModelForCausalLM
+
+    def offline(*args, **kwargs):
+        raise OSError("We couldn't connect") from ConnectionError("no route\nto host")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", offline)
+    (line,) = [line for line in run("generate", "no/such", "--prompt", "x").stderr.splitlines() if "error" in line]
+    assert "no/such: no such folder, and no model of that name could be read from the hub. Name a folder" in line and "(no route)" in line

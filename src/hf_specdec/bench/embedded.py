@@ -10,6 +10,7 @@ import os
 import shutil
 import tempfile
 from contextlib import redirect_stderr
+from difflib import get_close_matches
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
@@ -73,12 +74,28 @@ def load_model(name: str, dtype="float32", device=None):
         except OSError as error:
             if Path(source).is_dir():
                 raise
-            raise OSError(f"{name}: no such folder, and as a hub id: {error}") from error
+            raise OSError(f"{name}: no such folder, and no model of that name could be read from the hub. Name a folder that save_pretrained has written, {EMBEDDED} "
+                          f"(the embedded model), or a hub id as the hub spells it, with a network or with the model in the cache. ({_cause(error)})") from error
     return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
 
 
+def _cause(error: Exception) -> str:
+    """What was wrong in the first place, in one line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
+
+
 def _source(name: str) -> str:
+    if name != EMBEDDED and near(name, [EMBEDDED]) and not Path(name).is_dir():
+        raise ValueError(f"{name}: no such folder; did you mean {EMBEDDED!r}?")
     return str(embedded_folder()) if name == EMBEDDED else name
+
+
+def near(name: str, known: list[str]) -> str | None:
+    """The known name that was meant, before a hub is asked; None for what is like none of them, and for a path or OWNER/NAME."""
+    found = get_close_matches(name.lower().replace("-", "_"), known, 1, 0.8) if "/" not in name and os.sep not in name else []
+    return found[0] if found else None
 
 
 def cache_dir() -> Path:

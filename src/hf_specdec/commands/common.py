@@ -96,7 +96,7 @@ def drafts_by_name() -> dict[str, type]:
 def load_draft(name: str | None, dtype: str, model, tokenizer):
     """What goes into `assistant_model`: None for prompt lookup (the default), else a draft or a model by path or name, a folder before a draft
     of its name; a model with another tokenizer as a draft that translates."""
-    from ..bench.embedded import load_model
+    from ..bench.embedded import EMBEDDED, load_model, near
     from ..drafts.datastore import FORMAT
     from ..drafts.mapped import format_of
     from ..registry import DRAFTS, load as registered, shipped
@@ -113,8 +113,8 @@ def load_draft(name: str | None, dtype: str, model, tokenizer):
     if is_drafter(name):
         return load(name, model)
     names = f"the names are {', '.join([*known, *shipped()])}"
-    slip = next((other for other in [*DRAFTS, *shipped()] if other == name.lower().replace("-", "_") != name), None)
-    if slip and not folder:
+    slip = None if folder or name in DRAFTS else near(name, [*DRAFTS, *shipped(), EMBEDDED])
+    if slip not in (None, name):
         raise ValueError(f"--draft {name}: did you mean {slip}?")
     if name in DRAFTS and not folder:
         raise ValueError(f"--draft {name}: a draft of that name is made of weights; name their folder or file, or a draft without any: {names}.")
