@@ -14,8 +14,8 @@ from ..viz.highlights import DRAFTED, Highlighter
 from ..viz.text import visible
 from .common import check_length, load_draft, parse_k
 from .race import race as run_race
+from .verdict import EFFICIENT, copies, verdict
 
-EFFICIENT = 1.5  # tokens per target forward from which on what was copied or drafted is worth speaking of
 
 def demo(
     target: str,
@@ -55,7 +55,7 @@ def demo(
         run_race(console, model, tokenizer, padded(model, [ids]), options, save_race)
         return
     console.print(Text.assemble("\n", ("drafted and accepted", DRAFTED), " | the target's own\n"))
-    model.generate(**padded(model, [ids]), do_sample=False, max_new_tokens=max_new_tokens, assistant_model=assistant, streamer=Highlighter(tokenizer, console),
+    out = model.generate(**padded(model, [ids]), do_sample=False, max_new_tokens=max_new_tokens, assistant_model=assistant, streamer=Highlighter(tokenizer, console),
                    **speculation)
     console.print()
 
@@ -67,32 +67,12 @@ def demo(
             model, tokenizer, [question], arms, max_new_tokens=max_new_tokens, repetitions=repetitions, step=step
         )
     _print_result(console, report, tokenizer)
-    said = verdict(report["results"][1], lookup=assistant is None, shipped=prompt is None)
-    if assistant is None and target == EMBEDDED and report["results"][1]["block_efficiency"] < EFFICIENT:
+    copied = copies(ids, out[0, len(ids) :].tolist()) if assistant is None else 1.0
+    said = verdict(report["results"][1], assistant is None, prompt is None, k == "auto", copied)
+    if assistant is None and target == EMBEDDED and report["results"][1]["block_efficiency"] < EFFICIENT > copied:
         said = f"{said} --draft smollm2_feature_drafter or smollm2_drafter proposes more; whether that pays is the machine's to say."
     if said:
         console.print(said, style="dim", soft_wrap=True)
-
-
-def verdict(ours: dict, lookup: bool, shipped: bool) -> str:
-    """What the measurement says of speculation on this prompt, "" where it speaks for itself. lookup: the draft is prompt lookup; shipped: so is the prompt."""
-    rate, efficiency, gain = ours.get("acceptance_rate"), ours["block_efficiency"], ours["speed_up"]
-    pays = "Speculation did not pay here" if gain <= 1 else "Speculation brought little here"
-    if rate is None:
-        return f"{pays}: nothing was drafted" + (", because the answer repeats nothing that came before it." if lookup else ".")
-    if efficiency < EFFICIENT and rate < 0.5:
-        why = "the answer copies little, and prompt lookup proposes copies alone" if lookup else "the draft is seldom right on this prompt"
-        return f"{pays}: {rate:.0%} of the drafted tokens were accepted; {why}."
-    if efficiency < EFFICIENT:
-        return (f"{pays}: what was drafted was mostly right, but it was little, {ours['mean_k']:.1f} tokens a round: there was nothing to propose, or a pass "
-                f"over several tokens costs too much on this machine.")
-    if gain <= 1:
-        return (f"Speculation did not pay here, although a target forward brought {efficiency:.1f} tokens: a pass over several tokens, and drafting them, took "
-                f"as much time as they save.")
-    if lookup and shipped:
-        return ("This prompt is answered by copying much of it, which is where prompt lookup pays. Try --prompt with a question of your own: with nothing to "
-                "copy, expect the speed of plain generate.")
-    return ""
 
 
 def _in_tiles(draft: str | None, dtype: str, speculation: dict) -> list:

@@ -14,6 +14,7 @@ from ..viz.highlights import Highlighter
 from ..viz.text import visible
 from .common import apply_mx, check_length, read_prompt
 from .speculation import draft_of, speculation_of
+from .verdict import hint
 
 
 def generate(
@@ -35,9 +36,10 @@ def generate(
     """sampling: `do_sample` and what goes with it, handed to `generate` as it is. config: of a speculative_config.json."""
     from .. import enable
     from ..bench.arms import padded
-    from ..bench.embedded import load_target
+    from ..bench.embedded import EMBEDDED, load_target
     from ..bench.prompts import Prompt
     from ..mx.formats import get_format
+    from ..registry import shipped
 
     speculation = speculation_of(config, draft, k, lenience, seed)
     if mx is not None:
@@ -72,3 +74,5 @@ def generate(
     rate = f"acceptance rate {trace.acceptance_rate:.0%}" if trace.proposed else "nothing was drafted"
     print(f"{len(tokens)} tokens, {len(tokens) / seconds:.1f} tokens/s, {trace.target_calls} target forwards, "
           f"block efficiency {trace.block_efficiency:.2f}, {rate}, lossless: {trace.lossless}", file=sys.stderr)
+    if said := hint(trace, ids, tokens, shipped() if target == EMBEDDED else []):
+        print(said, file=sys.stderr)
