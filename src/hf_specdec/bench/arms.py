@@ -41,12 +41,14 @@ class Arm:
 
 
 def padded(model, prompts: list[list[int]]) -> dict[str, torch.Tensor]:
-    """`input_ids` and `attention_mask`, padded on the left."""
-    width = max(map(len, prompts))
-    pad = pad_token(model)
-    ids = torch.tensor([[pad] * (width - len(row)) + row for row in prompts], device=model.device)
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts], device=model.device)
-    return {"input_ids": ids, "attention_mask": mask}
+    """`input_ids` and `attention_mask`, padded on the left, or on the right for an encoder, which may count positions from the left."""
+    width, pad = max(map(len, prompts)), pad_token(model)
+
+    def rows(filler: int, parts: list[list[int]]) -> torch.Tensor:
+        fill = [[filler] * (width - len(part)) for part in parts]
+        return torch.tensor([own + part if not model.config.is_encoder_decoder else part + own for own, part in zip(fill, parts)], device=model.device)
+
+    return {"input_ids": rows(pad, prompts), "attention_mask": rows(0, [[1] * len(row) for row in prompts])}
 
 
 def columns_before(model, inputs: dict[str, torch.Tensor]) -> int:
@@ -66,13 +68,14 @@ def new_tokens(model, sequences: torch.Tensor, width: int) -> list[list[int]]:
 
 
 def generate_arm(name: str, model, draft=None, k: int | None = None, max_batch: int | None = None, compiled: bool = False, **kwargs) -> Arm:
-    """An arm that calls `model.generate(..., do_sample=False, **kwargs)`."""
+    """An arm that calls `model.generate(..., do_sample=False, num_beams=1, **kwargs)`."""
 
     def run(prompts: list[list[int]], max_new_tokens: int) -> Answer:
         inputs = padded(model, prompts)
         out = model.generate(
             **inputs,
             do_sample=False,
+            num_beams=1,
             max_new_tokens=max_new_tokens,
             pad_token_id=pad_token(model),
             return_dict_in_generate=True,

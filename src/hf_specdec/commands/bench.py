@@ -56,7 +56,7 @@ def bench(
     chosen = load_prompts(prompts, limit)
     if threads is not None:
         torch.set_num_threads(threads)
-    model, tokenizer = load_target(target, dtype)
+    model, tokenizer = load_target(target, dtype, encoder_decoders=True)
     assistant = load_draft(draft, dtype, model, tokenizer)
     arms = standard_arms(enable(model), assistant, tokens, compile=compile)
     pairs = [(model, assistant), *([in_tiles(target, draft, dtype)] if kernels else [])]
@@ -85,7 +85,7 @@ def in_tiles(target: str, draft: str | None, dtype: str):
     from .. import enable, mx
     from ..bench.embedded import load_target
 
-    model, tokenizer = load_target(target, dtype)
+    model, tokenizer = load_target(target, dtype, encoder_decoders=True)
     mx.to_tiles(model)
     assistant = load_draft(draft, dtype, model, tokenizer)
     if hasattr(assistant, "generate") and not any(isinstance(module, mx.MXLinear) for module in assistant.modules()):

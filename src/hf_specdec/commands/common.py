@@ -119,7 +119,7 @@ def load_draft(name: str | None, dtype: str, model, tokenizer):
     if name in DRAFTS and not folder:
         raise ValueError(f"--draft {name}: a draft of that name is made of weights; name their folder or file, or a draft without any: {names}.")
     try:
-        draft = load_model(name, dtype, model.device)
+        draft = load_model(name, dtype, model.device, encoder_decoders=model.config.is_encoder_decoder)
     except OSError as error:
         if folder:
             raise
@@ -192,7 +192,8 @@ def has_parts(file: Path, parts: set[str]) -> bool:
 def check_length(model, ids: list[int], max_new_tokens: int) -> None:
     """Prompt and answer have to fit into the target's context."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if limit and len(ids) + max_new_tokens > limit:
+    needed = max(len(ids), 1 + max_new_tokens) if model.config.is_encoder_decoder else len(ids) + max_new_tokens  # the encoder's, and the decoder's
+    if limit and needed > limit:
         raise ValueError(
             f"the prompt has {len(ids)} tokens and --max-new-tokens is {max_new_tokens}; the target's context holds {limit}."
         )

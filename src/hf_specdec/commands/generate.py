@@ -35,7 +35,7 @@ def generate(
 ) -> None:
     """sampling: `do_sample` and what goes with it, handed to `generate` as it is. config: of a speculative_config.json."""
     from .. import enable
-    from ..bench.arms import padded
+    from ..bench.arms import columns_before, padded
     from ..bench.embedded import EMBEDDED, load_target
     from ..bench.prompts import Prompt
     from ..mx.formats import get_format
@@ -45,17 +45,19 @@ def generate(
     if mx is not None:
         get_format(mx)
     text = read_prompt(prompt, file)
-    model, tokenizer = load_target(target, dtype)
+    model, tokenizer = load_target(target, dtype, encoder_decoders=True)
     apply_mx(model, mx, target)
     enable(model)
     assistant, _ = draft_of(draft, speculation, dtype, model, tokenizer)
     ids = Prompt("prompt", "prompt", text, chat=not raw).ids(tokenizer)
     check_length(model, ids, max_new_tokens)
-    streamer = None if as_json or not sys.stdout.isatty() else Highlighter(tokenizer, Console(highlight=False))
+    beams = (model.generation_config.num_beams or 1) > 1  # what they will be is known at the end
+    streamer = None if as_json or beams or not sys.stdout.isatty() else Highlighter(tokenizer, Console(highlight=False))
+    inputs = padded(model, [ids])
 
     begin = time.perf_counter()
     out = model.generate(
-        **padded(model, [ids]),
+        **inputs,
         max_new_tokens=max_new_tokens,
         assistant_model=assistant,
         speculative=speculation,
@@ -64,7 +66,7 @@ def generate(
         **sampling,
     )
     seconds, trace = time.perf_counter() - begin, out.speculation
-    tokens = out.sequences[0, len(ids) :].tolist()
+    tokens = out.sequences[0, columns_before(model, inputs) :].tolist()
     answer = tokenizer.decode(tokens, skip_special_tokens=True)
     if as_json:
         print(json.dumps({"text": answer, "tokens": tokens, "seconds": seconds, "speculation": json.loads(trace.to_json())}))

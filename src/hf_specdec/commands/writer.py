@@ -82,7 +82,7 @@ class Writer:
         from ..loading import source_of
 
         self.work, self.place = work, place
-        self.model, self.tokenizer = load_target(work.target, work.dtype, _device(place))
+        self.model, self.tokenizer = load_target(work.target, work.dtype, _device(place), encoder_decoders=True)
         self.weights = {"target_weights": weights_of(self.model)}
         apply_mx(self.model, work.mx, work.target)
         enable(self.model)
