@@ -11,7 +11,7 @@ import pytest
 
 import hf_specdec
 from hf_specdec import SpeculativeConfig, registry
-from hf_specdec.training import build_drafter, drafter
+from hf_specdec.training import build_drafter, drafter, load_drafter
 from hf_specdec.training.heads import save as save_heads
 from tests.conformance.builders import feature_drafter, medusa_heads
 from tests.helpers import assert_unchanged, generated, new_tokens, padded, plain, prompts, snapshot, speculate, tiny_llama
@@ -113,3 +113,10 @@ def test_a_drafter_is_read_once_and_kept_as_long_as_its_target(kind, folders, mo
     del target
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize("arguments", [("smollm2_drafter",), ("smollm2_drafter", None), ("smollm2_drafter", "gpt2"), (tiny_llama(), "smollm2_drafter"), (None, tiny_llama())],
+                         ids=["name alone", "None", "name of a model", "the other way round", "no folder"])
+def test_a_drafter_is_loaded_by_its_folder_and_its_target(arguments):
+    with pytest.raises(TypeError, match=r"load_drafter\(folder, target\): pass a folder or a name, then the model"):
+        load_drafter(*arguments)

@@ -163,14 +163,16 @@ def is_drafter(name: str | Path) -> bool:
         or Path(name).is_dir() and bool(published.kind(name))
 
 
-def load(folder: str | Path, target: PreTrainedModel) -> PreTrainedModel | Draft:
+def load(folder: str | Path, target: PreTrainedModel | None = None) -> PreTrainedModel | Draft:
     """The draft of that folder, or the shipped one of that name, for `target`, whose embedding and head it shares; in its dtype and on
     its device. What comes back goes into `assistant_model`: a model, or a `FeatureDraft` or `MedusaDraft` where the drafter reads the
     target's hidden states. A folder or hub id with a published Medusa, EAGLE or EAGLE-3 checkpoint will do, too (`training.published`), and "mtp" means
     the prediction module of the target's own checkpoint (`training.mtp`).
 
-    Raises ValueError if the folder holds no whole drafter, or that of another target.
+    Raises ValueError if the folder holds no whole drafter, or that of another target; TypeError without a target.
     """
+    if not isinstance(folder, (str, os.PathLike)) or not hasattr(target, "get_input_embeddings"):
+        raise TypeError("load_drafter(folder, target): pass a folder or a name, then the model that is drafted for, whose embedding the drafter shares.")
     if str(folder) == "mtp":
         from . import mtp
 
