@@ -97,3 +97,18 @@ def test_models_that_have_no_tiles_are_refused_as_they_are():
     assert_unchanged(model, before)
     with pytest.raises(ValueError, match="already"):
         mx.to_tiles(mx.compress(tiny()))
+
+
+@pytest.mark.parametrize("again", [mx.to_tiles, mx.compress])
+def test_a_model_in_tiles_is_named_as_such_and_left_alone(again):
+    model = mx.to_tiles(tiny())
+    before = snapshot(model)
+    with pytest.raises(ValueError, match=r"model is in tiles already \((fp32|bf16)\); mx.dequantize"):
+        again(model)
+    assert_unchanged(model, before)
+
+
+@pytest.mark.parametrize(("more", "options"), [(["mxint8"], {}), ([], {"lm_head": "mxint8"}), ([], {"skip": ["lm_head"]})])
+def test_what_to_tiles_does_not_take_is_compress_s(more, options):
+    with pytest.raises(TypeError, match="to_tiles.. has no place for .*: tiles keep the weights as they are; mx.compress"):
+        mx.to_tiles(tiny(), *more, **options)

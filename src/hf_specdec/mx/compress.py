@@ -63,8 +63,10 @@ def compress(
 
 def check_model(model: nn.Module, choices: list[Choice]) -> None:
     """ValueError for a model that cannot be compressed as these choices say."""
-    if any(isinstance(choice.module, MXLinear) for choice in choices):
-        raise ValueError("model has MX layers already; mx.dequantize(model) takes them out.")
+    formats = {choice.module.format for choice in choices if isinstance(choice.module, MXLinear)}
+    if formats:
+        what = "is in tiles" if all(fmt.is_dense for fmt in formats) else "has MX layers"
+        raise ValueError(f"model {what} already ({', '.join(sorted(fmt.name for fmt in formats))}); mx.dequantize(model) makes it dense again.")
     method = getattr(getattr(model, "config", None), "quantization_config", None)
     if method is not None or getattr(model, "hf_quantizer", None) is not None:
         name = getattr(method, "quant_method", None) or (method or {}).get("quant_method", "another method")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
 
+from ..hints import by_name
 from .compress import compress
 from .formats import DENSE
 
 
+@partial(by_name, remedy=lambda *_: ": tiles keep the weights as they are; mx.compress(model, ...) takes a format, and layers to skip")
 def to_tiles(model: nn.Module) -> nn.Module:
     """Put a bfloat16 or float32 model's Linear weights and output head into the kernels' tiles, in place, and return it: the same numbers, multiplied
     faster than torch does on a CPU, and with up to eight tokens in a pass for little more than one token costs, which is what speculation needs. That is
