@@ -8,11 +8,11 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from transformers import GenerationMixin
+from transformers import GenerationMixin, PreTrainedModel
 
 from . import compat, lengths
 from .caches import cached_tokens, check_cache, read_cache
-from .config import SpeculativeConfig
+from .config import SpeculativeConfig, instead_of
 from .drafts.base import Draft
 from .hints import meant, nearest
 from .media import media_in, untried
@@ -64,6 +64,14 @@ def check_names(kwargs: dict[str, Any], model) -> None:
     for name in kwargs:
         if name not in taken and not hasattr(model.generation_config, name) and nearest(name, ours):
             raise ValueError(f"{name} is no argument of generate(){meant(name, ours)}.")
+
+
+def check_draft(draft: Any, argument: str, options: str) -> None:
+    """TypeError for what is neither a model nor a draft. argument, options: where it was passed, and where options go."""
+    if draft is not None and not isinstance(draft, Draft) and not isinstance(compat.unwrap(draft), PreTrainedModel):
+        kind = draft.__name__ if isinstance(draft, type) else type(draft).__name__
+        raise TypeError(f"{argument}: expected a transformers model or a hf_specdec Draft, got {'the class ' * isinstance(draft, type)}{kind}."
+                        f"{instead_of(draft, options)}")
 
 
 def check_hook(kwargs: dict[str, Any], own) -> None:

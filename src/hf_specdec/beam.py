@@ -16,7 +16,7 @@ from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateBeamE
 
 from . import compat
 from .cached_model import CachedModel
-from .call import Call
+from .call import Call, WithTrace
 from .distributions import Sampler
 from .drafts.base import Context, Draft
 from .probe import check_batch
@@ -27,10 +27,8 @@ AFRESH = ("ngram", "prompt_lookup", "suffix_automaton")  # drafts that read all 
 KEPT = ("model", "model_tree", "recycling")  # drafts whose `keep` may repeat rows
 
 
-class SpeculativeBeamOutput(GenerateBeamDecoderOnlyOutput):
+class SpeculativeBeamOutput(WithTrace, GenerateBeamDecoderOnlyOutput):
     """`GenerateBeamDecoderOnlyOutput` with `speculation`, the `SpeculationTrace` of the call."""
-
-    speculation: SpeculationTrace | None = None
 
 
 class SpeculativeSeq2SeqBeamOutput(GenerateBeamEncoderDecoderOutput):

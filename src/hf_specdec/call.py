@@ -29,16 +29,21 @@ from .sequences import Sequences
 from .trace import SpeculationTrace
 
 
-class SpeculativeOutput(GenerateDecoderOnlyOutput):
+class WithTrace:
+    """An output with `speculation`, by name and by key; `keys()` are transformers' own."""
+
+    speculation: SpeculationTrace | None = None
+
+    def __getitem__(self, key):
+        return self.speculation if key == "speculation" else super().__getitem__(key)
+
+
+class SpeculativeOutput(WithTrace, GenerateDecoderOnlyOutput):
     """`GenerateDecoderOnlyOutput` with `speculation`, the `SpeculationTrace` of the call."""
 
-    speculation: SpeculationTrace | None = None
 
-
-class SpeculativeSeq2SeqOutput(GenerateEncoderDecoderOutput):
+class SpeculativeSeq2SeqOutput(WithTrace, GenerateEncoderDecoderOutput):
     """`GenerateEncoderDecoderOutput` with `speculation`, the `SpeculationTrace` of the call."""
-
-    speculation: SpeculationTrace | None = None
 
 
 class Call:

@@ -18,14 +18,14 @@ import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StopStringCriteria
 
 from . import compat, method, registry
-from .arguments import check_arguments, check_hook, check_names, check_said_once, given_in_config, goes_into
+from .arguments import check_arguments, check_draft, check_hook, check_names, check_said_once, given_in_config, goes_into
 from .beam import BeamCall
 from .call import Call
 from .compiled import free
 from .config import SpeculativeConfig
 from .drafts.base import Draft
 from .hints import by_name, meant
-from .loading import as_draft, check_draft, loaded, source_of
+from .loading import as_draft, loaded, source_of
 from .probe import check_weights
 from .trace import SpeculationTrace
 

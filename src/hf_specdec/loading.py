@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from . import compat
-from .config import SpeculativeConfig, instead_of
+from .config import SpeculativeConfig
 from .drafts.base import Draft
 from .registry import DRAFTS, LOADERS, SHIPPED, load
 
@@ -31,14 +31,6 @@ def as_draft(draft: Any, config: SpeculativeConfig) -> Draft:
     if isinstance(draft, Draft):
         return draft
     return _made(config.draft if used else "model", config, *([] if draft is None else [draft]))
-
-
-def check_draft(draft: Any, argument: str, options: str) -> None:
-    """TypeError for what is neither a model nor a draft. argument, options: where it was passed, and where options go."""
-    if draft is not None and not isinstance(draft, Draft) and not isinstance(compat.unwrap(draft), PreTrainedModel):
-        kind = draft.__name__ if isinstance(draft, type) else type(draft).__name__
-        raise TypeError(f"{argument}: expected a transformers model or a hf_specdec Draft, got {'the class ' * isinstance(draft, type)}{kind}."
-                        f"{instead_of(draft, options)}")
 
 
 def _made(name: str, config: SpeculativeConfig, *parts: Any) -> Draft:

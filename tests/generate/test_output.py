@@ -43,6 +43,16 @@ def test_the_dict_is_transformers_own_kind_and_carries_the_trace():
     assert out.scores is None and out.logits is None and torch.equal(out["sequences"], out.sequences)
 
 
+@pytest.mark.parametrize("beams", [1, 2])
+def test_the_trace_is_there_by_key_too_and_the_keys_are_transformers_own(beams):
+    target, options = enabled(tiny_llama(1)), dict(return_dict_in_generate=True, max_new_tokens=4, do_sample=False, pad_token_id=0, num_beams=beams)
+    out, stock = target.generate(**padded(ROWS), speculative=True, **options), target.generate(**padded(ROWS), **options)
+    assert out["speculation"] is out.speculation is not None and out["sequences"] is out.sequences is out[0]
+    assert "speculation" not in out.keys() and out.keys() <= stock.keys() and copy.copy(out).speculation is out.speculation
+    with pytest.raises(KeyError):
+        out["speculations"]
+
+
 def test_the_sequences_begin_with_the_prompt_as_it_was_passed():
     inputs = padded(ROWS, pad=5)
     out = enabled(tiny_llama(1)).generate(**inputs, speculative=True, max_new_tokens=4, do_sample=False, pad_token_id=0)
