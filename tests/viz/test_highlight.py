@@ -4,6 +4,7 @@ text taken for markup."""
 import html
 import re
 from html.parser import HTMLParser
+from io import StringIO
 
 import pytest
 import torch
@@ -76,9 +77,9 @@ def test_every_kind_of_token_has_its_colour_in_html():
 
 def test_rejected_proposals_are_shown_on_demand_only():
     shown = viz.highlight(THREE, TOKENIZER)
-    assert "rejected" not in {name for name, _ in classes(shown.to_html())} and str(shown).splitlines()[1] == "1 abc"
+    assert "rejected" not in {name for name, _ in classes(shown.to_html())} and str(shown).splitlines()[1] == "1 [ab]c"
     assert "not taken" not in str(shown) and "not taken" in str(viz.highlight(THREE, TOKENIZER, rejected=True))
-    assert str(viz.highlight(THREE, TOKENIZER, rejected=True)).splitlines()[1] == "1 abxyc"
+    assert str(viz.highlight(THREE, TOKENIZER, rejected=True)).splitlines()[1] == "1 [ab][-xy-]c"
 
 
 def test_every_kind_of_token_has_its_colour_in_the_terminal():
@@ -88,12 +89,21 @@ def test_every_kind_of_token_has_its_colour_in_the_terminal():
     assert f"{blue}g\x1b[0m" in lines[2] and lines[3].endswith(f"{blue}h\x1b[0m")
 
 
+@pytest.mark.parametrize("settings", [{"force_terminal": False}, {"force_terminal": True, "no_color": True}], ids=["a pipe or a file", "NO_COLOR"])
+def test_without_colour_marks_tell_the_kinds_of_tokens_apart(settings):
+    shown, console = viz.highlight(THREE, TOKENIZER, rejected=True), Console(file=StringIO(), width=300, **settings)
+    console.print(shown)
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", console.file.getvalue()).splitlines()
+    assert lines == str(shown).splitlines() and lines[:4] == [
+        "[drafted and accepted]  [-drafted, not taken-]  the target's own: correction, bonus or plain", "1 [ab][-xy-]c", "2 [def]g", "3 h"]
+
+
 def test_there_is_a_line_per_round_whatever_the_text_says():
     many = trace(entry("a\nb", "\n\n"), entry("", "\r"), entry("\u2028", "x"))
     shown = viz.highlight(many, TOKENIZER)
     assert len(shown.lines) == 3 and len(Reader(shown.to_html()).items) == 3
     assert len(shown.to_terminal().splitlines()) == 3 + 2  # legend and summary
-    assert str(shown).splitlines()[1:3] == ["1 a↵b↵↵", "2 <U+000D>"]
+    assert str(shown).splitlines()[1:3] == ["1 [a↵b]↵↵", "2 <U+000D>"]
 
 
 def test_a_models_markup_is_text():

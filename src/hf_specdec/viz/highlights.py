@@ -5,7 +5,10 @@ The lines are those of Leviathan et al. 2023 (arXiv 2211.17192), Figure 1: green
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from io import StringIO
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 from rich.console import Console
@@ -18,6 +21,7 @@ from .text import Detokenizer, visible
 
 DRAFTED, OWN = "black on green", ""
 STYLES = {"accepted": DRAFTED, "rejected": "white on red strike", "own": "white on blue"}
+MARKS = {"accepted": "[{}]", "rejected": "[-{}-]", "own": "{}"}  # where there is no colour
 
 
 class Highlighter:
@@ -42,7 +46,8 @@ class Highlighter:
 
 
 class Highlight:
-    """What `highlight` returns. A notebook shows it as HTML, rich prints it in colour, `str` gives the text alone.
+    """What `highlight` returns. A notebook shows it as HTML, rich prints it in colour; `str`, and rich where there is no colour, mark runs of tokens: [accepted], [-rejected-], the
+    target's own as they are.
 
     lines: one list of `Piece` per round.
     """
@@ -62,20 +67,25 @@ class Highlight:
         console.print(self, soft_wrap=True)
         return console.file.getvalue()
 
-    def __rich__(self) -> Text:
+    def __rich_console__(self, console: Console, options) -> Iterator[Text]:
+        yield self._text(coloured=console.color_system is not None and not console.no_color)
+
+    def _text(self, coloured: bool) -> Text:
         legend = [(name, text) for name, text in page.LEGEND.items() if self.rejected or name != "rejected"]
-        parts = [Text("  ").join(Text(f" {text} ", style=STYLES[name]) for name, text in legend)]
+        parts = [Text("  ").join(_piece(f" {text} " if coloured else text, name, coloured) for name, text in legend)]
         width = len(str(self.lines[-1][0].round)) if self.lines else 1
         for line in self.lines:
-            number = (f"{line[0].round:>{width}} ", "dim")
-            parts.append(Text.assemble(number, *((piece.text, STYLES[page.CLASSES[piece.kind]]) for piece in line)))
+            runs = [(page.CLASSES[piece.kind], piece.text) for piece in line]
+            if not coloured:
+                runs = [(name, "".join(text for _, text in run)) for name, run in groupby(runs, key=itemgetter(0))]
+            parts.append(Text.assemble((f"{line[0].round:>{width}} ", "dim"), *(_piece(text, name, coloured) for name, text in runs)))
         return Text("\n").join([*parts, Text(self.summary, style="dim")])
 
     def __str__(self) -> str:
-        return self.__rich__().plain
+        return self._text(coloured=False).plain
 
     def save(self, path: str | Path) -> Path:
-        """Write a page (.html), the coloured text (.ans) or the text alone (.txt); returns the path."""
+        """Write a page (.html), the coloured text (.ans) or the text with marks (.txt); returns the path."""
         path = Path(path)
         writers = {".html": lambda: page.document(self.to_html()), ".ans": self.to_terminal, ".txt": lambda: f"{self}\n"}
         if path.suffix.lower() not in writers:
@@ -93,6 +103,10 @@ def highlight(output_or_trace, tokenizer, row: int = 0, rejected: bool = False) 
     trace = trace_of(output_or_trace)
     lines = lines_of(trace, tokenizer, row, rejected)
     return Highlight(lines, rejected, _summary(trace, row))
+
+
+def _piece(text: str, name: str, coloured: bool) -> Text:
+    return Text(text, style=STYLES[name]) if coloured else Text(MARKS[name].format(text) if text else "")
 
 
 def _summary(trace: SpeculationTrace, row: int) -> str:
