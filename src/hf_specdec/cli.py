@@ -181,8 +181,9 @@ def tune(
     target: Target = "smollm2",
     draft: Annotated[list[str] | None, typer.Option("--draft", callback=draft_name, help="A draft to try beside those without weights, as --draft of bench takes it. Repeatable.")] = None,
     prompts: Prompts = "shipped",
-    limit: Annotated[int | None, typer.Option(min=1, help="Prompts of each category, at most.")] = 2,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=2, help="Length of each answer in tokens, at most.")] = 96,
+    limit: Annotated[int | None, typer.Option(min=1, help="Prompts of each category, at most; 2 without it, with --quick 1.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option("--max-new-tokens", min=2, help="Length of each answer in tokens, at most; 96 without it, with --quick 32.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer prompts and shorter answers, a sixth of the tokens: 1 to 2 minutes for smollm2 on 2 CPU cores.")] = False,
     dtype: DType = "float32",
     threads: Threads = None,
     out: Annotated[Path | None, typer.Option("--out", help="Folder for speculative_config.json (what was chosen; generate --config takes it) and tune.json; "
@@ -192,7 +193,7 @@ def tune(
     """Find the draft, and the K or the tree, that is fastest on your prompts and this machine."""
     from .commands.tune import tune as run
 
-    run(target, draft or [], prompts, limit, max_new_tokens, dtype, threads, out, check)
+    run(target, draft or [], prompts, limit, max_new_tokens, dtype, threads, out, check, quick)
 
 
 @app.command(short_help="Store a model's weights in an MX format, 4 to 8 bits each.")

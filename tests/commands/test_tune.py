@@ -14,7 +14,7 @@ from hf_specdec.bench import measuring, terminal
 from hf_specdec.bench.tuning import Choice, Costs, Measured, Recorded, Replayed, choices
 from hf_specdec.cli import app
 from hf_specdec.commands.common import check_overwrite
-from hf_specdec.commands.tune import _confirmed, config_of
+from hf_specdec.commands.tune import QUICK, USUAL, _confirmed, config_of
 from hf_specdec.tree import Tree
 
 from ..bench import conftest as saved
@@ -63,6 +63,39 @@ def test_tune_prints_every_draft_and_writes_the_best(tuned, draft_folder):
     assert any(choice["draft"] == "model_tree" for choice in report["choices"])
     check_overwrite(out, "tune.json", ("speculative_config.json",), {"environment", "costs", "choices"})  # a second run may
     assert len(report["costs"]["passes"]) == len(report["costs"]["widths"]) and report["measured_speedup"] > 0
+
+
+def test_what_is_measured_is_written_as_it_goes_and_kept_until_another_run_knows_as_much(target_folder, tmp_path, monkeypatch):
+    learner, allowed = measuring.measure_learner, [2]
+
+    def stopped(*given):
+        if not allowed[0]:
+            raise KeyboardInterrupt
+        allowed[0] -= 1
+        return learner(*given)
+
+    def tune(learners: int) -> dict:
+        allowed[0] = learners
+        done = run("tune", target_folder, "--prompts", "chat", "--quick", "--max-new-tokens", 12, "--out", tmp_path)
+        assert (done.exit_code == 0) is (learners > 5), done.output
+        assert {path.name for path in tmp_path.iterdir()} == {"tune.json", "speculative_config.json"}
+        SpeculativeConfig.from_pretrained(tmp_path)
+        return json.loads((tmp_path / "tune.json").read_text())
+
+    monkeypatch.setattr(measuring, "measure_learner", stopped)
+    first = tune(2)
+    assert len(first["unfinished"]) == 3 + 2 == len(first["drafts"]) and first["choices"] and first["costs"]["plain"] > 0
+    assert tune(1) == first and len(tune(3)["unfinished"]) == 6
+    whole = tune(6)
+    assert "unfinished" not in whole and len(whole["drafts"]) == 3 + 6 and tune(5) == whole
+
+
+def test_the_quick_form_takes_fewer_prompts_and_tokens_where_nothing_else_is_said(monkeypatch):
+    asked = []
+    monkeypatch.setattr("hf_specdec.commands.tune.tune", lambda *given: asked.append((given[3], given[4], given[-1])))
+    for more in ((), ("--quick",), ("--quick", "--limit", 3, "--max-new-tokens", 7)):
+        assert run("tune", "x", *more).exit_code == 0
+    assert asked == [(None, None, False), (None, None, True), (3, 7, True)] and [a < b for a, b in zip(QUICK, USUAL)] == [True, True]
 
 
 def test_tune_says_how_to_use_what_it_has_written(tuned, target_folder):

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import cycle
 
 import torch
 
@@ -20,6 +21,7 @@ from .tuning import MOST, RANKS, Costs, Measured, Ranked, Recorded, Replayed
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 65)
 REPETITIONS = 5
+PASSES = REPETITIONS * len(WIDTHS)
 Step = Callable[..., None]
 
 
@@ -67,24 +69,21 @@ def read_answers(model, prompts: Iterable[list[int]], max_new_tokens: int, step:
     return texts
 
 
+@torch.no_grad()
 def measure_costs(model, texts: list[Text], rest: float, step: Step) -> Costs:
     """Median seconds of a pass over each of WIDTHS tokens behind a text of middling length, in turns; and of plain generate the smaller of two
     times, since the first comes before the machine is warm and would be held against it."""
     text = sorted(texts, key=lambda text: len(text.prompt) + len(text.answer))[len(texts) // 2]
     row = (text.prompt + text.answer)[: _room(model, texts)]
-    cached = CachedModel(model, len(row) + MOST + 1)
-    cached.score([row])
+    cached, ahead = CachedModel(model, len(row) + PASSES + MOST + 1), cycle(row)
+    cached.score([row[:-1]])
     cached.commit([1])
     seconds: dict[int, list[float]] = {width: [] for width in WIDTHS}
-    with torch.no_grad():
-        for _ in range(REPETITIONS):
-            for width in WIDTHS:
-                cached.crop([len(row) - 1])
-                proposal = Proposal.from_lists([[row[i % len(row)] for i in range(width - 1)]], model.device)
-                begin = now(model)
-                cached.score([row], proposal)
-                seconds[width].append(now(model) - begin)
-                step(f"a pass over {width}")
+    for _ in range(REPETITIONS):
+        for width in WIDTHS:
+            seconds[width].append(_pass(cached, row, width))
+            row = [*row, next(ahead)]
+            step(f"a pass over {width}")
     plain = 0.0
     for text in texts:
         _, again = decoding_seconds(model, text.prompt, len(text.answer))
@@ -94,9 +93,22 @@ def measure_costs(model, texts: list[Text], rest: float, step: Step) -> Costs:
     return Costs(WIDTHS, tuple(statistics.median(seconds[width]) for width in WIDTHS), plain, rest)
 
 
+def _pass(cached: CachedModel, row: list[int], width: int) -> float:
+    """Seconds of a pass over the last token of the row and width - 1 candidates, of which none is accepted; what states have not read before is told them
+    beforehand, since they cannot be cropped."""
+    if cached.lengths[0] < len(row) - 1:
+        cached.feed([row[cached.lengths[0] : -1]])
+    proposal = Proposal.from_lists([[row[i % len(row)] for i in range(width - 1)]], cached.device)
+    begin = now(cached.model)
+    cached.score([row], proposal)
+    seconds = now(cached.model) - begin
+    cached.commit([1])
+    return seconds
+
+
 def _room(model, texts: list[Text]) -> int | None:
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return limit - MOST - 1 if limit else None
+    return max(limit - PASSES - MOST - 1, 2) if limit else None
 
 
 # --- what a draft gets right ----------------------------------------------------------------------------------------------
@@ -223,13 +235,11 @@ LEARNERS = (("recycling", {}, 1, 16), ("recycling", {"branches": 4}, 1, 24), ("n
             ("mixture", {}, 1, 24), ("mixture", {}, 25, MOST))
 
 
-def measure_learners(model, texts: list[Text], rest: float, step: Step) -> list[Measured]:
-    """LEARNERS, in real rounds. rest: seconds that a round takes anyway outside draft and target."""
-    result = []
-    for name, options, least, most in LEARNERS:
-        run = record(model, load(DRAFTS, name, "draft")(**options), texts, most, step)
-        result.append(Measured(_label(name, options), name, run.table, run.per_token, max(run.rest - rest, 0.0), options, None, least, most))
-    return result
+def measure_learner(model, learner: tuple, texts: list[Text], rest: float, step: Step) -> Measured:
+    """One of LEARNERS, in real rounds. rest: seconds that a round takes anyway outside draft and target."""
+    name, options, least, most = learner
+    run = record(model, load(DRAFTS, name, "draft")(**options), texts, most, step)
+    return Measured(_label(name, options), name, run.table, run.per_token, max(run.rest - rest, 0.0), options, None, least, most)
 
 
 def measure_draft(model, name: str, draft, texts: list[Text], vocab_size: int, step: Step) -> Measured:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import os
 import shlex
+import tempfile
 from pathlib import Path
 
 from rich.console import Console
@@ -14,6 +17,8 @@ from ..config import CONFIG_NAME
 from .common import check_overwrite, load_draft
 
 WIDTH = 150
+REPORT = "tune.json"
+USUAL, QUICK = (2, 96), (1, 32)  # prompts of each category, tokens of an answer
 NEED_TOKENIZERS = ("translated",)
 BUILT_IN = ("prompt_lookup", "suffix_automaton", "recycling", "ngram_recycling", "mixture")  # always tried
 SHOWN = (1, 2, 4, 8, 16, 32)
@@ -23,19 +28,20 @@ NOTES = (
 )
 
 
-def tune(target: str, drafts: list[str], prompts: str, limit: int | None, max_new_tokens: int, dtype: str, threads: int | None,
-         out: Path | None, check: bool) -> None:
+def tune(target: str, drafts: list[str], prompts: str, limit: int | None, max_new_tokens: int | None, dtype: str, threads: int | None,
+         out: Path | None, check: bool, quick: bool = False) -> None:
     import torch
 
     from .. import enable
     from ..bench.embedded import load_target
     from ..bench.prompts import load_prompts
-    from ..bench.report import finite
     from ..bench.runner import environment
     from ..bench.terminal import working
     from ..bench.tuning import by_position, choices
 
-    check_overwrite(out, "tune.json", (CONFIG_NAME,), {"environment", "costs", "choices"})
+    check_overwrite(out, REPORT, (CONFIG_NAME,), {"environment", "costs", "choices"})
+    usual = QUICK if quick else USUAL
+    limit, max_new_tokens = usual[0] if limit is None else limit, usual[1] if max_new_tokens is None else max_new_tokens
     if max_new_tokens < 2:
         raise ValueError(f"--max-new-tokens {max_new_tokens}: must be at least 2, the first token comes with the prompt pass.")
     chosen = load_prompts(prompts, limit)
@@ -43,35 +49,34 @@ def tune(target: str, drafts: list[str], prompts: str, limit: int | None, max_ne
         torch.set_num_threads(threads)
     model, tokenizer = load_target(target, dtype)
     loaded = {name: load_draft(name, dtype, model, tokenizer) for name in drafts if name not in BUILT_IN}
-    texts, measured, costs = _measure(enable(model), [prompt.ids(tokenizer) for prompt in chosen], loaded, max_new_tokens)
+    console, before = Console(highlight=False, width=max(Console().width, WIDTH)), _known(out)
+
+    def so_far(measured: list, costs) -> None:
+        """What is known yet, once there is a choice. What a former run has written stays until this one knows as much."""
+        if out is not None and len(measured) >= before and (found := choices(measured, costs)):
+            _write(out, config_of(_best(found)), _report(model, costs, measured, found) | {"unfinished": [one.label for one in measured]})
+
+    texts, measured, costs = _measure(enable(model), [prompt.ids(tokenizer) for prompt in chosen], loaded, max_new_tokens, so_far)
     with working("Choosing ..."):
         found = choices(measured, costs)
     found = _confirmed(model, texts, measured, costs, found)
-    console = Console(highlight=False, width=max(Console().width, WIDTH))
+    best = _best(found)
+    config = config_of(best)
     _print_passes(costs, environment(model), console)
     _print_table(measured, found, by_position, console)
-    best = next(choice for choice in found if choice.draft not in NEED_TOKENIZERS)
-    if best is not found[0] and found[0].speedup > 1:
-        console.print(f"{found[0].label} is predicted to be faster, {found[0].speedup:.2f}x, but has another tokenizer, which a config does not carry: pass "
-                      f"it to generate() with tokenizer= and assistant_tokenizer=.", markup=False)
-    config = config_of(best)
-    _print_choice(best, console)
+    _print_choice(best, found, console)
     draft = loaded.get(config.draft_source or (best.label if config.draft == best.draft else None))
     real = _check(model, texts, config, draft, max_new_tokens) if check else None
     if real is not None:
         console.print(f"predicted {best.speedup:.2f}x, measured {real:.2f}x on the same prompts")
     if out is not None:
-        path = config.save_pretrained(out)
-        report = {"environment": environment(model), "costs": dataclasses.asdict(costs), "measured_speedup": real, "drafts": {
-            f"{one.label}, K {one.least} to {one.most}": {"acceptance_by_position": by_position(one.table, 16), "rank_rates": getattr(one.table, "rates", None),
-                                                          "seconds_per_token": one.per_token, "seconds_per_round": one.per_round} for one in measured},
-            "choices": [_plain(choice) for choice in found]}
-        (out / "tune.json").write_text(json.dumps(finite(report), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        console.print(f"Written: {path}, {out / 'tune.json'}", markup=False, soft_wrap=True)
+        _write(out, config, _report(model, costs, measured, found) | {"measured_speedup": real})
+        console.print(f"Written: {out / CONFIG_NAME}, {out / REPORT}", markup=False, soft_wrap=True)
         _print_use(target, dtype, out, console)
 
 
-def _measure(model, prompts: list[list[int]], drafts: dict, max_new_tokens: int):
+def _measure(model, prompts: list[list[int]], drafts: dict, max_new_tokens: int, so_far=lambda measured, costs: None):
+    """so_far(measured, costs) is called whenever one more draft has been measured."""
     from ..bench import measuring as measure
     from ..bench.terminal import counting
     from ..drafts import PromptLookupDraft
@@ -82,12 +87,18 @@ def _measure(model, prompts: list[list[int]], drafts: dict, max_new_tokens: int)
     with counting("Reading the target's answers:", len(prompts)) as step:
         measure.timed(model, prompts[0], 4)  # the first call is a slow one
         texts = measure.read_answers(model, prompts, max_new_tokens, step)
-    total = len(texts) * (2 + 3 + len(measure.LEARNERS) + len(drafts)) + measure.REPETITIONS * len(measure.WIDTHS)
+    total = len(texts) * (2 + 3 + len(measure.LEARNERS) + len(drafts)) + measure.PASSES
     with counting("Tuning:", total) as step:
         rest = measure.record(model, PromptLookupDraft(), texts, 8, step).rest
         costs = measure.measure_costs(model, texts, rest, step)
-        measured = measure.measure_lookups(texts, vocab, step) + measure.measure_learners(model, texts, rest, step)
-        measured += [measure.measure_draft(model, name, draft, texts, vocab, step) for name, draft in drafts.items()]
+        measured = measure.measure_lookups(texts, vocab, step)
+        so_far(measured, costs)
+        for learner in measure.LEARNERS:
+            measured.append(measure.measure_learner(model, learner, texts, rest, step))
+            so_far(measured, costs)
+        for name, draft in drafts.items():
+            measured.append(measure.measure_draft(model, name, draft, texts, vocab, step))
+            so_far(measured, costs)
     return texts, measured, costs
 
 
@@ -117,6 +128,10 @@ def _check_length(model, ids: list[int], max_new_tokens: int) -> None:
         raise ValueError(f"--prompts: a prompt has {len(ids)} tokens and --max-new-tokens is {max_new_tokens}; the target's context holds {limit}.")
 
 
+def _best(found: list):
+    return next(choice for choice in found if choice.draft not in NEED_TOKENIZERS)
+
+
 def config_of(choice):
     """The `SpeculativeConfig` of a choice; where none is faster than plain decoding, the default, which finds that out by itself."""
     from .. import SpeculativeConfig
@@ -141,6 +156,38 @@ def _check(model, texts, config, draft, max_new_tokens: int) -> float:
                 plain, ours = (plain, ours + seconds * len(answer)) if options else (plain + seconds * len(answer), ours)
             step()
     return plain / ours
+
+
+# --- what is written --------------------------------------------------------------------------------------------------------
+
+
+def _report(model, costs, measured: list, found: list) -> dict:
+    from ..bench.runner import environment
+    from ..bench.tuning import by_position
+
+    drafts = {f"{one.label}, K {one.least} to {one.most}": {"acceptance_by_position": by_position(one.table, 16), "rank_rates": getattr(one.table, "rates", None),
+                                                            "seconds_per_token": one.per_token, "seconds_per_round": one.per_round} for one in measured}
+    return {"environment": environment(model), "costs": dataclasses.asdict(costs), "drafts": drafts, "choices": [_plain(choice) for choice in found]}
+
+
+def _known(out: Path | None) -> float:
+    """How many drafts a former run has measured that has written there; one that was finished knows more than any that is not."""
+    if out is None or not (out / REPORT).exists():
+        return 0
+    report = json.loads((out / REPORT).read_text(encoding="utf-8"))
+    return len(report["unfinished"]) if "unfinished" in report else math.inf
+
+
+def _write(out: Path, config, report: dict) -> None:
+    """The report first, by which the folder is known again; each file is whole or as it was."""
+    from ..bench.report import finite
+
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out, prefix=".") as folder:
+        (Path(folder) / REPORT).write_text(json.dumps(finite(report), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        config.save_pretrained(folder)
+        for name in (REPORT, CONFIG_NAME):
+            os.replace(Path(folder) / name, out / name)
 
 
 # --- what is printed --------------------------------------------------------------------------------------------------------
@@ -175,7 +222,10 @@ def _name(choice) -> str:
     return f"K={choice.k}" if choice.tree is None else f"tree of {choice.nodes}, depth {choice.k}"
 
 
-def _print_choice(best, console: Console) -> None:
+def _print_choice(best, found: list, console: Console) -> None:
+    if best is not found[0] and found[0].speedup > 1:
+        console.print(f"{found[0].label} is predicted to be faster, {found[0].speedup:.2f}x, but has another tokenizer, which a config does not carry: pass "
+                      f"it to generate() with tokenizer= and assistant_tokenizer=.", markup=False)
     if best.speedup <= 1:
         console.print("No draft is predicted to be faster than plain generate here; the config leaves K to \"auto\", which drafts nothing where it does not pay.")
     else:
