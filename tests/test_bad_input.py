@@ -353,7 +353,7 @@ def test_a_name_a_class_or_options_in_the_place_of_a_draft_are_told_what_to_pass
     ({"num_assistant_tokens": 4}, 'pass config={"num_assistant_tokens": ...}'), ({"k": 4}, 'pass config={"num_assistant_tokens": ...}'),
     ({"draft_stop": "heuristic"}, 'pass config={"draft_stop": ...}'), ({"assistant_model": PromptLookupDraft()}, "did you mean 'draft'?"),
     ({"stream": 1}, "did you mean 'streamer'?"), ({"zzz": 1}, "it takes draft, config, streamer"),
-], ids=str)
+], ids=lambda value: "-".join(value) if isinstance(value, dict) else value)
 def test_what_a_decoder_does_not_take_is_told_where_it_goes(options, words):
     with refused(words=(f"SpeculativeDecoder() has no place for '{next(iter(options))}'", words), error=TypeError):
         SpeculativeDecoder(**options)
@@ -362,7 +362,7 @@ def test_what_a_decoder_does_not_take_is_told_where_it_goes(options, words):
 @pytest.mark.parametrize(("options", "words"), [
     ({"k": 4}, 'speculative={"num_assistant_tokens": ...}'), ({"num_assistant_tokens": 4}, 'speculative={"num_assistant_tokens": ...}'),
     ({"draft": "mixture"}, 'speculative={"draft": ...}'), ({"assistant_model": PromptLookupDraft()}, "pass assistant_model=..."), ({"zzz": 1}, "it takes model"),
-], ids=str)
+], ids=lambda value: "-".join(value) if isinstance(value, dict) else value)
 def test_what_enable_does_not_take_goes_to_generate(options, words):
     model = tiny_llama()
     with refused(model, words=("enable() has no place for", "go to generate()", words), error=TypeError):

@@ -493,11 +493,11 @@ def test_names_of_hubs_and_folders_are_like_no_other():
 
 
 def test_a_target_that_is_not_there_is_said_to_be_neither_folder_nor_model(monkeypatch):
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
     def offline(*args, **kwargs):
         raise OSError("We couldn't connect") from ConnectionError("no route\nto host")
 
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", offline)
+    monkeypatch.setattr(AutoConfig, "from_pretrained", offline)
     (line,) = [line for line in run("generate", "no/such", "--prompt", "x").stderr.splitlines() if "error" in line]
     assert "no/such: no such folder, and no model of that name could be read from the hub. Name a folder" in line and "(no route)" in line

@@ -31,16 +31,15 @@ class SpeculativeBeamOutput(WithTrace, GenerateBeamDecoderOnlyOutput):
     """`GenerateBeamDecoderOnlyOutput` with `speculation`, the `SpeculationTrace` of the call."""
 
 
-class SpeculativeSeq2SeqBeamOutput(GenerateBeamEncoderDecoderOutput):
+class SpeculativeSeq2SeqBeamOutput(WithTrace, GenerateBeamEncoderDecoderOutput):
     """`GenerateBeamEncoderDecoderOutput` with `speculation`, the `SpeculationTrace` of the call."""
-
-    speculation: SpeculationTrace | None = None
 
 
 class ScoredBeams:
     """Answers for the logits after beams, out of as few target passes as the draft allows.
 
-    A beam is the number of the source that it reads (0 where nothing but its text is read), and its tokens. A row is a distinct beam of some prompt. rows: those of the last pass; places: what it has scored, tokens -> (row, node).
+    A beam is the number of the source that it reads (0 where nothing but its text is read), and its tokens. A row is a distinct beam of some prompt.
+    rows: those of the last pass; places: what it has scored, beam -> (row, node).
     """
 
     def __init__(self, target: CachedModel, draft: Draft, schedule, context: Context, trace: SpeculationTrace):

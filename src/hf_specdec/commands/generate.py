@@ -42,8 +42,7 @@ def generate(
     from ..registry import shipped
 
     speculation = speculation_of(config, draft, k, lenience, seed)
-    if mx is not None:
-        get_format(mx)
+    mx is None or get_format(mx)
     text = read_prompt(prompt, file)
     model, tokenizer = load_target(target, dtype, encoder_decoders=True)
     apply_mx(model, mx, target)
@@ -51,9 +50,9 @@ def generate(
     assistant, _ = draft_of(draft, speculation, dtype, model, tokenizer)
     ids = Prompt("prompt", "prompt", text, chat=not raw).ids(tokenizer)
     check_length(model, ids, max_new_tokens)
+    inputs = padded(model, [ids])
     beams = (model.generation_config.num_beams or 1) > 1  # what they will be is known at the end
     streamer = None if as_json or beams or not sys.stdout.isatty() else Highlighter(tokenizer, Console(highlight=False))
-    inputs = padded(model, [ids])
 
     begin = time.perf_counter()
     out = model.generate(
