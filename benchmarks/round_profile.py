@@ -23,6 +23,7 @@ from rich.table import Table
 
 import hf_specdec
 from hf_specdec import enable, mx
+from hf_specdec.acceptance.sampling import HostVerdict
 from hf_specdec.bench.embedded import load_target
 from hf_specdec.bench.prompts import load_prompts
 from hf_specdec.cached_model import CachedModel
@@ -31,7 +32,7 @@ from hf_specdec.drafts import Draft, EarlyExitDraft, PromptLookupDraft, Recyclin
 from hf_specdec.kv_cache import SlotPlan
 from hf_specdec.loop import SpeculativeLoop
 from hf_specdec.noise import Noise
-from hf_specdec.proposal import Proposal
+from hf_specdec.proposal import Proposal, Verdict
 from hf_specdec.schedule import AutoSchedule, FixedSchedule
 from hf_specdec.sequences import Sequences
 from hf_specdec.trace import SpeculationTrace
@@ -90,7 +91,8 @@ def watched(rule: type, draft: type) -> list[tuple]:
         (SpeculativeLoop, "round", NO_NAME),
         (SpeculativeLoop, "_emit", "emit: numbers to the host, trace"),
         (SpeculationTrace, "clock", "clocks"),
-        (hf_specdec.loop, "draw", "draw"),
+        (Verdict, "token", "draw"),
+        (HostVerdict, "token", "draw"),
         (SpeculativeLoop, "_part_with", "rows that end"),
         (Noise, "uniform", "random numbers"),
         (Sequences, "append", "commit to the rows, stopping"),

@@ -289,3 +289,36 @@ def test_a_compiled_function_draws_from_any_vocabulary(width):
     uniform = torch.tensor([0.3, 0.9], dtype=torch.float64)
     tokens, law = torch.compile(lambda *given: drawing(*given), fullgraph=True, backend="eager")(scores("plain", 6, width=width)[:, 0], uniform)
     assert torch.equal(tokens, draw(law, uniform))
+
+
+@pytest.mark.parametrize("k", [None, 3])
+@pytest.mark.parametrize("q", [False, True])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("kind", ["plain", "16 bit", "whole numbers", "all equal", "nothing left", "nan"])
+def test_the_token_after_a_verdict_is_drawn_from_the_law_that_follows(kind, order, q, k):
+    """Without that law over the vocabulary: of tokens with the same score as many have a coin as the warper leaves, and these are the ones."""
+    before, warpers = scores(kind, 9, rows=1, nodes=4, width=60), [MAKE[name]() for name in ORDERS[order]]
+    law, dense = LazyLaw(before, warpers[: LazyLaw.takes(warpers)]), Law(LogitsProcessorList(warpers[: LazyLaw.takes(warpers)])(None, before[0])[None])
+    tokens = dense.scores[:, :3].nan_to_num(-1e9).topk(k or 1).indices[..., -1]
+    laws = dense.scores[:, :3].softmax(-1).nan_to_num(0.0).roll(1, -1) if q else None
+    proposal, coins = Proposal.chain(tokens, laws), torch.full((1, 3), 0.999, dtype=torch.float64)  # mostly rejected
+    found, meant = (SpeculativeSampling().verdict(proposal, each, coins) for each in (law, dense))
+    assert torch.equal(found.on_path, meant.on_path)
+    uniform = torch.linspace(0, 1, 2001, dtype=torch.float64)[:-1]
+    drawn = torch.tensor([int(found.token(u[None])) for u in uniform])
+    torch.testing.assert_close(found.next_probs, meant.next_probs, rtol=4e-6, atol=1e-9, equal_nan=True)
+    if kind in ("nothing left", "nan"):
+        assert (drawn == -1).all()
+    else:
+        shares = drawn.bincount(minlength=60) / len(uniform)
+        torch.testing.assert_close(shares, (meant.next_probs / meant.next_probs.sum())[0], rtol=0, atol=2 / len(uniform))
+
+
+@pytest.mark.parametrize("min_p", [1e-30, 1e-3, 0.05, 1.0])
+@pytest.mark.parametrize("temperature", [0.1, 0.7, 50.0, 1e30])
+@pytest.mark.parametrize("kind", KINDS)
+def test_min_p_leaves_what_its_warper_does_wherever_the_scores_lie(kind, temperature, min_p):
+    before, processors = scores(kind, 14), [TemperatureLogitsWarper(temperature), MinPLogitsWarper(min_p)]
+    before[..., 100:110] = before[..., :1] + temperature * np.log(min_p)  # at the edge
+    meant = LogitsProcessorList(processors)(None, before.view(-1, V)).view(before.shape)
+    torch.testing.assert_close(LazyLaw(before, processors).scores, meant, rtol=0, atol=0, equal_nan=True)

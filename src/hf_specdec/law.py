@@ -104,7 +104,7 @@ def draw(law: torch.Tensor, uniform: torch.Tensor, none: int = 0) -> torch.Tenso
     if not law.is_floating_point():
         return law
     if law.device.type == "cpu" and law.shape[-1] >= LONG and law.dtype not in INFINITE and not torch.compiler.is_compiling():
-        return torch.tensor([_drawn(weights, u, none) for weights, u in zip(law.detach().numpy(), uniform.tolist())], dtype=torch.long, device="cpu")
+        return torch.tensor([drawn(weights, u, none) for weights, u in zip(law.detach().numpy(), uniform.tolist())], dtype=torch.long, device="cpu")
     cdf = law.cumsum(-1, dtype=torch.float64)
     total = cdf[:, -1:]
     target = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
@@ -112,8 +112,8 @@ def draw(law: torch.Tensor, uniform: torch.Tensor, none: int = 0) -> torch.Tenso
     return torch.where(total > 0, token, none).squeeze(-1)
 
 
-def _drawn(weights: np.ndarray, u: float, none: int) -> int:
-    """`draw` of one row: first a block of tokens by its sum, then a token of the block."""
+def drawn(weights: np.ndarray, u: float, none: int) -> int:
+    """`draw` of one row of weights [V]: first a block of tokens by its sum, then a token of the block."""
     sums = np.cumsum(np.add.reduceat(weights, np.arange(0, len(weights), BLOCK), dtype=np.float64))
     if not sums[-1] > 0:
         return none

@@ -3,17 +3,17 @@ top-k and top-p leave few are ever looked at."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import inf
+from math import inf, log
 
 import numpy as np
 import torch
 from transformers import LogitsProcessor, MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from .law import INFINITE, Law
-from .nucleus import Cut, cut, largest, likely
+from .law import INFINITE, Law, drawn
+from .nucleus import NEAR, Cut, cut, largest, likely, within
 
 ORDER = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 HOT = 1e6  # a division by more may underflow, which makes scores equal that are not near each other, and top-k leaves them all
@@ -23,18 +23,22 @@ HOT = 1e6  # a division by more may underflow, which makes scores equal that are
 class Place:
     """The law at one node: p = mass / whole.
 
-    tokens: int64 [m], ascending, the others have no probability; None: all, m = V. scores: float [m], before top-p. mass: float [m].
-    left: the indices into `scores` that top-p and min-p leave; None without them. floor: the lowest score left. tied: whether a token was left out
-    that has this score, too.
+    tokens: int64 [m], ascending, the others have no probability; None: all, m = V. scores, mass: float [m]. ties: int64 [t], the tokens with the lowest
+    score left, where some of them are left out: some are, which of them the warper knows; None where none is.
     """
 
     tokens: np.ndarray | None
     scores: np.ndarray
     mass: np.ndarray
     whole: np.floating
-    left: np.ndarray | None = None
-    floor: float = -inf
-    tied: bool = False
+    ties: np.ndarray | None = None
+
+    def at(self, token: int) -> int | None:
+        """The token's index; None where it has no probability."""
+        if self.tokens is None:
+            return token
+        at = int(np.searchsorted(self.tokens, token))
+        return at if at < len(self.tokens) and self.tokens[at] == token else None
 
 
 class LazyLaw(Law):
@@ -53,7 +57,10 @@ class LazyLaw(Law):
         self.dtype = torch.float32 if logits.dtype in INFINITE else logits.dtype
         temperature, top_k, self.top_p, self.min_p = (next((own for own in self.warpers if isinstance(own, kind)), None) for kind in ORDER)
         self.before = [own for own in (temperature, top_k) if own is not None]
-        self.k = None if top_k is None or temperature is not None and temperature.temperature > HOT else top_k.top_k
+        heat = 1.0 if temperature is None else temperature.temperature
+        self.k = None if top_k is None or heat > HOT else top_k.top_k
+        alone = top_k is None and self.top_p is None and self.min_p is not None and self.min_p.min_p > 0 and heat <= HOT
+        self.depth = heat * (2 * NEAR - log(self.min_p.min_p)) if alone else None  # how far below the highest logit min-p leaves tokens
         self.places: dict[tuple[int, int], Place | None] = {}
         self.warped: dict[tuple[int, int], torch.Tensor] = {}
 
@@ -89,16 +96,15 @@ class LazyLaw(Law):
     def prob(self, b: int, i: int, token: int) -> float:
         """p(token) at node i of row b."""
         place = self._place(b, i)
-        if place is None:
+        if place is None or self.tied(b, i, token):
             return float(self.probs(b, i)[token])
-        if place.tokens is not None:
-            at = int(np.searchsorted(place.tokens, token))
-            if at == len(place.tokens) or place.tokens[at] != token:
-                return 0.0
-            token = at
-        if place.tied and not self.free and place.scores[token] == place.floor:
-            return float(self.probs(b, i)[token if place.tokens is None else place.tokens[token]])
-        return float(place.mass[token] / place.whole)
+        at = place.at(token)
+        return 0.0 if at is None else float(place.mass[at] / place.whole)
+
+    def tied(self, b: int, i: int, token: int) -> bool:
+        """Whether only the warper tells if the token is left at node i of row b."""
+        place = self._place(b, i)
+        return place is not None and place.ties is not None and not self.free and token in place.ties
 
     def probs(self, b: int, i: int) -> np.ndarray:
         """float [V]: the law at node i of row b, an array of its own."""
@@ -114,7 +120,11 @@ class LazyLaw(Law):
         return self.places[b, i]
 
     def _found(self, row: torch.Tensor) -> Place | None:
-        tokens = largest(row.numpy(), self.k) if self.k is not None else None
+        tokens = None
+        if self.k is not None:
+            tokens = largest(row.numpy(), self.k)
+        elif self.depth is not None:
+            tokens = within(row.numpy(), self.depth)
         scores = _through(self.before, (row if tokens is None else torch.from_numpy(row.numpy()[tokens]))[None])[0].numpy()
         own = Cut.all(scores) if self.top_p is None else cut(scores, self.top_p.top_p, self.top_p.min_tokens_to_keep)
         own = own if own is None or self.min_p is None else likely(own, self.min_p.min_p, self.min_p.min_tokens_to_keep)
@@ -122,14 +132,25 @@ class LazyLaw(Law):
             return None
         if own.tokens is None:
             return Place(tokens, scores, own.mass, own.whole)
-        mass = np.zeros_like(scores)
-        mass[own.tokens] = own.mass
-        return Place(tokens, scores, mass, own.whole, own.tokens, own.floor, own.tied)
+        order = np.argsort(own.tokens)
+        left, ties = own.tokens[order], own.ties
+        if tokens is None:
+            return Place(left, scores[left], own.mass[order], own.whole, ties)
+        return Place(tokens[left], scores[left], own.mass[order], own.whole, None if ties is None else tokens[ties])
 
     def _known(self, b: int, i: int) -> Place | None:
         """The node's place, where what is left of it is known to the token."""
         place = self._place(b, i)
-        return None if place is None or place.tied and not self.free else place
+        return None if place is None or place.ties is not None and not self.free else place
+
+    def _settled(self, b: int, i: int) -> np.ndarray:
+        """The tokens of the node's place, those of the lowest score being the ones that the warper leaves, in their order."""
+        place = self.places[b, i]
+        if place.ties is None:
+            return place.tokens
+        tokens = place.tokens.copy()
+        tokens[np.isin(tokens, place.ties)] = place.ties[(self._warped(b, i).numpy() > -inf)[place.ties]]
+        return tokens
 
     def _warped(self, b: int, i: int) -> torch.Tensor:
         """The warpers' own scores [V]."""
@@ -141,9 +162,7 @@ class LazyLaw(Law):
         place = self._known(b, i)
         if place is None:
             return self._warped(b, i)
-        left = np.full_like(place.scores, -inf)
-        left[place.left] = place.scores[place.left]
-        return torch.from_numpy(self._spread(place, left, -inf))
+        return torch.from_numpy(self._spread(place, place.scores, -inf))
 
     def _spread(self, place: Place, values: np.ndarray, other: float) -> np.ndarray:
         """[V]: a place's values [m], and `other` at tokens that it does not have."""
@@ -152,6 +171,47 @@ class LazyLaw(Law):
         wide = np.full(self.logits.shape[-1], other, dtype=values.dtype)
         wide[place.tokens] = values
         return wide
+
+
+class Left:
+    """What a verdict has left of the law at node i of row b: weights of the few tokens that have any. exact: which of several tokens with the same score are
+    left matters now, and not only when one of them is drawn."""
+
+    def __init__(self, law: LazyLaw, b: int, i: int, exact: bool = False):
+        self.law, self.node, self.sure = law, (b, i), exact or law.free
+        self.place = law._known(b, i) if exact else law._place(b, i)
+        self.weights = torch.from_numpy(law.probs(b, i) if self.place is None else self.place.mass / self.place.whole)
+
+    def _at(self, token: int) -> int | None:
+        return token if self.place is None else self.place.at(token)
+
+    def prob(self, token: int) -> float:
+        """What is left of p(token), as a share."""
+        at = self._at(token)
+        return 0.0 if at is None else float(self.weights[at] / self.weights.sum())
+
+    def without(self, token: int, q: torch.Tensor | None, residual: Callable) -> Left:
+        """The same after the token has been rejected, which was drawn from q [V]; None: not drawn."""
+        at, few = self._at(token), None if self.place is None else self.place.tokens
+        if q is not None or at is not None:
+            q = q if q is None or few is None else q[torch.from_numpy(few)]
+            self.weights = residual(self.weights, q, torch.tensor(at or 0, device="cpu"))
+        return self
+
+    def dense(self) -> torch.Tensor:
+        """float [V]."""
+        if self.place is None or self.place.tokens is None:
+            return self.weights
+        tokens = self.place.tokens if self.sure else self.law._settled(*self.node)
+        return self.weights.new_zeros(self.law.logits.shape[-1]).index_put_((torch.from_numpy(tokens),), self.weights)
+
+    def draw(self, uniform: float) -> int:
+        """A token by its weight; -1 where none has any."""
+        at = drawn(self.weights.numpy(), uniform, -1)
+        if at < 0 or self.place is None or self.place.tokens is None:
+            return at
+        token = int(self.place.tokens[at])
+        return token if self.sure or not self.law.tied(*self.node, token) else int(self.law._settled(*self.node)[at])
 
 
 def _wide(logits: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from .acceptance.base import Acceptance
 from .cached_model import CachedModel
 from .distributions import Sampler
-from .law import Law, draw
+from .law import Law
 from .drafts.base import Context, Draft
 from .noise import Noise
 from .proposal import Proposal
@@ -58,7 +58,7 @@ class SpeculativeLoop:
         law = self.sampler(logits, [size + 1 for size in proposal.sizes], self._prefix(proposal), proposal.tree.parents)
         coins = self.noise.coins(len(proposal.tree)) if self.acceptance.samples else None
         verdict = self.acceptance.verdict(proposal, law, None if coins is None else coins[:, :-1])
-        token = verdict.next_probs if coins is None else draw(verdict.next_probs, coins[:, -1], none=-1)  # -1: no law at all, see `_emit`
+        token = verdict.token(None if coins is None else coins[:, -1])
         self.draft.commit(verdict)
         accepted = self._emit(proposal, verdict.on_path, token, law, logits)
 

@@ -4,7 +4,7 @@ of what such a law costs on a CPU."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf, isfinite, isnan
+from math import isfinite, isnan
 
 import numpy as np
 import torch
@@ -19,15 +19,14 @@ COLUMNS = 512  # of the table whose columns' largest entries tell where the k-th
 class Cut:
     """What is left of one node's scores.
 
-    tokens: int64 [m], by score, the least likely first; None: all. mass: float [m], exp(score - top), top the highest score. whole: their sum. floor:
-    the lowest score left. tied: whether a token was left out that has the lowest score, too.
+    tokens: int64 [m], None: all. mass: float [m], exp(score - top), top the highest score. whole: their sum. ties: int64 [t], the tokens with the lowest
+    score left, where some of them are left out; None where none is.
     """
 
     tokens: np.ndarray | None
     mass: np.ndarray
     whole: np.floating
-    floor: float = -inf
-    tied: bool = False
+    ties: np.ndarray | None = None
 
     @classmethod
     def all(cls, scores: np.ndarray) -> Cut | None:
@@ -35,7 +34,8 @@ class Cut:
         top = scores.max()
         if not isfinite(top):
             return None
-        mass = np.exp(scores - top)
+        mass = scores - top
+        np.exp(mass, out=mass)
         return cls(None, mass, mass.sum())
 
 
@@ -57,18 +57,25 @@ def cut(scores: np.ndarray, top_p: float, least: int) -> Cut | None:
     first = min(int(np.searchsorted(below, gone, side="right")), len(order) - least)
     if first < 0 or np.abs(below - gone).min() < NEAR:
         return None
-    floor = float(scores[order[first]])
-    tied = first > 0 and float(scores[order[first - 1]]) == floor
-    return Cut(order[first:], own[first:], scores.dtype.type(above[first]), floor, tied)
+    lowest = scores[order[first]]
+    tied = first > 0 and scores[order[first - 1]] == lowest
+    return Cut(order[first:], own[first:], scores.dtype.type(above[first]), near[scores[near] == lowest] if tied else None)
 
 
 def likely(left: Cut, min_p: float, least: int) -> Cut | None:
     """Min-p: of what is left, the tokens with min_p of the likeliest one's probability. None where rounding decides, and where they are fewer than `least`."""
-    kept = left.mass >= min_p
-    if kept.sum() < least or (np.abs(left.mass - min_p) < NEAR * min_p).any():
+    kept = np.flatnonzero(left.mass >= min_p * (1 - NEAR))
+    mass = left.mass[kept]
+    if len(kept) < least or len(kept) and mass.min() < min_p * (1 + NEAR):
         return None
-    tokens, mass = np.flatnonzero(kept) if left.tokens is None else left.tokens[kept], left.mass[kept]
-    return Cut(tokens, mass, mass.sum(), left.floor, left.tied and bool(kept[0]))
+    return Cut(kept if left.tokens is None else left.tokens[kept], mass, mass.sum(), left.ties if len(kept) == len(left.mass) else None)
+
+
+def within(scores: np.ndarray, depth: float) -> np.ndarray | None:
+    """int64 [m], ascending: the tokens at most `depth` below the highest of scores [V], and some that division might round to that; None for masks and
+    numbers that are none."""
+    top = float(scores.max())
+    return np.flatnonzero(scores >= top - depth - (abs(top) + depth) * 2.0**-20) if abs(top) < LARGE else None
 
 
 def largest(scores: np.ndarray, k: int) -> np.ndarray | None:

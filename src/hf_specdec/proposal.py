@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .law import draw
 from .tree import Tree
 
 MAX_NODES = 256  # of one proposal; with them go a mask and logits for every node
@@ -16,12 +17,10 @@ class Proposal:
     """Candidate tokens for every row of the batch.
 
     tokens: int64 [B, N], entry i-1 is the token of node i of `tree`.
-    probs:  float [B, N, V] or None. `probs[:, i-1]` is the law node i was really drawn from, given its parent and its
-            earlier siblings; None says that every token is a point mass (it was not drawn at all).
+    probs:  float [B, N, V] or None. `probs[:, i-1]` is the law node i was really drawn from, given its parent and its earlier siblings; None: each is a point mass.
     sizes:  per row, how many of the N nodes (the first ones) are meant; the rest is padding.
     source: a word for the trace, one for all rows or one per row.
-    chances: float [B, N] or None. How likely the draft thinks node i to be right where its parent is; a mixture goes by it, a verdict
-            never does.
+    chances: float [B, N] or None. How likely the draft thinks node i to be right where its parent is; a mixture goes by it, a verdict never does.
     fillers: bool [B, N] or None. Nodes that a row has only because others do: point masses of any token.
     """
 
@@ -34,8 +33,7 @@ class Proposal:
     fillers: torch.Tensor | None = None
 
     @classmethod
-    def chain(cls, tokens: torch.Tensor, probs: torch.Tensor | None = None, sizes: list[int] | None = None,
-              source: str | list[str] = "") -> "Proposal":
+    def chain(cls, tokens: torch.Tensor, probs: torch.Tensor | None = None, sizes: list[int] | None = None, source: str | list[str] = "") -> "Proposal":
         batch, n = tokens.shape
         return cls(Tree.chain(n), tokens, probs, [n] * batch if sizes is None else sizes, source)
 
@@ -89,11 +87,9 @@ class Proposal:
             raise wrong(f"tokens of dtype {self.tokens.dtype}")
         if not all(0 <= size <= n for size in self.sizes):
             raise wrong(f"sizes {self.sizes}")
-        if n == 0:
-            return
-        if int(self.tokens.min()) < 0 or int(self.tokens.max()) >= vocab_size:
+        if n and (int(self.tokens.min()) < 0 or int(self.tokens.max()) >= vocab_size):
             raise wrong(f"token ids from {int(self.tokens.min())} to {int(self.tokens.max())}")
-        if self.probs is None:
+        if n == 0 or self.probs is None:
             return
         if tuple(self.probs.shape) != (batch, n, vocab_size):
             raise wrong(f"probs of shape {tuple(self.probs.shape)}")
@@ -112,9 +108,12 @@ class Verdict:
     """The outcome of one verification.
 
     on_path:    bool [B, N+1], the accepted path; the root (node 0) is always on it.
-    next_probs: float [B, V], the law of the token that follows the path (residual after a rejection, the target's own law
-                after full acceptance), or int64 [B], the token itself where that law is a point mass.
+    next_probs: float [B, V], the law of the token that follows (residual after a rejection, else the target's own), or int64 [B], itself, a point mass.
     """
 
     on_path: torch.Tensor
     next_probs: torch.Tensor
+
+    def token(self, uniform: torch.Tensor | None) -> torch.Tensor:
+        """The token that follows, int64 [B], drawn by float64 [B] in [0, 1); None: it is a point mass. -1: there is no law at all."""
+        return self.next_probs if uniform is None else draw(self.next_probs, uniform, none=-1)

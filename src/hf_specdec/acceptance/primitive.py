@@ -30,7 +30,8 @@ def residual(p: torch.Tensor, q: torch.Tensor | None, x: torch.Tensor, lenience:
         left = p.scatter(-1, x[..., None], (taken - lenience).clamp(min=0))
     else:
         left = (p - lenience * q).clamp(min=0)
-    return torch.where(left.sum(-1, keepdim=True) > 0, left, p)
+    some = left.sum(-1, keepdim=True) > 0
+    return left if p.device.type == "cpu" and bool(some.all()) else torch.where(some, left, p)
 
 
 def speculative_sample(p: torch.Tensor, q: torch.Tensor | None, x: torch.Tensor, lenience: float = 1.0,

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import cached_property
 
 import numpy as np
 import torch
 
 from ..law import Law
+from ..lazy_law import LazyLaw, Left
 from ..proposal import Proposal, Verdict
 from .base import Acceptance, chain_path
 from .primitive import acceptance_probability, residual
-
-if TYPE_CHECKING:
-    from ..lazy_law import LazyLaw
 
 
 class SpeculativeSampling(Acceptance):
@@ -39,6 +37,8 @@ class SpeculativeSampling(Acceptance):
 
     def verdict(self, proposal: Proposal, law: Law, coins: torch.Tensor | None) -> Verdict:
         if len(proposal.tree) == 0:
+            if law.on_host:
+                return self._row_by_row(proposal, law, proposal.tokens)
             node = torch.zeros(len(proposal.tokens), dtype=torch.long, device=proposal.tokens.device)
             return Verdict(torch.ones((len(node), 1), dtype=torch.bool, device=node.device), law.probs_at(node))
         return self._chain(proposal, law, coins) if proposal.tree.is_chain else self._walk(proposal, law, coins)
@@ -86,15 +86,33 @@ class SpeculativeSampling(Acceptance):
         on_path, following = np.zeros((len(proposal.sizes), len(proposal.tree) + 1), dtype=bool), []
         on_path[:, 0] = True
         for b, (tokens, coin, size) in enumerate(zip(proposal.tokens.tolist(), coins.tolist(), proposal.sizes)):
-            last, p = 0, None  # p: what earlier siblings have left of the law at the last node
+            last, left = 0, None  # left: what earlier siblings have left of the law at the last node
             for node, parent in enumerate(proposal.tree.parents[:size], start=1):
                 if parent != last:
                     continue
                 x, q = tokens[node - 1], None if proposal.probs is None else proposal.probs[b, node - 1]
-                p_x = law.prob(b, last, x) if p is None else float(p[x] / p.sum())
+                p_x = law.prob(b, last, x) if left is None else left.prob(x)
                 if coin[node - 1] * self.lenience * (1.0 if q is None else float(q[x])) < p_x:  # r < p / (l q)
-                    last, p, on_path[b, node] = node, None, True
+                    last, left, on_path[b, node] = node, None, True
+                elif left is None:
+                    exact = q is not None or not proposal.tree.is_chain or law.tied(b, last, x)
+                    left = Left(law, b, last, exact).without(x, q, self.residual)
                 else:
-                    p = self.residual(torch.from_numpy(law.probs(b, last)) if p is None else p / p.sum(), q, proposal.tokens[b, node - 1])
-            following.append(torch.from_numpy(law.probs(b, last)) if p is None else p)
-        return Verdict(torch.from_numpy(on_path), following[0][None] if len(following) == 1 else torch.stack(following))
+                    left.weights /= left.weights.sum()
+                    left.without(x, q, self.residual)
+            following.append(left or Left(law, b, last))
+        return HostVerdict(torch.from_numpy(on_path), following)
+
+
+class HostVerdict(Verdict):
+    """The law that follows is known by the few tokens that it leaves, and made when it is asked for."""
+
+    def __init__(self, on_path: torch.Tensor, following: list[Left]):
+        self.on_path, self.following = on_path, following
+
+    @cached_property
+    def next_probs(self) -> torch.Tensor:
+        return torch.stack([left.dense() for left in self.following])
+
+    def token(self, uniform: torch.Tensor | None) -> torch.Tensor:
+        return torch.tensor([left.draw(u) for left, u in zip(self.following, uniform.tolist())], dtype=torch.long, device="cpu")

@@ -14,7 +14,6 @@ from .. import compat, parts
 from ..acceptance.greedy import GreedyMatching
 from ..acceptance.sampling import SpeculativeSampling
 from ..cached_model import CachedModel
-from ..law import draw
 from ..probe import check_batch, check_mode, check_trees
 from ..proposal import Proposal
 from .base import Context, Draft, Run
@@ -90,10 +89,9 @@ class CascadeDraft(Draft):
         draft.observe(proposal, logits)
         law = context.sampler(logits, [size + 1 if n else 0 for size, n in zip(proposal.sizes, left)], lambda b, node: self._prefix(proposal, b, node),
                               proposal.tree.parents, draft=True)
-        verdict = self.rule.verdict(proposal, law, self.inner.noise("accept", len(proposal.tree)) if self.rule.samples else None)
-        token = verdict.next_probs
-        if token.is_floating_point():
-            token = draw(token, self.inner.noise("next", 1)[:, 0])
+        samples = self.rule.samples
+        verdict = self.rule.verdict(proposal, law, self.inner.noise("accept", len(proposal.tree)) if samples else None)
+        token = verdict.token(self.inner.noise("next", 1)[:, 0] if samples else None).clamp(min=0)
         draft.commit(verdict)
         advance = []
         for b, (on_path, last, n) in enumerate(zip(verdict.on_path.tolist(), token.tolist(), left)):

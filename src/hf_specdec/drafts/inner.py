@@ -3,6 +3,7 @@ a verdict on a pass whose nodes others have proposed, too."""
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 
 import torch
@@ -63,7 +64,9 @@ class Judged:
         if draft.reads_pass:
             draft.commit(self.verdict)
         elif proposal is not None:
-            draft.commit(Verdict(self._on_path(proposal), self.verdict.next_probs))
+            own = copy(self.verdict)
+            own.on_path = self._on_path(proposal)
+            draft.commit(own)
 
     def _on_path(self, proposal: Proposal) -> torch.Tensor:
         """Bool [B, N+1]: which nodes of `proposal` lie on the tokens taken of their row."""
