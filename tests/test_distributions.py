@@ -88,6 +88,18 @@ def test_rows_that_go_on_keep_their_numbers():
     assert torch.equal(noise.uniform("accept", 4), kept.uniform("accept", 4))
 
 
+def test_the_numbers_of_a_verdict_are_those_of_their_streams():
+    """Whatever rounds they are made for at once, and whoever goes on."""
+    noise, rows = Noise([3, 4, 5]), [0, 1, 2]
+    for turn, n in enumerate([0, 3, 3, 30, 2, 31, 7, 0, *[9] * 30]):
+        noise.round += 1 + turn % 3
+        if turn in (5, 20):
+            rows = [0, 2] if turn == 5 else [1]
+            noise.keep(rows)
+        coins = noise.coins(n)
+        assert torch.equal(coins[:, 1:], noise.uniform("accept", n)) and torch.equal(coins[:, :1], noise.uniform("next", 1))
+
+
 def test_no_number_of_a_long_call_comes_twice():
     noise, seen = Noise([1]), []
     for round in range(200):

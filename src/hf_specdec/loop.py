@@ -57,8 +57,8 @@ class SpeculativeLoop:
 
         law = self.sampler(logits, [size + 1 for size in proposal.sizes], self._prefix(proposal), proposal.tree.parents)
         coins = self.noise.coins(len(proposal.tree)) if self.acceptance.samples else None
-        verdict = self.acceptance.verdict(proposal, law, None if coins is None else coins[:, :-1])
-        token = verdict.token(None if coins is None else coins[:, -1])
+        verdict = self.acceptance.verdict(proposal, law, None if coins is None else coins[:, 1:])
+        token = verdict.token(None if coins is None else coins[:, 0])
         self.draft.commit(verdict)
         accepted = self._emit(proposal, verdict.on_path, token, law, logits)
 

@@ -27,14 +27,16 @@ class Noise:
     """seeds: one int per row, 0 <= seed < 2**63. The few numbers of a round are made on the host and go to `device` as they are."""
 
     STREAMS = ("draft", "accept", "next")
+    AHEAD, FEWEST = 16, 8  # of the numbers of verdicts: rounds, and tokens at least
 
     def __init__(self, seeds: list[int], device: torch.device | str = "cpu"):
         self.device, self.round = device, 0
+        self.ahead: tuple[int, torch.Tensor] | None = None
         self.keys = _mix(_mix(np.array(seeds, dtype=np.int64) + _GOLDEN) + _GOLDEN)
 
     def keep(self, rows: list[int]) -> None:
         """Only these rows go on."""
-        self.keys = self.keys[np.array(rows, dtype=np.int64)]
+        self.keys, self.ahead = self.keys[np.array(rows, dtype=np.int64)], None
 
     def uniform(self, stream: str, n: int) -> torch.Tensor:
         """float64 [B, n] in [0, 1), multiples of 2**-53. Streams of different names and rounds are independent; a stream
@@ -43,16 +45,21 @@ class Noise:
         keys = self.keys
         for part in outer:
             keys = _mix(_mix(keys + np.array([self._label(part) + 1]) * _GOLDEN) + _GOLDEN)
-        return self._numbers(keys, np.arange(n) + (self._label(stream) << 16))
+        return self._numbers(keys, np.arange(n) + (self._label(stream) << 16) + (self.round << 32))
 
     def coins(self, n: int) -> torch.Tensor:
-        """float64 [B, n + 1]: the n numbers of "accept" and the one of "next" of a verdict, at once."""
-        places = np.arange(n + 1) + (self.STREAMS.index("accept") << 16)
-        places[n] = self.STREAMS.index("next") << 16
-        return self._numbers(self.keys, places)
+        """float64 [B, 1 + n]: the one number of "next" and the n of "accept" of a verdict. They are made for AHEAD rounds at once: it is not the numbers
+        that take time."""
+        turn, at = divmod(self.round, self.AHEAD)
+        if self.ahead is None or self.ahead[0] != turn or self.ahead[1].shape[-1] <= n:
+            places = np.arange(-1, max(n, self.FEWEST)) + (self.STREAMS.index("accept") << 16)
+            places[0] = self.STREAMS.index("next") << 16
+            every = places + (np.arange(turn * self.AHEAD, (turn + 1) * self.AHEAD)[:, None] << 32)
+            self.ahead = turn, self._numbers(self.keys, every.ravel()).view(-1, *every.shape)
+        return self.ahead[1][:, at, : n + 1]
 
     def _numbers(self, keys: np.ndarray, places: np.ndarray) -> torch.Tensor:
-        bits = _mix(_mix(keys[:, None] + (places + (self.round << 32)) * _GOLDEN) + keys[:, None])
+        bits = _mix(_mix(keys[:, None] + places * _GOLDEN) + keys[:, None])
         return torch.from_numpy(_shift(bits, 11) * 2.0**-53).to(self.device)
 
     def _label(self, stream: str) -> int:
