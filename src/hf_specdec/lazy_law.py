@@ -125,7 +125,12 @@ class LazyLaw(Law):
             tokens = largest(row.numpy(), self.k)
         elif self.depth is not None:
             tokens = within(row.numpy(), self.depth)
-        scores = _through(self.before, (row if tokens is None else torch.from_numpy(row.numpy()[tokens]))[None])[0].numpy()
+        few = tokens is not None and self.k is not None
+        before = self.before[:-1] if few else self.before
+        scores = _through(before, (row if tokens is None else torch.from_numpy(row.numpy()[tokens]))[None])[0].numpy()
+        if few:
+            kept = scores >= np.partition(scores, -self.k)[-self.k]
+            tokens, scores = tokens[kept], scores[kept]
         own = Cut.all(scores) if self.top_p is None else cut(scores, self.top_p.top_p, self.top_p.min_tokens_to_keep)
         own = own if own is None or self.min_p is None else likely(own, self.min_p.min_p, self.min_p.min_tokens_to_keep)
         if own is None:
