@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, DynamicCache
 
 from hf_specdec.cached_model import CachedModel
 from hf_specdec.caches import CACHE, GOES_ON
@@ -268,3 +268,19 @@ def test_nothing_is_left_behind():
         warnings.simplefilter("error")
         speculate(model, [row], perturbed(model), k=3, max_new_tokens=12)
     assert plain(model, [row], max_new_tokens=12) == before
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("one", "other"), [("Falcon-H1", "Mamba 2"), ("Llama", "Falcon-H1"), ("Falcon-H1", "Llama"), ("LFM2", "Mamba 2")])
+def test_a_cache_of_another_model_is_refused_by_its_layers(one, other):
+    def model(name):
+        family = next((family for family in STATEFUL if family.name == name), None)
+        if family is None and name != "Llama":
+            pytest.skip(f"{name} needs a newer transformers")
+        return tiny_llama() if family is None else family.model("eager")
+
+    source, target, ids = model(one), enabled(model(other)), torch.tensor(prompts(9))
+    cache = DynamicCache(config=source.config)
+    source(input_ids=ids[:, :5], use_cache=True, **{CACHE: cache})
+    with pytest.raises(ValueError, match=f"{CACHE} holds the states of other layers than the target's.*leave it out"):
+        target.generate(ids, max_new_tokens=4, speculative=True, **{CACHE: cache})

@@ -54,6 +54,9 @@ def check_cache(cache: Any, config: Any, rows: int) -> None:
     wanted = getattr(config, "decoder_layers", None) or sum(isinstance(layer, CacheLayerMixin) for layer in _empty_cache(config).layers)
     if layers and wanted not in (0, len(layers)):
         raise ValueError(f"{CACHE} holds {len(layers)} layers and the target has {wanted}. Pass a cache that the target has filled, or leave it out.")
+    own, theirs = ([(getattr(layer, "number_of_states", 0), isinstance(layer, CacheLayerMixin)) for layer in one.layers] for one in (_empty_cache(config), cache))
+    if own != theirs and any(states for states, _ in own + theirs) and cached_tokens(cache):
+        raise ValueError(f"{CACHE} holds the states of other layers than the target's. Pass a cache that the target has filled, or leave it out.")
     refused = rows > 1 and any(isinstance(layer, LinearAttentionLayer) for layer in cache.layers)  # anyhow, with better advice
     if layers and len(layers[0][1]) != rows and not refused:
         raise ValueError(f"{CACHE} holds {len(layers[0][1])} rows and the call has {rows} (num_return_sequences and num_beams count, as in a "
