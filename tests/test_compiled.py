@@ -24,7 +24,7 @@ from hf_specdec.law import draw
 from hf_specdec.schedule import AutoSchedule
 from hf_specdec.drafts import EarlyExitDraft, MixtureDraft, ModelDraft, PromptLookupDraft
 from hf_specdec.drafts.feature import FeatureDraft
-from hf_specdec.training.drafter import PrunedHead
+from hf_specdec.training.shared import PrunedHead
 from tests.architectures import FAMILIES
 from tests.conformance.builders import BUILDERS, VARIANTS, feature_drafter, make
 from tests.helpers import FULL, KnowingTreeDraft, enabled, generated, perturbed, plain, prompts, repetitive, speculate

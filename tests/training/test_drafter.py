@@ -15,7 +15,8 @@ from hf_specdec.mx.kernels import cpu
 from hf_specdec.mx.linear import MXLinear
 from hf_specdec.mx.packed import quantize
 from hf_specdec.training import build_drafter, load_drafter
-from hf_specdec.training.drafter import PrunedHead, own_parameters, save
+from hf_specdec.training.drafter import save
+from hf_specdec.training.shared import PrunedHead, own_parameters
 
 from ..helpers import build, tiny_llama
 

@@ -16,7 +16,7 @@ from hf_specdec.commands.train import _going_on
 from hf_specdec.training import trainer as trainer_module
 from hf_specdec.training import LOSSES, FeatureRunConfig, FeatureTrainer, RunConfig, Trainer, drafter, feature_trainer, heads, load_drafter, train
 from hf_specdec.training.batches import Corpus, frequent_tokens, split
-from hf_specdec.training.drafter import own_parameters
+from hf_specdec.training.shared import own_parameters
 from hf_specdec.training.look_ahead import LookAheadRunConfig
 from hf_specdec.training.shards import shard_files
 from ..helpers import tiny_llama
@@ -228,7 +228,7 @@ def test_layers_that_the_target_lacks_are_refused_before_any_text_is_written(tar
 @pytest.mark.parametrize(("arguments", "words"), [
     (("--begin", "nowhere"), "--begin nowhere is no drafter"), (("--single", "3"), "--single 3: a feature drafter"),
     (("--features", "--begin", "nowhere"), "--begin nowhere is no drafter"), (("--features", "--single", "9", "--steps", "8"), "--single 9"),
-    (("--heads", "2", "--begin", "smollm2_drafter"), "--begin smollm2_drafter: only a draft with layers of its own"), (("--lr", "nan"), "lr=nan must be"),
+    (("--heads", "2", "--begin", "smollm2_drafter"), "--begin smollm2_drafter: only a draft with layers of its own"), (("--lr", "nan"), "--lr nan must be"),
 ])
 def test_what_does_not_go_together_is_refused_before_anything_is_loaded(arguments, words):
     bad = CliRunner().invoke(app, ["train", "no/such/target", *arguments])
@@ -238,11 +238,11 @@ def test_what_does_not_go_together_is_refused_before_anything_is_loaded(argument
 
 def test_an_independent_run_goes_on_from_another_drafter(target, data, tmp_path):
     other = drafter.build(target, [0])
-    for p in drafter.own_parameters(other):
+    for p in own_parameters(other):
         p.data += 0.1 * torch.randn_like(p)
     drafter.save(other, tmp_path / "first", "tiny", "bf16")
     draft = Trainer(target, data, tmp_path / "next", replace(CONFIG, layers=(-1,), begin=str(tmp_path / "first")), "tiny").draft
-    for new, old in zip(drafter.own_parameters(draft), drafter.own_parameters(other), strict=True):
+    for new, old in zip(own_parameters(draft), own_parameters(other), strict=True):
         torch.testing.assert_close(new, old, atol=0.02, rtol=0.02)
 
 

@@ -13,56 +13,19 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from .. import parts
 from ..drafts import features
 from ..drafts.base import Draft
 from ..drafts.feature import FeatureDraft
 from ..mx.attention import use_for_few
-from ..mx.formats import BLOCK, get_format
-from ..mx.kernels import cpu
-from ..mx.linear import MXLinear
 from ..mx.norms import use_kernel_norms
-from ..mx.packed import quantize
-from ..mx.swap import replace
 from ..registry import SHIPPED, shipped
+from . import mtp, published
+from .shared import PrunedHead, dense, empty, share, shared_names
 from .shards import probe, same
-
-FORMAT = "hf_specdec drafter 1"
-
-
-class PrunedHead(nn.Module):
-    """An output head's rows [n, width], those of the tokens `ids` (int64 [n]); every other token gets minus infinity and is never drafted (FR-Spec,
-    arXiv 2502.14856). Exact by construction: q is the law that the token is drawn from."""
-
-    def __init__(self, rows: torch.Tensor, ids: torch.Tensor, vocab_size: int):
-        super().__init__()
-        self.linear = nn.Linear(rows.shape[1], len(ids), bias=False, device="meta")
-        self.linear.weight = nn.Parameter(rows, requires_grad=False)
-        self.register_buffer("ids", ids.to(rows.device, copy=True))
-        self.vocab_size = vocab_size
-
-    def prepare(self, format: str = "bf16") -> PrunedHead:
-        """The same rows packed in the MX `format`, or in the kernels' tiles where they are bfloat16, if the kernels are there: less to read for
-        every drafted token, and faster."""
-        weight = self.linear.weight
-        fits = weight.dtype in (cpu.DTYPES if format != "bf16" else (torch.bfloat16,)) and weight.device.type == "cpu" and weight.shape[1] % BLOCK == 0
-        if fits and not isinstance(self.linear, MXLinear) and cpu.library() is not None:
-            self.linear = MXLinear.from_linear(self.linear, format).prepare()
-        return self
-
-    def few(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [..., n] of the kept tokens alone."""
-        return self.linear(hidden)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [..., vocab_size] from hidden [..., width]."""
-        few = self.few(hidden)
-        every = few.new_full((*few.shape[:-1], self.vocab_size), -torch.inf)
-        return every.index_copy_(-1, self.ids, few)
+from .storage import FORMAT, pack, stored, write
 
 
 def build(target: PreTrainedModel, layers: list[int], head_ids: torch.Tensor | None = None, reads: tuple[int, ...] = ()) -> PreTrainedModel:
@@ -75,20 +38,20 @@ def build(target: PreTrainedModel, layers: list[int], head_ids: torch.Tensor | N
     count = target.config.get_text_config().num_hidden_layers
     if not layers or not all(isinstance(layer, int) and 0 <= layer < count for layer in layers):
         raise ValueError(f"layers={layers!r}: the target has layers 0..{count - 1}; name one or more of them.")
-    draft = _empty(target, _with_layers(target.config, layers))
+    draft = empty(target, _with_layers(target.config, layers))
     prefix, own = parts.decoder_layers(target)
     _, new = parts.decoder_layers(draft)
     for place, (module, layer) in enumerate(zip(new, layers)):
         try:
-            module.load_state_dict(_dense(own[layer]))
+            module.load_state_dict(dense(own[layer]))
         except RuntimeError as error:
             raise ValueError(f"layers={layers!r}: layer {layer} of {type(target).__name__} is of another kind than layer {place} of a model of {len(layers)} "
                              f"layers. Name other ones, such as {list(range(len(layers)))}.") from error
     rest = {name: p for name, p in target.state_dict().items() if not name.startswith(prefix)}
-    _share(draft, target, head_ids)
+    share(draft, target, head_ids)
     if reads:
         features.attach(draft, reads)
-    shared = _shared_names(draft)
+    shared = shared_names(draft)
     draft.load_state_dict({name: p for name, p in rest.items() if name in draft.state_dict() and name not in shared}, strict=False)
     return draft
 
@@ -111,8 +74,8 @@ def begin(draft: PreTrainedModel, other: PreTrainedModel | Draft) -> PreTrainedM
     if layers != count or given not in ((), reads):
         here = f"this one has {layers} and reads {given or 'none'}" if layers else f"this one is of another kind, {other.name!r}"
         raise ValueError(f"begin: a drafter with {count} layers that reads {f'the hidden states {reads} or none' if reads else 'no hidden states'} is needed; {here}.")
-    shared = _shared_names(draft)
-    draft.load_state_dict({name: p for name, p in _dense(other).items() if name not in shared}, strict=False)
+    shared = shared_names(draft)
+    draft.load_state_dict({name: p for name, p in dense(other).items() if name not in shared}, strict=False)
     if reads and not given:
         features.start_blind(draft)
     return draft
@@ -122,43 +85,18 @@ def save(draft: PreTrainedModel, folder: str | Path, target_name: str, format: s
     """Write what the draft does not share; Linear weights in the MX `format`, or dense 16 bit ("bf16"). Complete or absent."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = _stored(draft, _shared_names(draft), format)
+    tensors = stored(draft, shared_names(draft), format)
     head = draft.get_output_embeddings()
     if isinstance(head, PrunedHead):
         tensors["head_ids"] = head.ids.int()
     draft.config.name_or_path = ""
     draft.config.save_pretrained(folder)
     about = {"vocab_size": draft.config.vocab_size, "reads": list(getattr(draft, "reads", ())), "notes": notes or {}}
-    return _write(folder, tensors, draft.get_input_embeddings().weight, target_name, format, about)
-
-
-def _stored(draft: nn.Module, shared: set[str], format: str) -> dict[str, torch.Tensor]:
-    linear = {f"{name}.weight" for name, module in draft.named_modules() if type(module) is nn.Linear}
-    tensors = {}
-    for name, tensor in draft.state_dict().items():
-        if name in shared:
-            continue
-        if format != "bf16" and name in linear and tensor.shape[1] % BLOCK == 0:
-            packed = quantize(tensor.float(), format)
-            tensors[name], tensors[f"{name}_scale"] = packed.codes.contiguous(), packed.scales.contiguous()
-        else:
-            tensors[name] = tensor.to(torch.bfloat16).contiguous()
-    return tensors
-
-
-def _write(folder: Path, tensors: dict[str, torch.Tensor], embedding: torch.Tensor, target_name: str, format: str, more: dict) -> Path:
-    about = {"format": FORMAT, "target": target_name, "weights": get_format(format).name, "vocab_size": embedding.shape[0],
-             "hidden_size": embedding.shape[1], "probe": probe(embedding), **more}
-    (folder / "drafter.json").write_text(json.dumps(about, indent=1) + "\n")
-    save_file(tensors, folder / "model.partial", metadata={"format": FORMAT})
-    os.replace(folder / "model.partial", folder / "model.safetensors")
-    return folder
+    return write(folder, tensors, draft.get_input_embeddings().weight, target_name, format, about)
 
 
 def is_drafter(name: str | Path) -> bool:
     """Whether `load` knows it: a shipped drafter's name, or a folder that holds one or a published checkpoint, or hub:NAME."""
-    from . import published
-
     return str(name) in (*shipped(), "mtp") or str(name).startswith(published.HUB) or (Path(name) / "drafter.json").is_file() \
         or Path(name).is_dir() and bool(published.kind(name))
 
@@ -174,13 +112,9 @@ def load(folder: str | Path, target: PreTrainedModel | None = None) -> PreTraine
     if not isinstance(folder, (str, os.PathLike)) or not hasattr(target, "get_input_embeddings"):
         raise TypeError("load_drafter(folder, target): pass a folder or a name, then the model that is drafted for, whose embedding the drafter shares.")
     if str(folder) == "mtp":
-        from . import mtp
-
         return mtp.load(target)
     given, folder = folder, SHIPPED / folder if str(folder) in shipped() else Path(folder)
     if not (folder / "drafter.json").is_file():
-        from . import published
-
         if str(given).startswith(published.HUB) or published.kind(folder):
             return published.load(given, target)
         published.refuse_pickles(folder)
@@ -202,13 +136,13 @@ def load(folder: str | Path, target: PreTrainedModel | None = None) -> PreTraine
         from . import heads
 
         return heads.from_parts(about, tensors, ids, target, folder)
-    draft = _empty(target, AutoConfig.from_pretrained(folder))
-    _share(draft, target, None if ids is None else ids.long())
+    draft = empty(target, AutoConfig.from_pretrained(folder))
+    share(draft, target, None if ids is None else ids.long())
     if about.get("reads"):
         features.attach(draft, tuple(about["reads"]))
-    _pack(draft, tensors, about["weights"])
+    pack(draft, tensors, about["weights"])
     missing, unexpected = draft.load_state_dict(tensors, strict=False)
-    absent = set(missing) - _shared_names(draft)
+    absent = set(missing) - shared_names(draft)
     if absent or unexpected:
         raise ValueError(f"{folder}: model.safetensors does not fit config.json ({sorted(absent | set(unexpected))[0]}).")
     use_for_few(draft)
@@ -242,57 +176,3 @@ def _with_layers(config, layers: list[int]):
     return config
 
 
-def _empty(target: PreTrainedModel, config) -> PreTrainedModel:
-    """A model of that config without weights worth keeping and, for a moment, with a vocabulary of nothing."""
-    vocab_size, config.vocab_size = config.vocab_size, 8
-    special = {name: getattr(config, name, None) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
-    config.pad_token_id = None
-    draft = AutoModelForCausalLM.from_config(config, dtype=target.dtype).to(target.device).eval()
-    for own in (config, draft.config):
-        own.vocab_size, own.tie_word_embeddings = vocab_size, False
-        for name, value in special.items():
-            setattr(own, name, value)
-    return draft
-
-
-def _share(draft: PreTrainedModel, target: PreTrainedModel, head_ids: torch.Tensor | None) -> None:
-    draft.set_input_embeddings(target.get_input_embeddings())
-    draft.set_output_embeddings(output_head(target, head_ids))
-
-
-def output_head(target: PreTrainedModel, head_ids: torch.Tensor | None) -> nn.Module:
-    """The target's own output head, or one with its rows `head_ids` alone."""
-    head = target.get_output_embeddings()
-    if head_ids is None:
-        return head
-    weight = head.dequantize(target.dtype) if isinstance(head, MXLinear) else head.weight.detach()
-    return PrunedHead(weight[head_ids].clone(), head_ids, target.config.get_text_config().vocab_size)
-
-
-def _shared_names(draft: PreTrainedModel) -> set[str]:
-    shared = {id(module) for module in (draft.get_input_embeddings(), draft.get_output_embeddings())}
-    prefixes = tuple(f"{name}." for name, module in draft.named_modules() if id(module) in shared)
-    return {name for name in draft.state_dict() if name.startswith(prefixes)}
-
-
-def own_parameters(draft: PreTrainedModel) -> list[nn.Parameter]:
-    """What the draft does not share."""
-    shared = _shared_names(draft)
-    return [p for name, p in draft.named_parameters() if name not in shared]
-
-
-def _dense(layer: nn.Module) -> dict[str, torch.Tensor]:
-    """A module's state with MX weights as numbers."""
-    state = {name: p for name, p in layer.state_dict().items() if not name.endswith("weight_scale")}
-    for name, module in layer.named_modules():
-        if isinstance(module, MXLinear):
-            state[f"{name}.weight"] = module.dequantize(torch.float32)
-    return state
-
-
-def _pack(draft: PreTrainedModel, tensors: dict[str, torch.Tensor], format: str) -> None:
-    """MX layers where the file has codes."""
-    for name, module in list(draft.named_modules()):
-        if type(module) is nn.Linear and f"{name}.weight_scale" in tensors:
-            packed = MXLinear(module.in_features, module.out_features, module.bias is not None, format, dtype=module.weight.dtype)
-            replace(draft, name, packed)

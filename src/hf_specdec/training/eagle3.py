@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from .. import parts
 from ..drafts.features import EachNorm
-from . import drafter, published
+from . import published, shared
 from .feature_trainer import FeatureRunConfig, FeatureTrainer
 
 
@@ -39,7 +39,7 @@ def build(target: PreTrainedModel, layer: int, ids: torch.Tensor, reads: tuple[i
     draft.feature_fuse = nn.Linear(3 * width, width, bias=False, device=like.device, dtype=like.dtype)
     draft.feature_fuse.weight.data = torch.cat([torch.zeros(width, 2 * width), torch.eye(width)], dim=1).to(like)
     draft.feature_join = nn.Identity()
-    weights = {name: tensor.to(like) for name, tensor in drafter._dense(layers[layer]).items()}
+    weights = {name: tensor.to(like) for name, tensor in shared.dense(layers[layer]).items()}
     weights["hidden_norm.weight"] = weights["input_layernorm.weight"]
     for name in ("q_proj", "k_proj", "v_proj"):
         own = weights[f"self_attn.{name}.weight"]
@@ -48,7 +48,7 @@ def build(target: PreTrainedModel, layer: int, ids: torch.Tensor, reads: tuple[i
     draft.base_model.layers[0].load_state_dict(weights)
     norm, draft.base_model.norm = draft.base_model.norm, nn.Identity()
     norm.load_state_dict(target.base_model.norm.state_dict())
-    rows = drafter.output_head(target, ids).linear.weight.detach()
+    rows = shared.output_head(target, ids).linear.weight.detach()
     draft.set_output_embeddings(published.NormedHead(norm, rows, ids, config.vocab_size))
     return draft.eval()
 
@@ -107,7 +107,7 @@ class Eagle3Trainer(FeatureTrainer):
         return build(target, layers[0], self.ids if ids is None else ids, self.reads)
 
     def _own(self) -> list[nn.Parameter]:
-        return [*drafter.own_parameters(self.draft), *self.draft.get_output_embeddings().norm.parameters()]
+        return [*shared.own_parameters(self.draft), *self.draft.get_output_embeddings().norm.parameters()]
 
     def _save(self, notes: dict) -> Path:
         return save(self.draft, self.out, notes)

@@ -19,7 +19,7 @@ from ..drafts.medusa import MedusaDraft
 from ..drafts.one_pass import OnePassDraft
 from ..mx.linear import MXLinear
 from ..registry import DRAFTS
-from . import drafter, published
+from . import drafter, published, shared
 
 CONFIG = "vllm_speculative_config.json"
 WEIGHTS = "draft"
@@ -114,7 +114,7 @@ def _weight(linear: torch.nn.Module) -> torch.Tensor:
 
 def _model(draft: PreTrainedModel, target: PreTrainedModel, folder: Path) -> str:
     """The draft as a plain checkpoint: dense weights, with the target's embedding and whole output head, which vLLM does not share."""
-    state = {name: tensor for name, tensor in drafter._dense(draft).items() if not name.startswith("lm_head.")}
+    state = {name: tensor for name, tensor in shared.dense(draft).items() if not name.startswith("lm_head.")}
     plain = AutoModelForCausalLM.from_config(draft.config, dtype=target.dtype)
     head = target.get_output_embeddings()
     plain.get_output_embeddings().weight.data.copy_(head.dequantize(target.dtype) if isinstance(head, MXLinear) else head.weight)

@@ -13,7 +13,7 @@ from ..drafts.medusa import MedusaDraft, MedusaHeads
 from ..drafts.one_pass import OnePassDraft
 from ..drafts.parallel import ParallelDraft
 from ..drafts.pass_draft import PassDraft
-from . import drafter
+from . import shared, storage
 from .feature_trainer import FeatureRunConfig, FeatureTrainer
 from .trainer import Trainer, no_begin
 
@@ -98,18 +98,18 @@ def rank_rates(trainer: Trainer, batches: int) -> list[list[float]]:
 
 def build(target: PreTrainedModel, heads: int, blocks: int = 1, head_ids: torch.Tensor | None = None) -> MedusaHeads:
     """New heads for `target`, in its dtype and on its device; they share its output head, or the rows `head_ids` of it."""
-    return MedusaHeads(heads, blocks, target.get_input_embeddings().weight.detach(), drafter.output_head(target, head_ids))
+    return MedusaHeads(heads, blocks, target.get_input_embeddings().weight.detach(), shared.output_head(target, head_ids))
 
 
 def save(heads: nn.Module, embedding: torch.Tensor, folder: str | Path, target_name: str, format: str = "bf16", notes: dict | None = None) -> Path:
     """Write heads of any kind (with `about`, `rates` and `ids`), as `drafter.save` does a model. embedding: the target's [V, H], by which it is known again."""
     folder, notes = Path(folder), notes or {}
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = drafter._stored(heads, set(), format)
+    tensors = storage.stored(heads, set(), format)
     if heads.ids is not None:
         tensors["head_ids"] = heads.ids.int()
     about = {**heads.about, "rates": notes.get("rank_rates", list(heads.rates)), "notes": notes}
-    return drafter._write(folder, tensors, embedding, target_name, format, about)
+    return storage.write(folder, tensors, embedding, target_name, format, about)
 
 
 def from_parts(about: dict, tensors: dict[str, torch.Tensor], ids: torch.Tensor | None, target: PreTrainedModel, folder: Path) -> OnePassDraft:
@@ -129,7 +129,7 @@ def from_parts(about: dict, tensors: dict[str, torch.Tensor], ids: torch.Tensor 
     if about.get("changed"):
         _check_changed(about, target, folder)
         heads.changed = about["changed"]
-    drafter._pack(heads, tensors, about["weights"])
+    storage.pack(heads, tensors, about["weights"])
     missing, unexpected = heads.load_state_dict(tensors, strict=False)
     if missing or unexpected:
         raise ValueError(f"{folder}: model.safetensors does not fit drafter.json ({sorted(set(missing) | set(unexpected))[0]}).")

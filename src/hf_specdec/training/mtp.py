@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..drafts.feature import FeatureDraft
-from . import drafter
+from . import shared
 
 NAME = "mtp"  # in the place of a drafter's name
 
@@ -53,9 +53,9 @@ def load(target: PreTrainedModel) -> FeatureDraft:
     for name in ("layer_types", "mlp_layer_types"):
         if getattr(one, name, None):
             setattr(one, name, getattr(one, name)[:1])
-    draft, layer = drafter._empty(target, one), found.layers[0].to(target.device, target.dtype)
+    draft, layer = shared.empty(target, one), found.layers[0].to(target.device, target.dtype)
     draft.base_model.layers[0], draft.base_model.norm = layer.mtp_block, layer.post_norm
-    drafter._share(draft, target, None)
+    shared.share(draft, target, None)
     draft.feature_fuse = nn.Linear(1, 1, bias=False, device="meta")
     draft.feature_fuse.weight = nn.Parameter(torch.eye(config.hidden_size, dtype=target.dtype, device=target.device))
     draft.feature_join = Join(layer, bool(getattr(config, "mtp_hidden_states_first", False)))

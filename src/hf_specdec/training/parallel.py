@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..drafts.parallel import BlockDrafter
-from . import drafter
+from . import shared
 from .heads import HeadsRunConfig, HeadsTrainer
 
 
@@ -81,4 +81,4 @@ def build(target: PreTrainedModel, tokens: int, layers: int, reads: tuple[int, .
     if not reads or reads[-1] != config.num_hidden_layers:
         raise ValueError(f"reads={reads!r}: the last one has to be {config.num_hidden_layers}, the state after the final norm, which the head reads.")
     return BlockDrafter(tokens, layers, reads, target.get_input_embeddings().weight.detach(), config.num_attention_heads,
-                        target.get_input_embeddings(), drafter.output_head(target, head_ids), window, seed=seed)
+                        target.get_input_embeddings(), shared.output_head(target, head_ids), window, seed=seed)

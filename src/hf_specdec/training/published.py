@@ -17,7 +17,7 @@ from ..drafts.base import Draft
 from ..drafts.feature import FeatureDraft
 from ..drafts.features import EachNorm
 from ..drafts.medusa import MedusaDraft, MedusaHeads
-from . import drafter
+from . import shared
 
 HUB = "hub:"
 PICKLES = ("medusa_lm_head.pt", "pytorch_model.bin")
@@ -134,7 +134,7 @@ def _medusa(folder: Path, config: dict, tensors: dict[str, torch.Tensor], target
     if vllm and config.get("original_lm_head"):
         rest.pop("lm_heads.0.weight", rest.pop("lm_head.weight", None))
         ids = rest.pop("token_map", None)
-        made = MedusaHeads(heads, layers, like, drafter.output_head(target, None if ids is None else ids.long()))
+        made = MedusaHeads(heads, layers, like, shared.output_head(target, None if ids is None else ids.long()))
     else:
         outputs = [rest.pop(f"lm_heads.{i}.weight" if vllm else f"{i}.{layers}.weight", None) for i in range(heads)]
         if any(weight is None or list(weight.shape) != [_vocab(target), like.shape[1]] for weight in outputs):
@@ -202,7 +202,7 @@ def _eagle3(folder: Path, config: dict, tensors: dict[str, torch.Tensor], target
     return _made(folder, draft, tensors, target)
 
 
-class NormedHead(drafter.PrunedHead):
+class NormedHead(shared.PrunedHead):
     """The final norm and an output head of the tokens `ids` in one."""
 
     def __init__(self, norm: nn.Module, rows: torch.Tensor, ids: torch.Tensor, vocab_size: int):
@@ -246,7 +246,7 @@ def empty(folder: Path, config: dict, target: PreTrainedModel, layers: int) -> P
         raise ValueError(f"{folder}: hidden_size {config.get('hidden_size')} does not map to this target's {width}.")
     own = LlamaConfig(**{name: config[name] for name in LLAMA_KEYS if config.get(name) is not None}, num_hidden_layers=layers,
                       vocab_size=_vocab(target), tie_word_embeddings=False)
-    draft = drafter._empty(target, own)
+    draft = shared.empty(target, own)
     draft.scaled = False
     return draft
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from . import checkpoint, drafter
+from . import checkpoint, drafter, shared
 from .batches import Batch, Corpus, Stream, frequent_tokens, split
 from .losses import LOSSES, acceptance, buckets
 from .processes import join, need_accelerate
@@ -149,7 +149,7 @@ class Trainer:
         return drafter.begin(draft, drafter.load(self.config.begin, target)) if self.config.begin else draft
 
     def _own(self) -> list[nn.Parameter]:
-        return drafter.own_parameters(self.draft)
+        return shared.own_parameters(self.draft)
 
     def _groups(self, own: list[nn.Parameter]) -> list:
         """The optimiser's groups; one may have a `scale` of its learning rate."""

@@ -1,0 +1,90 @@
+"""What a drafter shares with its target, and what it has of its own."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from ..mx.formats import BLOCK
+from ..mx.kernels import cpu
+from ..mx.linear import MXLinear
+
+
+class PrunedHead(nn.Module):
+    """An output head's rows [n, width], those of the tokens `ids` (int64 [n]); every other token gets minus infinity and is never drafted (FR-Spec,
+    arXiv 2502.14856). Exact by construction: q is the law that the token is drawn from."""
+
+    def __init__(self, rows: torch.Tensor, ids: torch.Tensor, vocab_size: int):
+        super().__init__()
+        self.linear = nn.Linear(rows.shape[1], len(ids), bias=False, device="meta")
+        self.linear.weight = nn.Parameter(rows, requires_grad=False)
+        self.register_buffer("ids", ids.to(rows.device, copy=True))
+        self.vocab_size = vocab_size
+
+    def prepare(self, format: str = "bf16") -> PrunedHead:
+        """The same rows packed in the MX `format`, or in the kernels' tiles where they are bfloat16, if the kernels are there: less to read for
+        every drafted token, and faster."""
+        weight = self.linear.weight
+        fits = weight.dtype in (cpu.DTYPES if format != "bf16" else (torch.bfloat16,)) and weight.device.type == "cpu" and weight.shape[1] % BLOCK == 0
+        if fits and not isinstance(self.linear, MXLinear) and cpu.library() is not None:
+            self.linear = MXLinear.from_linear(self.linear, format).prepare()
+        return self
+
+    def few(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [..., n] of the kept tokens alone."""
+        return self.linear(hidden)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [..., vocab_size] from hidden [..., width]."""
+        few = self.few(hidden)
+        every = few.new_full((*few.shape[:-1], self.vocab_size), -torch.inf)
+        return every.index_copy_(-1, self.ids, few)
+
+
+def empty(target: PreTrainedModel, config) -> PreTrainedModel:
+    """A model of that config without weights worth keeping and, for a moment, with a vocabulary of nothing."""
+    vocab_size, config.vocab_size = config.vocab_size, 8
+    special = {name: getattr(config, name, None) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    config.pad_token_id = None
+    draft = AutoModelForCausalLM.from_config(config, dtype=target.dtype).to(target.device).eval()
+    for own in (config, draft.config):
+        own.vocab_size, own.tie_word_embeddings = vocab_size, False
+        for name, value in special.items():
+            setattr(own, name, value)
+    return draft
+
+
+def share(draft: PreTrainedModel, target: PreTrainedModel, head_ids: torch.Tensor | None) -> None:
+    draft.set_input_embeddings(target.get_input_embeddings())
+    draft.set_output_embeddings(output_head(target, head_ids))
+
+
+def output_head(target: PreTrainedModel, head_ids: torch.Tensor | None) -> nn.Module:
+    """The target's own output head, or one with its rows `head_ids` alone."""
+    head = target.get_output_embeddings()
+    if head_ids is None:
+        return head
+    weight = head.dequantize(target.dtype) if isinstance(head, MXLinear) else head.weight.detach()
+    return PrunedHead(weight[head_ids].clone(), head_ids, target.config.get_text_config().vocab_size)
+
+
+def shared_names(draft: PreTrainedModel) -> set[str]:
+    shared = {id(module) for module in (draft.get_input_embeddings(), draft.get_output_embeddings())}
+    prefixes = tuple(f"{name}." for name, module in draft.named_modules() if id(module) in shared)
+    return {name for name in draft.state_dict() if name.startswith(prefixes)}
+
+
+def own_parameters(draft: PreTrainedModel) -> list[nn.Parameter]:
+    """What the draft does not share."""
+    shared = shared_names(draft)
+    return [p for name, p in draft.named_parameters() if name not in shared]
+
+
+def dense(layer: nn.Module) -> dict[str, torch.Tensor]:
+    """A module's state with MX weights as numbers."""
+    state = {name: p for name, p in layer.state_dict().items() if not name.endswith("weight_scale")}
+    for name, module in layer.named_modules():
+        if isinstance(module, MXLinear):
+            state[f"{name}.weight"] = module.dequantize(torch.float32)
+    return state

@@ -1,0 +1,50 @@
+"""What a drafter's folder holds: `drafter.json`, and `model.safetensors` with what the drafter does not share, in 16 bit or MX formats."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from ..mx.formats import BLOCK, get_format
+from ..mx.linear import MXLinear
+from ..mx.packed import quantize
+from ..mx.swap import replace
+from .shards import probe
+
+FORMAT = "hf_specdec drafter 1"
+
+
+def stored(draft: nn.Module, shared: set[str], format: str) -> dict[str, torch.Tensor]:
+    linear = {f"{name}.weight" for name, module in draft.named_modules() if type(module) is nn.Linear}
+    tensors = {}
+    for name, tensor in draft.state_dict().items():
+        if name in shared:
+            continue
+        if format != "bf16" and name in linear and tensor.shape[1] % BLOCK == 0:
+            packed = quantize(tensor.float(), format)
+            tensors[name], tensors[f"{name}_scale"] = packed.codes.contiguous(), packed.scales.contiguous()
+        else:
+            tensors[name] = tensor.to(torch.bfloat16).contiguous()
+    return tensors
+
+
+def write(folder: Path, tensors: dict[str, torch.Tensor], embedding: torch.Tensor, target_name: str, format: str, more: dict) -> Path:
+    about = {"format": FORMAT, "target": target_name, "weights": get_format(format).name, "vocab_size": embedding.shape[0],
+             "hidden_size": embedding.shape[1], "probe": probe(embedding), **more}
+    (folder / "drafter.json").write_text(json.dumps(about, indent=1) + "\n")
+    save_file(tensors, folder / "model.partial", metadata={"format": FORMAT})
+    os.replace(folder / "model.partial", folder / "model.safetensors")
+    return folder
+
+
+def pack(draft: nn.Module, tensors: dict[str, torch.Tensor], format: str) -> None:
+    """MX layers where the file has codes."""
+    for name, module in list(draft.named_modules()):
+        if type(module) is nn.Linear and f"{name}.weight_scale" in tensors:
+            packed = MXLinear(module.in_features, module.out_features, module.bias is not None, format, dtype=module.weight.dtype)
+            replace(draft, name, packed)
