@@ -293,8 +293,8 @@ def test_a_row_without_an_answer_is_named_before_any_work_or_recorded_as_skipped
         (("--dataset", "{data}"), "--dataset needs --output"),
         (("--dataset", "{data}", "--output", "{out}", "--prompt", "a"), "--prompt and --dataset"),
         (("--dataset", "{data}", "--output", "{out}", "--json"), "--json and --dataset"),
-        (("--dataset", "{data}", "--output", "{out}", "--k", 65), "--k=65"),
-        (("--dataset", "{data}", "--output", "{out}", "--seed", -1), "--seed=-1"),
+        (("--dataset", "{data}", "--output", "{out}", "--k", 65), "--k 65"),
+        (("--dataset", "{data}", "--output", "{out}", "--seed", -1), "--seed -1"),
         (("--dataset", "{data}", "--output", "{data}"), "is a file; name a folder"),
     ],
 )
