@@ -294,15 +294,13 @@ def refused(words: str, call):
         call()
 
 
-def test_trees_caches_and_decoder_padding_are_refused():
+def test_trees_and_caches_are_refused():
     model, inputs = model_and_source()
     text = plain(model, inputs)
     refused("num_beams=4 with do_sample=True.*num_beams=1", lambda: speculate(model, inputs, num_beams=4, do_sample=True))
     refused("branches of a tree.*chains", lambda: speculate(model, inputs, KnowingTreeDraft(text.tolist()), 10))
     cache = model.generate(**inputs, max_new_tokens=4, return_dict_in_generate=True)[CACHE]
     refused(f"{CACHE}: the EncoderDecoderCache.*decoder_input_ids", lambda: speculate(model, inputs, **{CACHE: cache}, decoder_input_ids=text))
-    padded = dict(decoder_input_ids=torch.tensor([[0, 0, 9]]), decoder_attention_mask=torch.tensor([[0, 1, 1]]))
-    refused("decoder_attention_mask.*without", lambda: speculate(model, inputs, **padded))
     refused("inputs_embeds.*input_ids", lambda: speculate(model, {"inputs_embeds": torch.zeros(1, 3, 32)}))
     refused("output_hidden_states=True", lambda: speculate(model, inputs, output_hidden_states=True))
 

@@ -28,7 +28,7 @@ def ends_apart(text: torch.Tensor) -> int | None:
     return best if max(ends[best]) - min(ends[best]) >= 8 else None
 
 
-@pytest.mark.share(1 / 2)
+@pytest.mark.share(1 / 4)
 @pytest.mark.parametrize(("line", "attn"), CASES, ids=[f"{line.name}-{attn}" for line, attn in CASES])
 def test_the_rows_of_a_batch_are_plain_generates_whatever_drafts(line, attn):
     if not offers(line, attn):
@@ -36,7 +36,7 @@ def test_the_rows_of_a_batch_are_plain_generates_whatever_drafts(line, attn):
     assert outcome(line, attn, 4 if FULL else 1, ks=(1, 4, 7) if FULL else (4,), rows=3) == "exact"
 
 
-@pytest.mark.share(1 / 2)
+@pytest.mark.share(1 / 4)
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("line", FAMILIES, ids=lambda line: line.name)
 def test_rows_that_end_leave_the_others_what_they_read(line, draft):

@@ -173,9 +173,9 @@ def test_wrong_arguments_are_refused_before_anything_is_loaded(folder, tmp_path,
     monkeypatch.setattr(embedded, "load_model", lambda *_: pytest.fail("a model was loaded"))
     out = tmp_path / "out"
     refused("give --out DIR", folder)
-    refused("format='mxfp5' is not an MX format", folder, "--out", out, "--format", "mxfp5")
-    refused("scale_rule='up'", folder, "--out", out, "--scale-rule", "up")
-    refused("lm_head='x' is not an MX format", folder, "--out", out, "--lm-head", "x")
+    refused("--format mxfp5 is not an MX format", folder, "--out", out, "--format", "mxfp5")
+    refused("--scale-rule up", folder, "--out", out, "--scale-rule", "up")
+    refused("--lm-head x is not an MX format", folder, "--out", out, "--lm-head", "x")
     refused("--text has no meaning without --report", folder, "--out", out, "--text", tmp_path)
     refused("there is no such file", folder, "--report", "--text", tmp_path / "none.txt")
     refused("--calibrate none.txt: there is no such file; name a file of text, or generated", folder, "--out", out, "--calibrate", "none.txt")
@@ -185,7 +185,7 @@ def test_wrong_arguments_are_refused_before_anything_is_loaded(folder, tmp_path,
     refused("--bits needs a text to choose by: give --calibrate FILE", folder, "--out", out, "--bits", "5", "--format", "mxfp4_e2m1")
     chosen = ["--out", out, "--calibrate", "generated", "--format", "mxfp4_e2m1", "--bits"]
     refused("--bits chooses the layers' formats: leave --layer-format out", folder, *chosen, "5", "--layer-format", "up_proj=mxint8")
-    refused("bits=4.0 must be a number from 4.25", folder, *chosen, "4")
+    refused("must be a number from 4.25", folder, *chosen, "4")
     refused("--bits has no meaning with --format mxint8: there is no larger format to choose", folder, "--out", out, "--calibrate", "generated", "--bits", "9", "--format", "mxint8")
     refused("its folder does not exist", folder, "--report", "--json", tmp_path / "none" / "x.json")
     (tmp_path / "mine.json").write_text("{}")
