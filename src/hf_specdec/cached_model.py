@@ -43,8 +43,11 @@ class CachedModel(Forward):
         return self.compiled is not None and self.compiled.untried
 
     def room(self, rows: list[list[int]], room: list[int]) -> list[int]:
-        """`room`, the tokens that each row may still get, such that drafted tokens stay in the model's context while the row does."""
+        """`room`, the tokens that each row may still get, such that drafted tokens stay in the model's context while the row does; where blocks of all rows end
+        in the same columns, of which MPT and GPT-Neo have no more than positions, while the longest row does."""
         limit = self.traits.max_positions
+        if limit and self.cache.plan.aligned and self.traits.encoder == "none" and max(map(len, rows)) <= limit:
+            return [min(left, limit - max(map(len, rows)) + 1) for left in room]
         return [min(left, limit - len(row) + 1) if limit and len(row) <= limit else left for row, left in zip(rows, room)]
 
     def together(self, rows: list[list[int]], k: list[int]) -> list[int]:
@@ -103,6 +106,7 @@ class CachedModel(Forward):
 
     def _not_apart(self, fresh: list[list[int]], proposal: Proposal) -> list[list[int]]:
         """Those of the `fresh` tokens that go into a pass with the candidates: all, or the last of each row where the others have had to be fed apart."""
+        fresh = self._within_context(fresh)
         several, sizes = max(map(len, fresh)) > 1, proposal.sizes
         apart = several and not proposal.tree.is_chain
         if self.states is not None:
@@ -113,6 +117,15 @@ class CachedModel(Forward):
             fresh = [tokens[-1:] for tokens in fresh]
         if self.states is not None:
             self.states.final = self.role == "target" and not any(sizes) and len(set(map(len, fresh))) == 1
+        return fresh
+
+    def _within_context(self, fresh: list[list[int]]) -> list[list[int]]:
+        """What of the `fresh` tokens fits behind the longest row where `room` goes by it; the rest is fed before."""
+        limit = self.traits.max_positions if self.cache.plan.aligned and self.traits.encoder == "none" else None
+        while limit and 1 <= (left := limit - max(self.lengths)) < max(map(len, fresh)):
+            now = [tokens[: min(len(tokens) - left, left)] if len(tokens) > left else [] for tokens in fresh]
+            self.feed(now)
+            fresh = [tokens[len(own) :] for tokens, own in zip(fresh, now)]
         return fresh
 
     def _start(self, prompts: list[list[int]], proposal: Proposal) -> torch.Tensor:

@@ -23,15 +23,16 @@ def counting(model: nn.Module) -> list[nn.Module]:
 @contextmanager
 def counted_by_row(modules: list[nn.Module], starts: list[int], width: int) -> Iterator[None]:
     """Inside, a pass of this thread over blocks of `width` tokens embeds the positions of row b from starts[b] on."""
-    thread = get_ident()
+    thread = get_ident()  # others, in the midst of a pass when hooks come or go, may leave kwargs out
 
-    def before(module, args, kwargs):  # what comes out for all rows alike is not used, and must not fail
+    def before(module, args, kwargs=None):  # what comes out for all rows alike is not used, and must not fail
         if get_ident() == thread:
             given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
             return (), _moved(module, given, max(starts), width)[0]
 
-    def after(module, args, kwargs, output):
+    def after(module, args, *rest):
         if get_ident() == thread:
+            kwargs, _ = rest
             return torch.stack([_of_row(module, kwargs, b, start, width, len(starts)) for b, start in enumerate(starts)])
 
     handles = [module.register_forward_pre_hook(before, with_kwargs=True) for module in modules]

@@ -176,3 +176,15 @@ def test_a_model_that_selects_among_the_keys_of_a_pass_is_refused_where_it_would
     with pytest.raises(ValueError, match=r"target: DogeForCausalLM .*keep_window_size.*max_length at 44 or below \(here 47\).*speculative=False"):
         speculate(model, [row], max_new_tokens=40)
     assert [generated(speculate(model, [row], max_new_tokens=37), [row])] == [plain(model, [row], max_new_tokens=37)]
+
+
+@pytest.mark.parametrize("kind", ["MPT", "GPT-Neo (local layers)"])
+def test_rows_that_reach_the_last_position_at_different_times_share_the_columns_that_there_are(kind):
+    """Their masks have as many columns as the model has positions; drafts with such masks, too."""
+    line, limit = next(family for family in FAMILIES if family.name == kind), 20
+    model = build(line.kind, 0, "eager", line.spread, **line.settings | {name: limit for name in ("max_seq_len", "max_position_embeddings") if name in line.settings})
+    rows = prompts(9, 2, 5, 1, seed=3)
+    texts = plain(model, rows, max_new_tokens=11)
+    for draft in (perturbed(model), perturbed(model, 0.2), None):
+        for k in (7, 16, "auto"):
+            assert generated(speculate(model, rows, draft, k, max_new_tokens=11), rows) == texts

@@ -1,6 +1,7 @@
 """Batches of encoder-decoders, and of decoders that make their masks or positions themselves: every row as plain generate writes it, whatever the others accept."""
 
 import copy
+from threading import Thread
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hf_specdec import compat
 from hf_specdec.compat import CACHE
 from hf_specdec.cached_model import CachedModel
 from hf_specdec.drafts import ModelDraft, PromptLookupDraft, RecyclingDraft, SuffixAutomatonDraft, UniformDraft
+from hf_specdec.positions import counted_by_row, counting
 from hf_specdec.proposal import Proposal
 from tests import architectures
 from tests.encoder_decoders import DRAFTS, FAMILIES, MAX_NEW, family, offers, outcome, plain, seeds, source, sources, speculate
@@ -233,6 +235,19 @@ def test_rows_of_a_decoder_may_begin_with_texts_of_unequal_lengths(name):
     text = plain(model, inputs, **starts)
     for draft in (ModelDraft(perturbed(model, 0.03)), ModelDraft(model), None):
         assert torch.equal(speculate(model, inputs, draft, **starts).sequences, text)
+
+
+def test_hooks_of_other_threads_come_and_go_in_the_midst_of_a_pass():
+    """torch notes apart that a hook takes keyword arguments, so a pass may meet one, of another thread, without that note."""
+    module = counting(family("BART").model())[0]
+    with counted_by_row([module], [3, 1], 2):
+        for notes in (module._forward_pre_hooks_with_kwargs, module._forward_hooks_with_kwargs):
+            notes.clear()
+        out = []
+        other = Thread(target=lambda: out.append(module(torch.zeros(1, 2, dtype=torch.long), 4)))
+        other.start()
+        other.join()
+    assert torch.equal(out[0], module(torch.zeros(1, 2, dtype=torch.long), 4)) and not module._forward_hooks and not module._forward_pre_hooks
 
 
 def test_where_padding_counts_as_text_it_is_refused():
