@@ -219,7 +219,7 @@ def check_call(model, input_ids, processors, generation, model_kwargs: dict, tra
 
 def _check_inputs(config, model_kwargs: dict, traits: compat.ModelTraits, cached: int) -> dict:
     """What is shown beside the text, {} for nothing. What the loop does not know of it is refused."""
-    shown, own = media_in(config, model_kwargs, cached), ("encoder_outputs", "decoder_attention_mask")
+    shown, own = media_in(config, model_kwargs, cached), ("encoder_outputs", "decoder_attention_mask", "global_attention_mask")  # the last, LED's encoder has read
     name = next((name for name in shown if name not in own), None) if traits.encoder == "own" else untried(config, shown)
     if name is not None:
         raise ValueError(f"{name}: this model input is not supported with speculative=True for a model of type {config.model_type!r}. Drop it, or use "

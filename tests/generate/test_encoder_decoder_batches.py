@@ -74,6 +74,17 @@ def test_left_padded_sources_are_read_as_plain_generate_reads_them(name):
         assert torch.equal(speculate(model, inputs, draft).sequences, plain(model, inputs))
 
 
+def test_an_encoder_is_shown_where_its_attention_is_global():
+    model, inputs = family("LED").model(seed=1), sources()
+    whole = torch.zeros_like(inputs["input_ids"]).index_fill(1, torch.tensor([0, 5]), 1)
+    text = plain(model, inputs, global_attention_mask=whole)
+    assert not torch.equal(text, plain(model, inputs))
+    for draft in (ModelDraft(perturbed(model, 0.03)), None):
+        assert torch.equal(speculate(model, inputs, draft, global_attention_mask=whole).sequences, text)
+    beams = [run(model, inputs, None, global_attention_mask=whole, num_beams=3) for run in (lambda m, i, _, **o: plain(m, i, **o), lambda *a, **o: speculate(*a, **o).sequences)]
+    assert torch.equal(*beams)
+
+
 @pytest.mark.parametrize("name", ["T5", "Whisper"])
 def test_the_encoder_reads_the_batch_once_and_a_draft_with_its_own_does(name):
     line = family(name)
