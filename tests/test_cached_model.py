@@ -8,9 +8,10 @@ import torch
 from hf_specdec.cached_model import CachedModel
 from hf_specdec.head import head_at
 from hf_specdec.proposal import Proposal
+from hf_specdec.tap import watched
 from hf_specdec.tree import Tree
 from tests.architectures import FAMILIES
-from tests.helpers import VOCAB, prompts
+from tests.helpers import VOCAB, prompts, tiny_llama
 
 CLOSE = dict(atol=2e-4, rtol=2e-4)
 KINDS = {"full": "Llama", "sliding": "Mistral", "hybrid": "Gemma 3 (text)", "chunked": "Llama 4 (text, chunked)", "learned positions": "GPT-2",
@@ -155,3 +156,12 @@ def test_the_head_works_at_the_places_asked_for_alone():
         assert model(torch.tensor([[5, 6, 7]])).logits.shape[1] == 3
         model.get_output_embeddings = lambda: None
         torch.testing.assert_close(CachedModel(model, 20).score(rows), logits)
+
+
+def test_what_layers_put_out_in_another_thread_is_not_shown_here():
+    model, ids = tiny_llama(), torch.tensor([[3, 4, 5]])
+    with ThreadPoolExecutor(1) as pool, watched([model.model.layers[0]]) as found:
+        pool.submit(model, ids).result()
+        assert not found
+        model(ids)
+    assert len(found) == 1 and found[0].shape[:2] == ids.shape

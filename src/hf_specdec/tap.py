@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import get_ident
 
 import torch
 from torch import nn
@@ -64,9 +65,10 @@ def hidden_of(output) -> torch.Tensor:
 
 @contextmanager
 def watched(modules: list[nn.Module], hook: Callable | None = None) -> Iterator[list[torch.Tensor]]:
-    """Inside, a forward adds what these modules put out to the list, in the order in which they run, or calls `hook` with it."""
+    """Inside, a forward of this thread adds what these modules put out to the list, in the order in which they run, or any forward calls `hook` with it."""
     found: list[torch.Tensor] = []
-    hook = hook or (lambda module, args, output: found.append(hidden_of(output)))
+    thread = get_ident()
+    hook = hook or (lambda module, args, output: found.append(hidden_of(output)) if get_ident() == thread else None)
     handles = [module.register_forward_hook(hook) for module in modules]
     try:
         yield found
