@@ -184,7 +184,8 @@ def check_call(model, input_ids, processors, generation, model_kwargs: dict, tra
     _check_cache_implementation(generation.cache_implementation)
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(generation, name, None) and generation.return_dict_in_generate:
-            raise ValueError(f"{name}=True: not available from a pass that scores several tokens. Drop it, or use speculative=False.")
+            asked = ", which return_token_timestamps asks for" if getattr(generation, "return_token_timestamps", None) else ""
+            raise ValueError(f"{name}=True{asked}: not available from a pass that scores several tokens. Drop it, or use speculative=False.")
     cache, cached = model_kwargs.get(compat.CACHE), 0
     if cache is not None and traits.encoder != "own":
         check_cache(cache, compat.unwrap(model).config, input_ids.shape[0])
