@@ -5,7 +5,7 @@ from threading import Thread
 
 import pytest
 import torch
-from transformers import WhisperForCausalLM
+from transformers import WhisperForCausalLM, WhisperForConditionalGeneration
 
 import hf_specdec
 from hf_specdec import compat
@@ -238,7 +238,10 @@ def test_a_source_is_kept_by_rows():
     assert source("t5")["input_ids"].shape == (1, 12)
 
 
-@pytest.mark.parametrize("name", ["T5", "Whisper", "UMT5"])
+WHISPER = ["Whisper"] if "prepare_inputs_for_generation" in vars(WhisperForConditionalGeneration) else []  # else it counts padding as text, transformers 5.10
+
+
+@pytest.mark.parametrize("name", ["T5", "UMT5", *WHISPER])
 def test_rows_of_a_decoder_may_begin_with_texts_of_unequal_lengths(name):
     line = family(name)
     model, inputs = line.model(seed=seeds(name, 1)[0]), sources(line.kind, 0)
@@ -261,13 +264,15 @@ def test_hooks_of_other_threads_come_and_go_in_the_midst_of_a_pass():
     assert torch.equal(out[0], module(torch.zeros(1, 2, dtype=torch.long), 4)) and not module._forward_hooks and not module._forward_pre_hooks
 
 
-def test_where_padding_counts_as_text_it_is_refused():
-    model = family("BART").model()
+@pytest.mark.parametrize("name", ["BART"] if WHISPER else ["BART", "Whisper"])
+def test_where_padding_counts_as_text_it_is_refused(name):
+    model = family(name).model()
     starts = dict(decoder_input_ids=torch.tensor([[2, 9], [0, 2]]), decoder_attention_mask=torch.tensor([[1, 1], [0, 1]]))
-    with pytest.raises(ValueError, match="decoder_attention_mask: BartForConditionalGeneration counts padding.*pass them without"):
-        speculate(model, sources(rows=2), **starts)
+    with pytest.raises(ValueError, match="decoder_attention_mask: .*ForConditionalGeneration counts padding.*pass them without"):
+        speculate(model, sources(family(name).kind, rows=2), **starts)
 
 
+@pytest.mark.skipif(not WHISPER, reason="this transformers counts padding as text")
 def test_whisper_goes_on_from_what_it_has_transcribed_of_every_recording():
     """condition_on_prev_tokens: the rows' decoders begin with texts of unequal lengths."""
     model = whisper()
