@@ -93,3 +93,13 @@ def test_an_encoder_decoder_is_refused_with_the_way_it_goes(tmp_path):
     T5ForConditionalGeneration(T5Config(vocab_size=16, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="AutoModelForSeq2SeqLM"):
         embedded.load_model(str(tmp_path))
+
+
+def test_the_folder_of_an_adapter_is_read_with_its_base(target_folder, tmp_path):
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    adapted = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(target_folder), peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    adapted.save_pretrained(tmp_path)
+    ids = torch.tensor([[3, 4, 5]])
+    torch.testing.assert_close(embedded.load_model(str(tmp_path), device="cpu")(ids).logits, adapted.eval()(ids).logits)

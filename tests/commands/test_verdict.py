@@ -3,7 +3,7 @@
 import pytest
 
 from hf_specdec import SpeculationTrace
-from hf_specdec.commands.verdict import copies, counted, hint, verdict
+from hf_specdec.commands.verdict import copies, hint, verdict
 from hf_specdec.trace import Round
 
 
@@ -12,6 +12,12 @@ def trace(*rounds: tuple[int, int], draft: str = "prompt_lookup") -> Speculation
     made = SpeculationTrace({"draft": draft}, rounds=[[Round(0, proposed, accepted, accepted + 1, draft)] for proposed, accepted in rounds])
     made.drafted = [[True] * sum(accepted + 1 for _, accepted in rounds)]
     return made
+
+
+def counted(made: SpeculationTrace) -> dict:
+    """The figures of it that `verdict` looks at, as a report has them, beside the speed-up."""
+    rounds = sum(map(len, made.rounds))
+    return {"acceptance_rate": made.acceptance_rate if made.proposed else None, "block_efficiency": made.block_efficiency, "mean_k": made.proposed / rounds}
 
 
 NEW, COPIED = list(range(100, 140)), list(range(40))  # nothing to copy, all of the prompt

@@ -10,11 +10,11 @@ import os
 import shutil
 import tempfile
 from contextlib import redirect_stderr
-from difflib import get_close_matches
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 
+from ..hints import nearest
 from .terminal import working
 
 EMBEDDED = "smollm2"
@@ -64,7 +64,10 @@ def load_model(name: str, dtype="float32", device=None, encoder_decoders: bool =
     source = _source(name)
     with working(f"Loading {name} ..."):
         try:
-            both = AutoConfig.from_pretrained(source).is_encoder_decoder
+            try:
+                both = AutoConfig.from_pretrained(source).is_encoder_decoder
+            except ValueError:  # an adapter has no config of its own; of anything else the model's loader says what is wrong
+                both = False
             if both and not encoder_decoders:
                 raise ValueError(f"{name} is an encoder-decoder, which generate and bench take on the command line; the rest goes through Python: "
                                  "hf_specdec.enable(AutoModelForSeq2SeqLM.from_pretrained(...)).generate(speculative=True).")
@@ -99,8 +102,7 @@ def _source(name: str) -> str:
 
 def near(name: str, known: list[str]) -> str | None:
     """The known name that was meant, before a hub is asked; None for what is like none of them, and for a path or OWNER/NAME."""
-    found = get_close_matches(name.lower().replace("-", "_"), known, 1, 0.8) if "/" not in name and os.sep not in name else []
-    return found[0] if found else None
+    return nearest(name, known) if "/" not in name and os.sep not in name else None
 
 
 def cache_dir() -> Path:

@@ -7,13 +7,6 @@ ENOUGH = 16      # tokens of an answer from which on it says something
 K = 10
 
 
-def counted(trace) -> dict:
-    """The figures of a `SpeculationTrace` that `verdict` looks at, beside the speed-up."""
-    rounds = sum(map(len, trace.rounds))
-    return {"acceptance_rate": trace.acceptance_rate if trace.proposed else None, "block_efficiency": trace.block_efficiency,
-            "mean_k": trace.proposed / rounds if rounds else 0.0}
-
-
 def copies(prompt: list[int], answer: list[int]) -> float:
     """Tokens per target forward that prompt lookup would bring with K fixed, counted on the text alone."""
     from ..bench.measuring import Text, replay
