@@ -24,7 +24,6 @@ from transformers import (
     StaticCache,
     SwitchTransformersConfig,
     SwitchTransformersForConditionalGeneration,
-    SynthIDTextWatermarkingConfig,
     TextStreamer,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
@@ -524,8 +523,6 @@ CALLS = {
     "classifier-free guidance": (lambda m: dict(guidance_scale=1.5), ("guidance_scale", "ClassifierFreeGuidance", "Drop it")),
     "classifier-free guidance of the caller's own": (lambda m: dict(logits_processor=[UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, m)]),
                                                      ("logits_processor", "ClassifierFreeGuidance", "Drop it")),
-    "a watermark that counts": (lambda m: dict(watermarking_config=SynthIDTextWatermarkingConfig(keys=[1, 2], ngram_len=2)),
-                                ("watermarking_config", "SynthID", "Drop it")),
     "mask of another width": (lambda m: dict(inputs=dict(input_ids=torch.tensor(ROWS), attention_mask=torch.ones(1, 15, dtype=torch.long))),
                               ("attention_mask has the shape [1, 15] and input_ids [1, 12]", "one number per token")),
     "mask of another width that hides something": (lambda m: dict(inputs=dict(input_ids=torch.tensor(ROWS), attention_mask=torch.tensor([[0] + [1] * 14]))),

@@ -18,6 +18,7 @@ from .config import MAX_ASSISTANT_TOKENS
 from .distributions import Sampler
 from .draft_stop import StopRule
 from .drafts.base import Context, Draft
+from .following import settle, that_follow
 from .loop import SpeculativeLoop
 from .media import Media, ahead
 from .memory import check_logits
@@ -71,7 +72,7 @@ class Call:
                              f"streamer(row, tokens, drafted).")
         self.max_new = ceil(generation_config.max_length) - input_ids.shape[1]  # plain generate takes 12.5, too, and ends at 13
         self.original_processors = processors
-        self.processors = compat.processors_per_row(processors, input_ids, self.prompts)
+        self.processors = that_follow(compat.processors_per_row(processors, input_ids, self.prompts), self.prompts)
         self.cache = model_kwargs.get(compat.CACHE)
         self.given = self.cache is not None and (
             decoder.cache_is_given or cached_tokens(self.cache) > 0 or getattr(self.cache, "_is_user_defined", False)
@@ -139,8 +140,11 @@ class Call:
         streamer = self.decoder.streamer
         if hasattr(streamer, "put"):
             streamer.put(self.input_ids.cpu())
-        if self.max_new > 0:
-            loop.run()
+        try:
+            if self.max_new > 0:
+                loop.run()
+        finally:
+            settle(self.processors, [row.tokens[row.prompt :] for row in sequences.rows])
         if hasattr(streamer, "end"):
             streamer.end()
         trace = loop.trace

@@ -25,9 +25,9 @@ _PREFIX_FREE = (
 )
 _TENTATIVE_CALLS_BREAK = {  # and the argument that asks for each
     lp.UnbatchedClassifierFreeGuidanceLogitsProcessor: "guidance_scale", lp.ClassifierFreeGuidanceLogitsProcessor: "guidance_scale",
-    lp.SynthIDTextWatermarkLogitsProcessor: "watermarking_config", lp.WhisperNoSpeechDetection: "no_speech_threshold",
-    lp.AlternatingCodebooksLogitsProcessor: "logits_processor",
+    lp.WhisperNoSpeechDetection: "no_speech_threshold", lp.AlternatingCodebooksLogitsProcessor: "logits_processor",
 }
+SYNTHID, SYNTHID_STATE = lp.SynthIDTextWatermarkLogitsProcessor, lp.SynthIDTextWatermarkState
 _COUNTED_FROM_THE_PADDED_START = {
     lp.MinLengthLogitsProcessor: "min_length", lp.MinNewTokensLengthLogitsProcessor: "prompt_length_to_skip",
     lp.ForcedEOSTokenLogitsProcessor: "max_length", lp.ExponentialDecayLengthPenalty: "regulation_start",

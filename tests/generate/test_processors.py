@@ -188,9 +188,13 @@ def test_a_draft_that_has_no_token_left_can_stop_by_its_confidence(kind):
 # --- what a processor of the user's own sees --------------------------------------------------------------------------------
 
 
+class Calls(list):
+    """Not put back before a call, as a list in an attribute is: all calls stay, those on candidates, too."""
+
+
 class Recorder(LogitsProcessor):
     def __init__(self):
-        self.calls = []
+        self.calls = Calls()
 
     def __call__(self, input_ids, scores):
         self.calls.append((input_ids.clone(), scores.clone()))
