@@ -14,6 +14,7 @@ import torch
 import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import hf_specdec
 from hf_specdec import loop
 from hf_specdec.bench.embedded import load_target
 from hf_specdec.drafts import earning
@@ -50,6 +51,16 @@ def test_what_a_script_imports_at_its_top_is_required_by_the_package_for_develop
 def test_what_the_tests_need_is_pinned(file):
     pinned = {line.partition("==")[0].lower() for line in (SCRIPTS.parent / file).read_text().splitlines()}
     assert required("dev", "demo") - pinned <= {"ruff"}
+
+
+def test_structured_output_names_what_fails_and_checks_the_others():
+    pytest.importorskip("xgrammar")
+    model, tokenizer = load_target(device="cpu")
+    module = script("structured_output")
+    module.TEXTS = {"orders": module.TEXTS["orders"]}
+    table = module.measure(hf_specdec.enable(model), tokenizer, 40, 1)
+    assert "Assertion" in table["stock lookup"]["failed"]
+    assert all(row["same"] == 1 and row["speed-up"] > 0 and row["valid"] in (0, 1) for arm, row in table.items() if arm != "stock lookup")
 
 
 def test_overhead_compares_every_engine_with_the_bare_forwards(tmp_path):
