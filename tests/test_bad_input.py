@@ -360,13 +360,14 @@ def test_what_a_decoder_does_not_take_is_told_where_it_goes(options, words):
 
 @pytest.mark.parametrize(("options", "words"), [
     ({"k": 4}, 'speculative={"num_assistant_tokens": ...}'), ({"num_assistant_tokens": 4}, 'speculative={"num_assistant_tokens": ...}'),
-    ({"draft": "mixture"}, 'speculative={"draft": ...}'), ({"assistant_model": PromptLookupDraft()}, "pass assistant_model=..."), ({"zzz": 1}, "it takes model"),
+    ({"draft": "mixture"}, 'speculative={"draft": ...}'), ({"draft_model": PromptLookupDraft()}, "pass assistant_model=..."),
+    ({"zzz": 1}, "it takes model, speculative, assistant_model"),
 ], ids=lambda value: "-".join(value) if isinstance(value, dict) else value)
-def test_what_enable_does_not_take_goes_to_generate(options, words):
+def test_what_enable_does_not_take_is_told_where_it_goes(options, words):
     model = tiny_llama()
-    with refused(model, words=("enable() has no place for", "go to generate()", words), error=TypeError):
+    with refused(model, words=("enable() has no place for", words), error=TypeError):
         hf_specdec.enable(model, **options)
-    with refused(model, words=("enable() has no place for LlamaForCausalLM", "go to generate()"), error=TypeError):
+    with refused(model, words=("enable() has no place for LlamaForCausalLM", "go by name, here or to generate()"), error=TypeError):
         hf_specdec.enable(model, model)
 
 

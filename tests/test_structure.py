@@ -29,7 +29,7 @@ LINES = [
     {"drafts.*", "acceptance"},
     {"drafts", "loop", "arguments", "loading"},
     {"call", "warm"},
-    {"beam"},
+    {"beam", "standing"},
     {"integration"},
     {""},
 ]

@@ -138,6 +138,7 @@ class Call:
 
     def _run(self, loop: SpeculativeLoop, sequences: Sequences) -> None:
         streamer = self.decoder.streamer
+        self.decoder.began.set()
         if hasattr(streamer, "put"):
             streamer.put(self.input_ids.cpu())
         try:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StopStringCriteria
 
-from . import compat, method, registry
+from . import compat, method, registry, standing
 from .arguments import check_arguments, check_draft, check_hook, check_names, check_said_once, given_in_config, goes_into
 from .beam import BeamCall
 from .call import Call
@@ -44,7 +44,7 @@ class _Enabled:
         model, a `Draft`, or None for the config's default draft), `num_assistant_tokens`, `lenience`, `acceptance`. Without
         it, or with False, the call is stock."""
         stock = super().generate if isinstance(self, _Enabled) else MethodType(type(self).generate, self)  # kept by a caller, and disabled since
-        return _generate(self, stock, *args, speculative=speculative, assistant_model=assistant_model, **kwargs)
+        return standing.call(partial(_generate, self, stock, *args, **kwargs), self, _named(stock, args, kwargs), speculative, assistant_model)
 
     def __reduce_ex__(self, protocol):
         reduced = super().__reduce_ex__(protocol)
@@ -62,10 +62,14 @@ def _enabled_class(base: type) -> type:
     return type(base.__name__, (_Enabled, base), body)
 
 
-@partial(by_name, remedy=lambda name, known: f": options and drafts go to generate(){goes_into('speculative', name)}")
-def enable(model):
+@partial(by_name, remedy=lambda name, known: goes_into("speculative", name) or ": options and drafts go by name, here or to generate()")
+def enable(model, *, speculative: bool | dict | SpeculativeConfig | None = None, assistant_model: PreTrainedModel | Draft | None = None):
     """Let this instance's `generate()` understand `speculative=`; returns the instance. Its class, config and weights stay as
     they are; copies, pickles and saved checkpoints keep working. Enabling twice is enabling once.
+
+    speculative: what calls without `speculative=` do from now on, for code that calls `generate()` itself (pipelines, lm-eval, TRL). Such a call that is refused runs
+        without speculation, and a warning says why. False: such calls are stock again.
+    assistant_model: the draft of speculative calls that pass none.
 
     Raises ValueError for models that cannot be used (recurrent, for one), whose `generate` has been replaced, or whose MX weights were not loaded as such; TypeError
     for what is no model.
@@ -79,6 +83,8 @@ def enable(model):
             raise ValueError("model: this instance has a generate of its own, which would hide the one that understands speculative=. Take it off (del "
                              "model.generate), enable the model, and wrap its generate again.")
         model.__class__ = _enabled_class(type(model))
+    if speculative is not None or assistant_model is not None:
+        standing.say(model, speculative, assistant_model)
     return model
 
 
@@ -101,6 +107,7 @@ def disable(model):
         free(model)
     if isinstance(model, _Enabled):
         model.__class__ = type(model).__base_class__
+        standing.unsay(model)
     return model
 
 
@@ -110,7 +117,7 @@ def generate(model, *args, speculative=True, **kwargs):
     return _generate(model, stock, *args, speculative=speculative, **kwargs)
 
 
-def _generate(model, stock, *args, speculative=None, assistant_model=None, **kwargs):
+def _generate(model, stock, *args, began=None, speculative=None, assistant_model=None, **kwargs):
     named, own = _named(stock, args, kwargs), compat.unwrap(model).generation_config
     if speculative is None:
         speculative = getattr(named.get("generation_config"), "speculative", None)
@@ -136,6 +143,7 @@ def _generate(model, stock, *args, speculative=None, assistant_model=None, **kwa
     check_arguments(kwargs, own)
     check_draft(assistant_model, "assistant_model", "speculative")
     decoder = SpeculativeDecoder(assistant_model, config, **bound)
+    decoder.began = began or decoder.began
     decoder.load(model)
     decoder.given = kwargs
     decoder.cache_is_given = any(kwargs.get(name) is not None for name in (compat.CACHE, "past_key_values"))
@@ -182,6 +190,7 @@ class SpeculativeDecoder:
             self._take(draft)
         self.given: dict[str, Any] | None = None  # the arguments of `generate`, where they are known
         self.cache_is_given = False
+        self.began = threading.Event()  # set as the first pass begins: what a call refuses, it has refused
         self.trace: SpeculationTrace | None = None
         self._give_back = _nothing  # to the model, when transformers has prepared the call
         if streamer is not None and not hasattr(streamer, "put") and not callable(streamer):

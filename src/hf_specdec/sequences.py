@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, field
 
 import torch
@@ -40,7 +41,7 @@ class Sequences:
         self.active = list(self.rows)
         self.max_new, self.device, self.streamer = max_new, device, streamer
         self.eos: set[int] = set()
-        self.criteria = []
+        self.criteria, self.own = [], {}
         for criterion in criteria:
             if type(criterion) is EosTokenCriteria:
                 self.eos.update(criterion.eos_token_id.flatten().tolist())
@@ -80,7 +81,8 @@ class Sequences:
             return False
         ids = torch.tensor([row.tokens], device=self.device)
         scores = tuple(score[None] for score in row.scores) or None
-        return any([_verdict(criterion, ids, scores) for criterion in self.criteria])
+        own = self.own.setdefault(row.index, [_of_row(criterion, row.prompt) for criterion in self.criteria])
+        return any([_verdict(criterion, ids, scores) for criterion in own])
 
     def _stream(self, row: Row, count: int) -> None:
         if self.streamer is None or not count:
@@ -102,6 +104,15 @@ class Sequences:
         width = max(map(len, new))
         tail = [tokens + [pad_token_id] * (width - len(tokens)) for tokens in new]
         return torch.cat([prompt, torch.tensor(tail, dtype=prompt.dtype, device=prompt.device).reshape(len(new), width)], dim=1)
+
+
+def _of_row(criterion: StoppingCriteria, prompt: int) -> StoppingCriteria:
+    """lm-eval's criterion counts the rows of its batch, and the tokens of their padded prompts: one for a row alone."""
+    if not {"done_tracker", "initial_decoder_input_length"} <= getattr(criterion, "__dict__", {}).keys():
+        return criterion
+    own = copy(criterion)
+    own.done_tracker, own.initial_decoder_input_length = [False], prompt
+    return own
 
 
 def _verdict(criterion: StoppingCriteria, ids: torch.Tensor, scores: tuple[torch.Tensor, ...] | None) -> bool:

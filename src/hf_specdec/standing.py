@@ -1,0 +1,70 @@
+"""What an enabled model does in calls that say nothing of speculation: what was said once, when it was enabled."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from threading import Event
+from typing import Any
+
+from .arguments import check_draft
+from .config import SpeculativeConfig
+
+_ATTRIBUTE = "_hf_specdec_standing"  # in the model's __dict__, past torch, which would make the draft a part of the model
+
+
+@dataclass(frozen=True, eq=False)
+class Standing:
+    """speculative, assistant_model: as in a call. Copies of the model share it, draft and all."""
+
+    speculative: bool | dict | SpeculativeConfig | None = None
+    assistant_model: Any = None
+
+    def __deepcopy__(self, memo: dict) -> "Standing":
+        return self
+
+
+def say(model, speculative: bool | dict | SpeculativeConfig | None, assistant_model: Any) -> None:
+    """From now on. What is None stays as it was; speculative=False takes all back. ValueError and TypeError for options that no call could have."""
+    before = said(model)
+    if speculative is False:
+        unsay(model)
+        return
+    if speculative is not None:
+        SpeculativeConfig.resolve(speculative)
+    check_draft(assistant_model, "assistant_model", "speculative")
+    vars(model)[_ATTRIBUTE] = Standing(before.speculative if speculative is None else speculative, before.assistant_model if assistant_model is None else assistant_model)
+
+
+def said(model) -> Standing:
+    """What was said for this instance."""
+    return vars(model).get(_ATTRIBUTE) or Standing()
+
+
+def unsay(model) -> None:
+    vars(model).pop(_ATTRIBUTE, None)
+
+
+def call(generate: Callable[..., Any], model, named: dict[str, Any], speculative: bool | dict | SpeculativeConfig | None, assistant_model: Any) -> Any:
+    """generate(speculative=..., assistant_model=...), whose other arguments are `named`: by what the call says, else by what was said before."""
+    known = said(model)
+    asked = getattr(named.get("generation_config"), "speculative", None) if speculative is None else speculative
+    draft = known.assistant_model if assistant_model is None else assistant_model
+    if asked is None and known.speculative and named.get("custom_generate") is None:
+        return _attempt(partial(generate, speculative=known.speculative, assistant_model=draft), partial(generate, speculative=False, assistant_model=assistant_model))
+    return generate(speculative=speculative, assistant_model=draft if asked else assistant_model)
+
+
+def _attempt(speculate: Callable[..., Any], stock: Callable[[], Any]) -> Any:
+    """A call that did not ask for speculation: where it is refused, before its first pass, `stock` serves it, and a warning says why."""
+    began = Event()
+    try:
+        return speculate(began=began)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        if began.is_set():
+            raise
+        why = str(error)
+    warnings.warn(f"This call runs without speculation, which enable(speculative=...) asked for: {why}", stacklevel=4)
+    return stock()
