@@ -46,9 +46,14 @@ class CachedModel(Forward):
         """`room`, the tokens that each row may still get, such that drafted tokens stay in the model's context while the row does; where blocks of all rows end
         in the same columns, of which MPT and GPT-Neo have no more than positions, while the longest row does."""
         limit = self.traits.max_positions
-        if limit and self.cache.plan.aligned and self.traits.encoder == "none" and max(map(len, rows)) <= limit:
+        if limit and self._in_columns and max(map(len, rows)) <= limit:
             return [min(left, limit - max(map(len, rows)) + 1) for left in room]
         return [min(left, limit - len(row) + 1) if limit and len(row) <= limit else left for row, left in zip(rows, room)]
+
+    @property
+    def _in_columns(self) -> bool:
+        """Whether the columns in which all blocks end are no more than positions are: not so under flash attention, which knows no positions."""
+        return self.cache.plan.aligned and self.traits.encoder == "none" and not (self.traits.flash and self.traits.placed)
 
     def together(self, rows: list[list[int]], k: list[int]) -> list[int]:
         """`k`, the tokens to draft for each row, such that rows whose states have not read all that is committed make the pass no wider: such a row is fed
@@ -121,7 +126,7 @@ class CachedModel(Forward):
 
     def _within_context(self, fresh: list[list[int]]) -> list[list[int]]:
         """What of the `fresh` tokens fits behind the longest row where `room` goes by it; the rest is fed before."""
-        limit = self.traits.max_positions if self.cache.plan.aligned and self.traits.encoder == "none" else None
+        limit = self.traits.max_positions if self._in_columns else None
         while limit and 1 <= (left := limit - max(self.lengths)) < max(map(len, fresh)):
             now = [tokens[: min(len(tokens) - left, left)] if len(tokens) > left else [] for tokens in fresh]
             self.feed(now)

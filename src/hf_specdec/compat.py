@@ -15,6 +15,7 @@ from transformers import Cache, CompileConfig, GenerationMixin, LogitsProcessor,
 from transformers.generation import logits_process as lp
 
 from .caches import CACHE, GO_ON, states_of
+from .flash import flash_of, why_not
 
 # --- logits processors ------------------------------------------------------------------------------------------------
 
@@ -127,6 +128,7 @@ class ModelTraits:
     states:         per layer, how many states it carries from token to token (`states.py`); () for models without any. With them,
                     too, masks of one row are the model's own.
     placed:         positions are given although masks are the model's own.
+    flash:          it runs flash attention, which has masks of its own.
     indexed:        layers keep the keys of an indexer beside keys and values.
     """
 
@@ -138,6 +140,7 @@ class ModelTraits:
     encoder: str = "none"
     states: tuple[int, ...] = ()
     placed: bool = False
+    flash: bool = False
     indexed: bool = False
 
     @property
@@ -164,15 +167,19 @@ def traits_of(model: PreTrainedModel, role: str) -> ModelTraits:
     head = model.get_output_embeddings()
     encoder, states = "own" if model.config.is_encoder_decoder else "another's" if "encoder_outputs" in forward else "none", _states(model, config)
     limits = ("max_target_positions", "max_position_embeddings", "max_seq_len")
+    masks, flash, placed = _masks(config, bool(states)), flash_of(config), "position_ids" in forward or model.config.model_type in _HANDS_ON
+    if flash and (why := why_not(model, config, {kind for _, kind, _ in masks}, encoder, states)):
+        raise ValueError(f'{name} runs attn_implementation={flash!r}, which {why}. Call model.set_attn_implementation("sdpa") (or "eager").')
     return ModelTraits(
-        masks=_masks(config, bool(states)),
-        own_positions=own_mask or encoder != "none" or "position_ids" not in forward and model.config.model_type not in _HANDS_ON or bool(states),
+        masks=masks,
+        own_positions=own_mask or encoder != "none" or not placed or bool(states) or bool(flash),
         logits_to_keep="logits_to_keep" in forward,
         vocab_size=head.weight.shape[0] if torch.is_tensor(getattr(head, "weight", None)) else getattr(head, "out_features", config.vocab_size),
         max_positions=next((value for limit in limits if (value := getattr(config, limit, None)) and value > 0), None),
         encoder=encoder,
         states=states,
-        placed=(own_mask or bool(states)) and "position_ids" in forward,
+        placed=(own_mask or bool(states) or bool(flash)) and placed,
+        flash=bool(flash),
         indexed=_INDEXED in (getattr(config, "layer_types", None) or ()),
     )
 
@@ -197,9 +204,9 @@ def _refuse_what_cannot_roll_back(model: PreTrainedModel, config: Any, name: str
         raise ValueError(f"{name} reads its text in both directions (is_decoder=False, is_causal=False or use_bidirectional_attention in its config), so a "
                          f"drafted token would change what is before it. Use speculative=False, or load it as a decoder.")
     attention = getattr(config, "_attn_implementation", None) or "eager"
-    if any(word in attention for word in ("flash", "paged", "flex")):
-        raise ValueError(f"{name} runs attn_implementation={attention!r}, which takes no 4-D mask of numbers and so can score neither ragged rows "
-                         f'nor trees. Call model.set_attn_implementation("sdpa") (or "eager").')
+    if "paged" in attention or "flex" in attention:
+        raise ValueError(f"{name} runs attn_implementation={attention!r}, whose masks and cache are not ours to make. "
+                         f'Call model.set_attn_implementation("sdpa") (or "eager").')
 
 
 def _strange(config: Any) -> list[str]:
@@ -219,19 +226,13 @@ def _reads_both_ways(model: PreTrainedModel, config: Any) -> bool:
     return getattr(config, "is_decoder", True) is False and any(getattr(part, "is_decoder", True) is False for part in model.modules())
 
 
-def why_not_compiled(model: PreTrainedModel) -> str | None:
-    """What the cache of a compiled pass, keys and values of every layer, does not fit."""
-    config = model.config.get_text_config()
-    if getattr(config, "cross_attention_layers", None):
-        return "it passes over layers where there is no image"
-    return "it keeps the keys of an indexer, too" if _INDEXED in (getattr(config, "layer_types", None) or ()) else None
-
-
 def own_mask_refusal(model: PreTrainedModel, role: str, branches: bool = False) -> str:
     """Why a model takes no ragged batch, or one that makes its own masks or carries states no `branches` of a tree."""
     model = unwrap(model)
     if branches:
-        why = "carries a state from token to token, which" if _states(model, model.config.get_text_config()) else \
+        flash = flash_of(config := model.config.get_text_config())
+        why = "carries a state from token to token, which" if _states(model, config) else \
+            f'runs attn_implementation={flash!r}, which goes along one text (call set_attn_implementation("sdpa")), which' if flash else \
             "makes its attention mask or positions itself (as encoder-decoders and ALiBi do), along one text, which"
         return f"{role}: {type(model).__name__} {why} branches of a tree cannot share. Propose chains, or use speculative=False."
     return (f"{role}: {type(model).__name__} gives a row other logits in a ragged batch than alone, so rows that accept different numbers of tokens cannot share a "

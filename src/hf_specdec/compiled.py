@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from . import compat, passes
-from .fixed_cache import FixedCache
+from .fixed_cache import FixedCache, why_not_compiled
 from .kv_cache import SlotCache
 from .layerwise import TRIAL, Layerwise, Made, NotCompiled
 from .parts import decoder_layers, read_at, read_once
@@ -99,7 +99,7 @@ class CompiledPasses:
         self.most, self.runner = passes.runner(model, compiled=True)
         for addition in passes.ADDITIONS:
             addition.prepare(model)
-        if why := compat.why_not_compiled(compat.unwrap(model)):
+        if why := why_not_compiled(compat.unwrap(model)):
             self.give_up(why)
 
     def places(self, width: int) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 
@@ -89,3 +90,11 @@ class Kept(Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         return query_length, 0
+
+
+def why_not_compiled(model: PreTrainedModel) -> str | None:
+    """What the cache of a compiled pass, keys and values of every layer, does not fit."""
+    config = model.config.get_text_config()
+    if getattr(config, "cross_attention_layers", None):
+        return "it passes over layers where there is no image"
+    return "it keeps the keys of an indexer, too" if "indexed_attention" in (getattr(config, "layer_types", None) or ()) else None

@@ -49,12 +49,14 @@ class Forward:
         self.traits = traits or compat.traits_of(compat.unwrap(model), role)
         aligned = self.traits.own_positions and not self.traits.states
         self.cache = SlotCache(limit, FixedBuffers(model, role) if compile else None, self.traits.states, StateLayer, aligned)
-        self.counting = counting(compat.unwrap(model)) if aligned else []
+        self.counting = counting(compat.unwrap(model)) if aligned and not self.traits.placed else []
         self.states = Checkpoints(self.cache.layers, compat.unwrap(model)) if self.traits.states else None
         self.compiled = CompiledPasses(model, role, compile) if compile else None
         self.most, self.runner = passes.runner(model, compiled=False)
         if compile and (source is not None or self.traits.own_positions or counts_itself(compat.unwrap(model), limit)):
-            self.compiled.give_up("it makes its masks or positions itself")
+            flash = self.traits.flash
+            self.compiled.give_up("it runs flash attention, which takes no mask over buffers of fixed shapes" if flash else
+                                  "it makes its masks or positions itself", for_good=not flash)
         self.device, self.dtype = compat.device_of(model), model.dtype
         self.media: Media | None = None
         self.lengths: list[int] = []

@@ -96,9 +96,12 @@ class Placing:
         return {"position_ids": positions.expand(len(sizes), -1), "attention_mask": masks.get(None, masks)}
 
     def _by_columns(self, plan: SlotPlan, starts: list[int], width: int, sizes: list[int]) -> dict:
-        """Of a model that makes its masks itself, from which columns [B, visible] hold tokens: those of the block, and before it as many as a row has."""
-        begins, last = torch.tensor([starts, sizes], device=self.device)[..., None]
-        mask = {"attention_mask": (torch.arange(plan.visible, device=self.device) >= plan.cached - begins).long()}
+        """Of a model that makes its masks itself, from which columns [B, visible] hold tokens: those of the block, and before it as many as a row has. Flash
+        attention needs no mask where all begin at the same slot; the positions of one row then go on in its padding: others would be those of several texts."""
+        flash = self.traits.flash
+        begins, last = torch.tensor([starts, [width] if flash and len(sizes) == 1 else sizes], device=self.device)[..., None]
+        hidden = not flash or plan.columns is not None
+        mask = {"attention_mask": (torch.arange(plan.visible, device=self.device) >= plan.cached - begins).long() if hidden else None}
         return mask | ({"position_ids": begins + torch.arange(width, device=self.device).minimum(last - 1)} if self.traits.placed else {})
 
     def _beside_states(self, plan: SlotPlan, starts: list[int], width: int, sizes: list[int]) -> dict:

@@ -22,9 +22,14 @@ _answers: WeakKeyDictionary = WeakKeyDictionary()
 
 
 def check_batch(model: PreTrainedModel, traits: ModelTraits, batch: int, role: str) -> None:
-    """ValueError naming `role` if `model` cannot score `batch` ragged rows in one pass. The encoder-decoders that are not refused have been seen to."""
-    if batch > 1 and traits.encoder != "own" and not obeys_masks(model, traits):
-        raise ValueError(own_mask_refusal(model, role))
+    """ValueError naming `role` if `model` cannot score `batch` ragged rows in one pass, or its flash attention not even one. The encoder-decoders that are not
+    refused have been seen to."""
+    if (batch == 1 and not traits.flash) or traits.encoder == "own" or obeys_masks(model, traits):
+        return
+    if traits.flash:
+        raise ValueError(f"{role}: {type(model).__name__} runs attn_implementation={compat.flash_of(model.config.get_text_config())!r}, which gives the tokens of a "
+                         f'pass other logits than a pass over the whole text does. Call model.set_attn_implementation("sdpa"), or use speculative=False.')
+    raise ValueError(own_mask_refusal(model, role))
 
 
 def check_trees(draft, model: PreTrainedModel, traits: ModelTraits, length: int, role: str) -> None:
@@ -81,12 +86,14 @@ def _in_step(model: PreTrainedModel) -> bool:
 @torch.no_grad()
 def obeys_masks(model: PreTrainedModel, traits: ModelTraits) -> bool:
     """Whether a ragged pass gives every row the logits of a pass of its own. Costs four short forwards the first time; free for
-    the families in `TESTED`."""
-    if model.config.get_text_config().model_type in TESTED:
+    the families in `TESTED`, but under flash attention, where it is a matter of the kernels at hand, too."""
+    config = model.config.get_text_config()
+    if config.model_type in TESTED and not traits.flash:
         return True
-    if model not in _answers:
-        _answers[model] = _ragged_equals_alone(model, traits)
-    return _answers[model]
+    answers, attention = _answers.setdefault(model, {}), compat.flash_of(config)
+    if attention not in answers:
+        answers[attention] = _ragged_equals_alone(model, traits)
+    return answers[attention]
 
 
 def _ragged_equals_alone(model: PreTrainedModel, traits: ModelTraits) -> bool:
@@ -106,9 +113,17 @@ def _ragged_equals_alone(model: PreTrainedModel, traits: ModelTraits) -> bool:
             alone = lone.score([whole[0].tolist()])[0, 0].float()
         else:
             positions = torch.arange(whole.shape[1], device=model.device)[None]  # as stock generate counts; RoBERTa alone would begin at its pad token + 1
-            given = {} if traits.own_positions else {"position_ids": positions}
+            given = {"position_ids": positions} if traits.placed or not traits.own_positions else {}
             alone = model(input_ids=whole, **given, use_cache=False).logits[0, -1].float()
-        near = 0.005 if model.dtype == torch.float32 else 0.05  # in 16 bit, sums of other numbers of rows are rounded in other ways
-        if not torch.allclose(together[b, 0].to(alone.device), alone, atol=near * float(alone.std()), rtol=0.0):
+        off = (together[b, 0].to(alone.device) - alone).abs() / alone.std()
+        if not _near(off, model.dtype, traits.flash):
             return False
     return True
+
+
+def _near(off: torch.Tensor, dtype: torch.dtype, flash: bool) -> bool:
+    """Whether logits that are off by so many [V] of their standard deviations are the same but for rounding: in 16 bit, sums of other numbers of rows are rounded
+    in other ways, and flash attention, which is asked of large models of all kinds, sums in another order; tokens that see others are off everywhere."""
+    if dtype == torch.float32:
+        return bool(off.max() <= 0.005)
+    return bool(off.mean() <= 0.15) if flash else bool(off.max() <= 0.05)
