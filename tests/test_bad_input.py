@@ -92,9 +92,9 @@ def recurrent():
 
 
 @lru_cache
-def flash():
+def flex():
     model = tiny_llama()
-    model.config._attn_implementation = "flash_attention_2"
+    model.config._attn_implementation = "flex_attention"
     return model
 
 
@@ -304,7 +304,7 @@ def test_a_rule_that_contradicts_do_sample_is_refused(rule, do_sample):
 MODELS = [
     (encoder_decoder, ("SwitchTransformersForConditionalGeneration", "encoder-decoder", "Use speculative=False")),
     (recurrent, ("MambaForCausalLM", "cannot be rolled back", "Use speculative=False")),
-    (flash, ("LlamaForCausalLM", "flash_attention_2", "set_attn_implementation")),
+    (flex, ("LlamaForCausalLM", "flex_attention", "set_attn_implementation")),
 ]
 every_model = pytest.mark.parametrize(("made", "words"), MODELS, ids=[made.__name__ for made, _ in MODELS])
 

@@ -9,6 +9,8 @@ from typing import Any
 
 from transformers import PreTrainedModel, modeling_flash_attention_utils
 
+_THREE_AXES = {"glm4v_moe", "ernie4_5_vl_moe"}
+
 
 def flash_of(config: Any) -> str:
     """The flash attention that models of this text config run; "" for any other attention."""
@@ -18,8 +20,10 @@ def flash_of(config: Any) -> str:
 
 def why_not(model: PreTrainedModel, config: Any, kinds: set[str], encoder: str, states: tuple[int, ...]) -> str | None:
     """Why drafted tokens would not get under flash attention what plain decoding gives them; None where they do. kinds: of the masks of the layers."""
-    if not getattr(model, "_supports_flash_attn", True):
+    if not getattr(model, "_supports_flash_attn", True) and not getattr(model, "_supports_flash_attn_2", False):  # the second in code from a hub
         return "its code does not support (transformers has _supports_flash_attn=False for it)"
+    if model.config.model_type in _THREE_AXES:
+        return "takes the three axes of its positions for several texts where there is one row (plain generate fails, too)"
     if states:
         return "nobody has tried beside layers that carry states"
     if encoder != "none" or getattr(config, "cross_attention_layers", None):

@@ -26,7 +26,7 @@ class ModelDraft(Draft):
     reads: after the start of a call, whose encoder outputs an encoder-decoder reads, and why: "its own", or "the target's: " and
            "the same module", "equal parameters" or "it has no encoder of its own"; "" for a decoder-only model.
 
-    Raises ValueError if the model cannot be rolled back (recurrent, flash attention).
+    Raises ValueError if the model cannot be rolled back (recurrent, paged attention).
     """
 
     name = "model"

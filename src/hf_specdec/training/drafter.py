@@ -19,6 +19,7 @@ from .. import parts
 from ..drafts import features
 from ..drafts.base import Draft
 from ..drafts.feature import FeatureDraft
+from ..flash import flash_of
 from ..mx.attention import use_for_few
 from ..mx.norms import use_kernel_norms
 from ..registry import SHIPPED, shipped
@@ -170,6 +171,8 @@ def _with_layers(config, layers: list[int]):
         except AttributeError:
             raise ValueError(f"layers={layers!r}: {type(config).__name__} says of itself what its layers are, so no draft can be made of some of them. "
                              f"Train heads (medusa) on it, or use another draft.") from None
+    if flash_of(text):  # a drafter is trained with masks of numbers
+        config._attn_implementation = text._attn_implementation = "sdpa"
     for name in ("quantization_config", "_name_or_path"):
         if hasattr(config, name):
             delattr(config, name)
