@@ -158,7 +158,7 @@ def test_a_short_row_drafts_on_while_a_long_one_nears_the_end_of_the_context():
 
 
 @pytest.mark.share(1 / 12)
-@pytest.mark.parametrize("family", [*BY_NAME.values()], ids=list(BY_NAME))
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 @pytest.mark.parametrize("batch", [1, 3], ids=["alone", "ragged"])
 def test_every_family_is_exact_or_refused(family, batch, monkeypatch):
     monkeypatch.setattr(type(family), "model", lambda self, attn, seed=0: made(self.name, seed))
