@@ -471,10 +471,6 @@ def test_a_draft_instance_without_speculative_is_refused(draft, speculative):
 # --- arguments of generate ----------------------------------------------------------------------------------------------
 
 
-def embedded(model, **more):
-    return {"inputs_embeds": model.get_input_embeddings()(torch.tensor(ROWS)).detach(), **more}
-
-
 def a_row_of_padding():
     return {"input_ids": torch.tensor([[1, 2], [0, 0]]), "attention_mask": torch.tensor([[1, 1], [0, 0]])}
 
@@ -485,8 +481,6 @@ EMPTY = torch.zeros((1, 0), dtype=torch.long)
 CALLS = {
     "beams of a draft that cannot follow them": (lambda m: dict(num_beams=2, assistant_model=UniformDraft()), ("num_beams=2", "use num_beams=1")),
     "beams that sample": (lambda m: dict(num_beams=3, do_sample=True), ("num_beams=3", "or num_beams=1")),
-    "embeddings": (lambda m: dict(inputs=embedded(m)), ("inputs_embeds", "Pass input_ids")),
-    "embeddings and ids": (lambda m: dict(inputs=embedded(m, input_ids=torch.tensor(ROWS))), ("inputs_embeds", "Pass input_ids")),
     "empty prompt": (lambda m: dict(inputs=dict(input_ids=EMPTY)), ("input_ids", "at least one token")),
     "empty prompt and mask": (lambda m: dict(inputs=dict(input_ids=EMPTY, attention_mask=EMPTY)), ("input_ids", "at least one token")),
     "one empty row": (lambda m: dict(inputs=a_row_of_padding()), ("input_ids", "at least one")),

@@ -176,8 +176,6 @@ def check_call(model, input_ids, processors, generation, model_kwargs: dict, tra
     check_mode(model, "target")
     own = compat.unwrap(model).generation_config
     _check_beams(generation)
-    if model_kwargs.get("inputs_embeds") is not None:
-        raise ValueError("inputs_embeds: the draft needs token ids. Pass input_ids.")
     if input_ids.ndim != 2 or input_ids.shape[1] == 0:
         raise ValueError("input_ids: the prompt is empty; give at least one token per row.")
     _check_way_of_decoding(lambda name: getattr(generation, name, None), own)
@@ -221,6 +219,7 @@ def check_call(model, input_ids, processors, generation, model_kwargs: dict, tra
 def _check_inputs(config, model_kwargs: dict, traits: compat.ModelTraits, cached: int) -> dict:
     """What is shown beside the text, {} for nothing. What the loop does not know of it is refused."""
     shown, own = media_in(config, model_kwargs, cached), ("encoder_outputs", "decoder_attention_mask", "global_attention_mask")  # the last, LED's encoder has read
+    shown.pop("labels", None)  # of Seq2SeqTrainer; generate hands them to no pass
     name = next((name for name in shown if name not in own), None) if traits.encoder == "own" else untried(config, shown)
     if name is not None:
         raise ValueError(f"{name}: this model input is not supported with speculative=True for a model of type {config.model_type!r}. Drop it, or use "

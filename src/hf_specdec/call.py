@@ -20,7 +20,7 @@ from .draft_stop import StopRule
 from .drafts.base import Context, Draft
 from .following import settle, that_follow
 from .loop import SpeculativeLoop
-from .media import Media, ahead
+from .media import Embedded, Media, ahead, embedded
 from .memory import check_logits
 from .noise import Gumbel, Noise
 from .probe import check_trees
@@ -53,8 +53,11 @@ class Call:
 
     def __init__(self, decoder, model, input_ids, processors, generation_config, inputs_tensor, model_kwargs):
         self.decoder, self.model, self.config = decoder, model, decoder.config
-        self.input_ids, self.generation = input_ids, generation_config
+        self.ids, embeds = input_ids, model_kwargs.get("inputs_embeds")  # as they were passed
         self.traits = compat.traits_of(compat.unwrap(model), "target")
+        if embeds is not None:
+            input_ids, generation_config, model_kwargs = embedded(model, input_ids, generation_config, model_kwargs, self.traits)
+        self.input_ids, self.generation, self.hidden = input_ids, generation_config, self.ids.shape != input_ids.shape
         check_vocabulary(decoder.draft, self.traits)
         check_draft_stop(decoder.draft, self.config)
         shown = check_call(model, input_ids, processors, generation_config, model_kwargs, self.traits)
@@ -64,6 +67,8 @@ class Call:
         self.columns = [keep.nonzero()[:, 0].tolist() for keep in mask.bool()]  # of every row, what is not padding
         self.positions = model_kwargs.get("position_ids")
         self.media = Media(model, shown, input_ids, self.columns, self.positions, decoder.given) if shown else None
+        if embeds is not None:
+            self.media = Embedded(model, {"inputs_embeds": embeds}, input_ids, self.columns, None)
         self.prompts = [row[columns].tolist() for row, columns in zip(input_ids, self.columns)]
         if min(map(len, self.prompts)) == 0:
             raise ValueError("input_ids: a row without a token cannot be continued; give every row at least one.")
@@ -72,7 +77,8 @@ class Call:
                              f"streamer(row, tokens, drafted).")
         self.max_new = ceil(generation_config.max_length) - input_ids.shape[1]  # plain generate takes 12.5, too, and ends at 13
         self.original_processors = processors
-        self.processors = that_follow(compat.processors_per_row(processors, input_ids, self.prompts), self.prompts)
+        seen = [[] for _ in self.prompts] if self.hidden else self.prompts
+        self.processors = that_follow(compat.processors_per_row(processors, self.ids, seen), seen)
         self.cache = model_kwargs.get(compat.CACHE)
         self.given = self.cache is not None and (
             decoder.cache_is_given or cached_tokens(self.cache) > 0 or getattr(self.cache, "_is_user_defined", False)
@@ -100,8 +106,8 @@ class Call:
         device, batch = compat.device_of(self.model), len(self.prompts)
         as_dict = generation.return_dict_in_generate
         rule = self._acceptance()
-        self.max_new = _new_tokens(criteria, self.input_ids.shape[1], self.max_new)
-        sequences = Sequences(self.prompts, self.max_new, criteria, device, decoder.streamer)
+        self.max_new = _new_tokens(criteria, self.ids.shape[1], self.max_new)
+        sequences = Sequences(self.prompts, self.max_new, criteria, device, decoder.streamer, self.hidden)
         longest, limit = self._lengths()
         target = CachedModel(self.model, limit, "target", self.traits, self.source, self.config.compile)
         if self.given and cached_tokens(self.cache):
@@ -111,7 +117,8 @@ class Call:
         target.reader = decoder.draft.read if decoder.draft.reads_prompt else None
         seeds = self._seeds(batch)
         noise, gumbel = Noise(seeds, device), Gumbel(seeds, device) if rule.coupled else None
-        sampler = Sampler(self.processors, rule.samples, bool(as_dict and generation.output_scores), gumbel, sequences.eos)
+        hidden = list(map(len, self.prompts)) if self.hidden else ()
+        sampler = Sampler(self.processors, rule.samples, bool(as_dict and generation.output_scores), gumbel, sequences.eos, hidden)
         context = Context(sequences.tokens, longest, self.traits.vocab_size, device, sampler, noise.uniform, self.source, self._stop(),
                           target, self.config.seed is None, media=self.media)
         trace = SpeculationTrace(decoder.settings(self.rule_name), rule.lossless)
@@ -140,7 +147,7 @@ class Call:
         streamer = self.decoder.streamer
         self.decoder.began.set()
         if hasattr(streamer, "put"):
-            streamer.put(self.input_ids.cpu())
+            streamer.put(self.ids.cpu())
         try:
             if self.max_new > 0:
                 loop.run()
@@ -155,13 +162,14 @@ class Call:
 
     def _pack(self, loop: SpeculativeLoop, sequences: Sequences) -> Any:
         pad = self.generation._pad_token_tensor
-        ids = sequences.padded(self.input_ids, 0 if pad is None else int(pad))
+        ids, prompt = sequences.padded(self.ids, 0 if pad is None else int(pad)), self.input_ids.shape[1]
+        width = prompt + ids.shape[1] - self.ids.shape[1]
         cache = None
         if loop.want_cache and len(loop.cached_rows) == len(sequences.rows):
             rows = [loop.cached_rows[row.index] for row in sequences.rows]
-            columns = [[*own, *range(self.input_ids.shape[1], ids.shape[1])] for own in self.columns]
+            columns = [[*own, *range(prompt, width)] for own in self.columns]
             config = None if self.source else self.model.config
-            cache = assemble_cache(config, rows, columns, ids.shape[1] - 1, self.cache)
+            cache = assemble_cache(config, rows, columns, width - 1, self.cache)
             if self.traits.states:
                 loop.target.states.store(cache)
             cache = loop.target.run.with_cross(cache) if self.source else cache

@@ -39,11 +39,12 @@ class Sampler:
     eos:        the tokens that end a text.
     do_sample:  whether tokens are drawn from the law; False where its argmax is taken, in greedy decoding and in coupled sampling.
     gumbel:     the noise of coupled sampling, else None.
+    hidden:     per row, how many of its first tokens stand for embeddings, which processors do not see; () for none.
     """
 
     def __init__(self, processors: Sequence[Sequence[LogitsProcessor]], do_sample: bool, keep_scores: bool = False, gumbel: Gumbel | None = None,
-                 eos: Collection[int] = ()):
-        self.rows, self.eos = list(processors), frozenset(eos)
+                 eos: Collection[int] = (), hidden: Sequence[int] = ()):
+        self.rows, self.eos, self.hidden = list(processors), frozenset(eos), list(hidden)
         self.do_sample, self.gumbel = do_sample, gumbel
         self.needs_prefix = any(not compat.is_prefix_free(p) for p in self.rows[0]) if self.rows else False
         self.exact_scores = do_sample or keep_scores or gumbel is not None or bool(self.rows and self.rows[0])
@@ -57,14 +58,16 @@ class Sampler:
         """Only these rows go on."""
         if self.rows:
             self.rows = [self.rows[row] for row in rows]
+        self.hidden = [self.hidden[row] for row in rows] if self.hidden else []
         if self.gumbel is not None:
             self.gumbel.keep(rows)
 
-    def text(self, row: list[int] | torch.Tensor, drafted: list[int], device) -> torch.Tensor | None:
-        """int64 [1, L]: a row's tokens, a list or int64 [1, n], and those drafted after them; None where one of these ends the text."""
+    def text(self, b: int, row: list[int] | torch.Tensor, drafted: list[int], device) -> torch.Tensor | None:
+        """int64 [1, L]: the tokens of row b, a list or int64 [1, n], and those drafted after them; None where one of these ends the text."""
         if self.eos.intersection(drafted):
             return None
         begin = row if torch.is_tensor(row) else torch.tensor([row], device=device)
+        begin = begin[:, self.hidden[b] :] if self.hidden else begin
         return torch.cat([begin, begin.new_tensor([drafted])], dim=1) if drafted else begin
 
     def leaves(self, b: int, text: torch.Tensor, token: int, vocab: int) -> bool:

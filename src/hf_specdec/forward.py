@@ -109,7 +109,8 @@ class Forward:
         keep = wanted is not None and self.traits.logits_to_keep
         inputs |= {"logits_to_keep": wanted} if keep else {}
         inputs |= {compat.CACHE: self.cache, "use_cache": True, "return_dict": True}
-        inputs |= {"input_ids": tokens} if embeds is None else {"inputs_embeds": embeds}
+        if "inputs_embeds" not in inputs:
+            inputs |= {"input_ids": tokens} if embeds is None else {"inputs_embeds": embeds}
         if self.compiled is not None and not any(starts) and not seen:
             logits, states = self.compiled.start(self.run, inputs, layers, self._trial) or (None, [])
             if logits is not None and not self.compiled.untried:

@@ -71,7 +71,7 @@ class SpeculativeLoop:
         text = cache(lambda b: torch.tensor([self.sequences.tokens[b]], device=self.context.device))
         drafted = cache(lambda b: [0, *proposal.tokens[b].tolist()])
         ended, device, path = [row.ended for row in self.sequences.active], self.context.device, proposal.tree.path
-        return lambda b, node: None if ended[b] else self.sampler.text(text(b), [drafted(b)[step] for step in path(node)], device)
+        return lambda b, node: None if ended[b] else self.sampler.text(b, text(b), [drafted(b)[step] for step in path(node)], device)
 
     def _emit(self, proposal: Proposal, on_path: torch.Tensor, token: torch.Tensor, law: Law, logits: torch.Tensor) -> list[int]:
         """Commit path and token to the rows and to the target's cache, drop the rows that are done; accepted tokens per row.

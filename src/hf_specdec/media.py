@@ -4,6 +4,7 @@ after it is text. transformers prepares that pass (5.10 up to 6)."""
 from __future__ import annotations
 
 import inspect
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from . import compat
-from .caches import CACHE, GOES_ON
+from .caches import CACHE, GOES_ON, cached_tokens
 
 TRIED = {  # model types whose answers to what they are shown were compared with plain generate's
     "image": frozenset(
@@ -118,6 +119,50 @@ class Media:
             return {} if _READ in self.inputs else self.inputs
         names = set(inspect.signature(model.forward).parameters) - _TEXT - {"input_ids", "inputs_embeds", "labels"}
         return {name: value for name, value in self.raw.items() if name in names and value is not None}
+
+
+_BY_IDS = frozenset(  # what else goes by the ids: embeddings of every layer, positions of the first pass
+    "gemma4 gemma4_text gemma4_unified git camembert data2vec-text roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl xmod".split())
+
+
+class Embedded(Media):
+    """Prompts that are embeddings, inputs["inputs_embeds"] float [B, P, H]. tokens: what was passed beside them, or zeros."""
+
+    def _laid_out(self, value: Any, width: int, begins: list[int], beyond: torch.Tensor | int = 0) -> torch.Tensor:
+        laid = value.new_zeros((len(value), width, value.shape[-1]))
+        for b, own in enumerate(self.columns):
+            laid[b, begins[b] : begins[b] + len(own)] = value[b, own]
+        return laid
+
+    def for_draft(self, model: PreTrainedModel) -> "Embedded | None":
+        """The same for a draft that embeds tokens as the target does; None for another, which reads the tokens."""
+        own, theirs = (compat.unwrap(each).get_input_embeddings().weight for each in (model, self.model))
+        if own is not theirs and (own.shape != theirs.shape or not torch.equal(own.to(theirs), theirs)):
+            return None
+        embeds = {"inputs_embeds": self.inputs["inputs_embeds"].to(own)}
+        return Embedded(model, embeds, self.tokens.to(own.device), self.columns, None)
+
+
+def embedded(model: PreTrainedModel, input_ids: torch.Tensor, generation: Any, model_kwargs: dict[str, Any], traits: compat.ModelTraits) -> tuple:
+    """input_ids int64 [B, P] and generation config of a call whose prompts are inputs_embeds, with or without ids beside them, and its other model inputs: without
+    ids zeros stand for the embeddings, and lengths count them. ValueError naming the argument where nobody has tried it."""
+    embeds, others = model_kwargs["inputs_embeds"], {name: value for name, value in model_kwargs.items() if name != "inputs_embeds"}
+    name, positions = type(compat.unwrap(model)).__name__, others.get("position_ids")
+    why = "an encoder reads them" if traits.encoder != "none" else \
+        f"{name} makes its masks or positions itself, or carries states" if traits.own_positions and not traits.flash or traits.indexed else \
+        f"{name} goes by ids beside them" if compat.unwrap(model).config.model_type in _BY_IDS else \
+        f"{name} has several positions for a token" if positions is not None and positions.ndim > 2 else \
+        f"a {CACHE} that holds tokens" if cached_tokens(others.get(CACHE)) else \
+        f"num_beams={generation.num_beams}" if (generation.num_beams or 1) > 1 else \
+        f"they have {embeds.shape[1]} places and input_ids {input_ids.shape[1]}" if input_ids.shape[1] not in (0, embeds.shape[1]) else \
+        next((f"{other} beside them" for other in media_in(compat.unwrap(model).config, others)), None)
+    if why is not None:
+        raise ValueError(f"inputs_embeds: not with speculative=True here ({why}). Pass input_ids alone, or use speculative=False.")
+    if input_ids.shape[1]:
+        return input_ids, generation, others
+    generation = copy(generation)
+    generation.max_length += embeds.shape[1]
+    return input_ids.new_zeros(embeds.shape[:2]), generation, others
 
 
 def ahead(positions: torch.Tensor | None, columns: list[list[int]], width: int) -> list[int]:

@@ -33,13 +33,14 @@ class Sequences:
     max_new:  tokens that every row may still get, counted from its prompt.
     criteria: stopping criteria; evaluated per committed token, prefix by prefix and in order, on the row's own tokens.
     streamer: a text streamer (batch 1; one `put` per token, `end` at the end) or a callable(row, tokens, drafted).
+    hidden:   the prompts stand for embeddings, which criteria do not see.
     """
 
     def __init__(self, prompts: list[list[int]], max_new: int, criteria: list[StoppingCriteria] = (), device="cpu",
-                 streamer: BaseStreamer | Callback | None = None):
+                 streamer: BaseStreamer | Callback | None = None, hidden: bool = False):
         self.rows = [Row(index, list(tokens), len(tokens)) for index, tokens in enumerate(prompts)]
         self.active = list(self.rows)
-        self.max_new, self.device, self.streamer = max_new, device, streamer
+        self.max_new, self.device, self.streamer, self.hidden = max_new, device, streamer, hidden
         self.eos: set[int] = set()
         self.criteria, self.own = [], {}
         for criterion in criteria:
@@ -79,7 +80,7 @@ class Sequences:
     def _criteria_met(self, row: Row) -> bool:
         if not self.criteria:
             return False
-        ids = torch.tensor([row.tokens], device=self.device)
+        ids = torch.tensor([row.tokens[row.prompt :] if self.hidden else row.tokens], device=self.device)
         scores = tuple(score[None] for score in row.scores) or None
         own = self.own.setdefault(row.index, [_of_row(criterion, row.prompt) for criterion in self.criteria])
         return any([_verdict(criterion, ids, scores) for criterion in own])

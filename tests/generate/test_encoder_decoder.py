@@ -387,3 +387,11 @@ def test_a_draft_that_has_a_decoder_alone_reads_the_targets_encoder_outputs(widt
     else:
         draft = ModelDraft(WhisperForCausalLM(family("Whisper").model(d_model=16).config).eval())
         refused("width of 16 and no encoder of its own.*has 32", lambda: speculate(model, features, draft))
+
+
+def test_labels_are_passed_over_as_in_plain_generate():
+    """Seq2SeqTrainer hands them to generate."""
+    model, inputs = family("T5").model(seed=1), source()
+    labels = torch.tensor([[5, 6, 7]])
+    expected = plain(model, inputs, labels=labels)
+    assert torch.equal(speculate(model, inputs, None, 4, labels=labels).sequences, expected) and torch.equal(expected, plain(model, inputs))

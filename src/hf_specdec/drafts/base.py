@@ -89,7 +89,7 @@ class Context:
             root = root.outer
             barred = barred or b in root.barred
         row, known = self.rows[b], len(root.rows[b])
-        return None if barred else self.sampler.text(row[:known], row[known:] + drafted, self.device)
+        return None if barred else self.sampler.text(b, row[:known], row[known:] + drafted, self.device)
 
     def allows(self, b: int, drafted: list[int]) -> bool:
         """Whether the target can write these tokens after row b: none before the last ends the text, and no processor that looks at prefixes
