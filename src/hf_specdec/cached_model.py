@@ -97,8 +97,8 @@ class CachedModel(Forward):
             root = torch.tensor(fresh, device=self.device)
             return self._forward(torch.cat([root, proposal.tokens.to(self.device)], dim=1), proposal.tree, sizes)
         tokens = self._padded(fresh, n)
-        columns = torch.tensor(self.fresh, device=self.device)[:, None] + torch.arange(-1, n, device=self.device)
-        tokens.scatter_(1, columns[:, 1:], proposal.tokens.to(self.device))
+        columns = torch.tensor(self.fresh, device="cpu")[:, None] + torch.arange(-1, n, device="cpu")  # on the host, where they are looked at
+        tokens.scatter_(1, columns[:, 1:].to(self.device), proposal.tokens.to(self.device))
         width = max(sizes)  # a row with more fresh tokens may have fewer candidates
         return self._forward(tokens[:, :width], proposal.tree, sizes, columns.clamp(max=width - 1))
 

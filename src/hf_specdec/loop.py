@@ -13,7 +13,7 @@ from .distributions import Sampler
 from .law import Law
 from .drafts.base import Context, Draft
 from .noise import Noise
-from .proposal import Proposal
+from .proposal import Proposal, fetched
 from .sequences import Sequences
 from .trace import Round, SpeculationTrace, probabilities
 
@@ -59,8 +59,9 @@ class SpeculativeLoop:
         coins = self.noise.coins(len(proposal.tree)) if self.acceptance.samples else None
         verdict = self.acceptance.verdict(proposal, law, None if coins is None else coins[:, 1:])
         token = verdict.token(None if coins is None else coins[:, 0])
+        numbers = fetched(proposal, verdict, token)
         self.draft.commit(verdict)
-        accepted = self._emit(proposal, verdict.on_path, token, law, logits)
+        accepted = self._emit(proposal, verdict.on_path, token, law, logits, numbers)
 
         end = perf_counter()
         self.schedule.observe(proposal.sizes, accepted, None if self.noise.round == 1 or self.target.new else end - begin, self.target.told)
@@ -69,14 +70,12 @@ class SpeculativeLoop:
     def _prefix(self, proposal: Proposal):
         """prefix(b, i): row b up to and including node i, as `Sampler.text` has it."""
         text = cache(lambda b: torch.tensor([self.sequences.tokens[b]], device=self.context.device))
-        drafted = cache(lambda b: [0, *proposal.tokens[b].tolist()])
+        drafted = cache(lambda b: [0, *proposal.listed()[b]])
         ended, device, path = [row.ended for row in self.sequences.active], self.context.device, proposal.tree.path
         return lambda b, node: None if ended[b] else self.sampler.text(b, text(b), [drafted(b)[step] for step in path(node)], device)
 
-    def _emit(self, proposal: Proposal, on_path: torch.Tensor, token: torch.Tensor, law: Law, logits: torch.Tensor) -> list[int]:
-        """Commit path and token to the rows and to the target's cache, drop the rows that are done; accepted tokens per row.
-        The one place of a round where numbers travel to the host."""
-        packed = torch.cat([on_path.long(), proposal.tokens, token[:, None]], dim=1).tolist()
+    def _emit(self, proposal: Proposal, on_path: torch.Tensor, token: torch.Tensor, law: Law, logits: torch.Tensor, packed: list[list[int]]) -> list[int]:
+        """Commit path and token to the rows and to the target's cache, drop the rows that are done; accepted tokens per row."""
         width = on_path.shape[1]
         probs = probabilities(proposal, on_path, token, law) if self.trace.config.get("record_probs") else None
         entries, accepted, advance, done = [], [], [], []

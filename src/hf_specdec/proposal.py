@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -22,6 +22,7 @@ class Proposal:
     source: a word for the trace, one for all rows or one per row.
     chances: float [B, N] or None. How likely the draft thinks node i to be right where its parent is; a mixture goes by it, a verdict never does.
     fillers: bool [B, N] or None. Nodes that a row has only because others do: point masses of any token.
+    on_host: the tokens as lists, where they are known there (`listed`).
     """
 
     tree: Tree
@@ -31,6 +32,13 @@ class Proposal:
     source: str | list[str] = ""
     chances: torch.Tensor | None = None
     fillers: torch.Tensor | None = None
+    on_host: list[list[int]] | None = field(default=None, repr=False, compare=False)
+
+    def listed(self) -> list[list[int]]:
+        """The tokens on the host, N a row; from a GPU they are fetched once."""
+        if self.on_host is None:
+            self.on_host = self.tokens.tolist()
+        return self.on_host
 
     @classmethod
     def chain(cls, tokens: torch.Tensor, probs: torch.Tensor | None = None, sizes: list[int] | None = None, source: str | list[str] = "") -> "Proposal":
@@ -43,8 +51,10 @@ class Proposal:
         if vocab_size is not None:
             rows = [row[: next((i for i, token in enumerate(row) if token >= vocab_size), len(row))] for row in rows]
         width, sizes = max(map(len, rows), default=0), list(map(len, rows))
-        tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows], dtype=torch.long, device=device).reshape(len(rows), width)
-        return cls.chain(tokens, None, sizes, source)
+        padded = [row + [0] * (width - len(row)) for row in rows]
+        made = cls.chain(torch.tensor(padded, dtype=torch.long, device=device).reshape(len(rows), width), None, sizes, source)
+        made.on_host = padded
+        return made
 
     def only_valid(self, accepted: torch.Tensor) -> torch.Tensor:
         """accepted bool [B, N] without the padding."""
@@ -64,7 +74,8 @@ class Proposal:
         n = max(sizes)
         probs = None if self.probs is None else self.probs[:, :n]
         fillers = None if self.fillers is None else self.fillers[:, :n]
-        return Proposal(self.tree.truncate(n), self.tokens[:, :n], probs, sizes, self.source, fillers=fillers)
+        known = None if self.on_host is None else [row[:n] for row in self.on_host]
+        return Proposal(self.tree.truncate(n), self.tokens[:, :n], probs, sizes, self.source, fillers=fillers, on_host=known)
 
     def check(self, batch: int, vocab_size: int, draft: str) -> None:
         """Raise ValueError, naming the draft, unless shapes, ids and laws are what they have to be."""
@@ -109,11 +120,26 @@ class Verdict:
 
     on_path:    bool [B, N+1], the accepted path; the root (node 0) is always on it.
     next_probs: float [B, V], the law of the token that follows (residual after a rejection, else the target's own), or int64 [B], itself, a point mass.
+    on_host:    the path as lists of numbers, where it is known there (`paths`).
     """
 
     on_path: torch.Tensor
     next_probs: torch.Tensor
+    on_host: list[list[int]] | None = field(default=None, repr=False, compare=False)
+
+    def paths(self) -> list[list[int]]:
+        """The path on the host, N+1 numbers a row, 1 or True for a node that is on it; from a GPU it is fetched once."""
+        if self.on_host is None:
+            self.on_host = self.on_path.tolist()
+        return self.on_host
 
     def token(self, uniform: torch.Tensor | None) -> torch.Tensor:
         """The token that follows, int64 [B], drawn by float64 [B] in [0, 1); None: it is a point mass. -1: there is no law at all."""
         return self.next_probs if uniform is None else draw(self.next_probs, uniform, none=-1)
+
+
+def fetched(proposal: Proposal, verdict: Verdict, token: torch.Tensor) -> list[list[int]]:
+    """Per row its path, N+1 numbers, its candidates, N, and the token that follows. The one place of a round where numbers travel to the host."""
+    packed, width = torch.cat([verdict.on_path.long(), proposal.tokens, token[:, None]], dim=1).tolist(), verdict.on_path.shape[1]
+    verdict.on_host, proposal.on_host = [row[:width] for row in packed], [row[width:-1] for row in packed]
+    return packed

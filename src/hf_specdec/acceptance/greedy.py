@@ -33,7 +33,7 @@ class GreedyMatching(Acceptance):
         """The same on the host: only the argmax of nodes on the path is looked for."""
         on_path, token = np.zeros((len(proposal.sizes), len(proposal.tree) + 1), dtype=bool), []
         on_path[:, 0] = True
-        for b, (tokens, size) in enumerate(zip(proposal.tokens.tolist(), proposal.sizes)):
+        for b, (tokens, size) in enumerate(zip(proposal.listed(), proposal.sizes)):
             last, best = 0, self._best(law, b, 0)
             for node, parent in enumerate(proposal.tree.parents[:size], start=1):
                 if parent == last and tokens[node - 1] == best:

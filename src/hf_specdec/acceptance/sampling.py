@@ -69,7 +69,7 @@ class SpeculativeSampling(Acceptance):
         p = law.probs_at(last)
         for node, parent in enumerate(proposal.tree.parents, start=1):
             x, judged = tokens[:, node - 1], valid[:, node - 1] & (last == parent)
-            if not bool(judged.any()):  # spares the work over the vocabulary
+            if tokens.device.type == "cpu" and not bool(judged.any()):  # spares the work over the vocabulary; a GPU would have to be waited for
                 continue
             q = None if proposal.probs is None else proposal.probs[:, node - 1]
             accepted = judged & (coins[:, node - 1] < self.accept(p[rows, x], 1.0 if q is None else q[rows, x]))
@@ -85,7 +85,7 @@ class SpeculativeSampling(Acceptance):
         accepted, for its probability."""
         on_path, following = np.zeros((len(proposal.sizes), len(proposal.tree) + 1), dtype=bool), []
         on_path[:, 0] = True
-        for b, (tokens, coin, size) in enumerate(zip(proposal.tokens.tolist(), coins.tolist(), proposal.sizes)):
+        for b, (tokens, coin, size) in enumerate(zip(proposal.listed(), coins.tolist(), proposal.sizes)):
             last, left = 0, None  # left: what earlier siblings have left of the law at the last node
             for node, parent in enumerate(proposal.tree.parents[:size], start=1):
                 if parent != last:

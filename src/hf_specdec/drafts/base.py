@@ -104,7 +104,7 @@ class Context:
         if self.source is None or self.source.blank is None:
             return proposal
         fresh = [row[length:] for row, length in zip(self.rows, self.target.lengths or [0] * len(self.rows))]
-        drafted = [[*row, self.source.blank] for row in proposal.tokens.tolist()]
+        drafted = [[*row, self.source.blank] for row in proposal.listed()]
         return proposal.within([0 if self.source.blank in own else row.index(self.source.blank) + 1 for own, row in zip(fresh, drafted)])
 
     def of(self, part: int) -> Context:

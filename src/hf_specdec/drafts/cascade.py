@@ -94,7 +94,7 @@ class CascadeDraft(Draft):
         token = verdict.token(self.inner.noise("next", 1)[:, 0] if samples else None).clamp(min=0)
         draft.commit(verdict)
         advance = []
-        for b, (on_path, last, n) in enumerate(zip(verdict.on_path.tolist(), token.tolist(), left)):
+        for b, (on_path, last, n) in enumerate(zip(verdict.paths(), token.tolist(), left)):
             path = [node for node in range(1, len(on_path)) if on_path[node]] if n else []
             taken = [*(int(proposal.tokens[b, node - 1]) for node in path), last][: n]
             if n and self.rule.samples:

@@ -188,7 +188,7 @@ class Earnings:
 def path_of(proposal: Proposal, b: int) -> list[int]:
     """The tokens of the first branch of row b."""
     path, last = [], 0
-    for node, (parent, token) in enumerate(zip(proposal.tree.parents[: proposal.sizes[b]], proposal.tokens[b].tolist()), start=1):
+    for node, (parent, token) in enumerate(zip(proposal.tree.parents[: proposal.sizes[b]], proposal.listed()[b]), start=1):
         if parent == last:
             path.append(token)
             last = node

@@ -73,7 +73,7 @@ class FeatureDraft(ModelDraft):
 
     def commit(self, verdict: Verdict) -> None:
         states, roots = self.judged
-        for b, (path, root) in enumerate(zip(verdict.on_path.tolist(), roots)):
+        for b, (path, root) in enumerate(zip(verdict.paths(), roots)):
             nodes = [node for node, taken in enumerate(path) if taken and node]
             self._store(b, len(self.context.rows[b]), states[b, [root + node for node in nodes]])
 

@@ -115,7 +115,7 @@ class Branches:
         """Row b of a proposal."""
         size = proposal.sizes[b]
         laws = None if proposal.probs is None else list(proposal.probs[b, :size])
-        return cls(list(zip(proposal.tree.parents[:size], proposal.tokens[b, :size].tolist())), laws)
+        return cls(list(zip(proposal.tree.parents[:size], proposal.listed()[b][:size])), laws)
 
 
 def together(rows: list[Branches], vocab_size: int, device, source: str | list[str]) -> Proposal:
@@ -134,8 +134,8 @@ def together(rows: list[Branches], vocab_size: int, device, source: str | list[s
     for b, row in enumerate(rows):
         tokens[b, columns[b]] = torch.tensor([token for _, token in row.nodes], dtype=torch.long, device="cpu")
         fillers[b, columns[b]] = False
-    tokens, sizes = tokens.to(device), [max(own, default=-1) + 1 for own in columns]
-    return Proposal(tree, tokens, _laws(rows, tokens, columns, vocab_size), sizes, source, fillers=fillers.to(device))
+    known, tokens, sizes = tokens.tolist(), tokens.to(device), [max(own, default=-1) + 1 for own in columns]
+    return Proposal(tree, tokens, _laws(rows, tokens, columns, vocab_size), sizes, source, fillers=fillers.to(device), on_host=known)
 
 
 def _by_ranks(nodes: list[tuple[int, int]]) -> list[tuple[int, ...]]:

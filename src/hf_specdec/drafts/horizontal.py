@@ -46,12 +46,12 @@ class HorizontalCascadeDraft(Draft):
         if not self.first.trusted:
             Proposal.check(early, len(k), context.vocab_size, self.first.name)
         self.early = early = _chain(early.within(own), "first", self.first)
-        rows = [row + tokens[:size] for row, tokens, size in zip(context.rows, early.tokens.tolist(), early.sizes)]
+        rows = [row + tokens[:size] for row, tokens, size in zip(context.rows, early.listed(), early.sizes)]
         self.inner.follow(rows)
         self.inner.context.barred = {b for b, (row, own) in enumerate(zip(rows, context.rows)) if not self.own.allows(b, row[len(own):])}
         late = _chain(self.inner.propose([n - size for n, size in zip(k, early.sizes)]), "then", self.then)
         tokens = [one[:n] + other[:m] for one, other, n, m in
-                  zip(early.tokens.tolist(), late.tokens.tolist(), early.sizes, late.sizes)]
+                  zip(early.listed(), late.listed(), early.sizes, late.sizes)]
         if early.probs is None and late.probs is None:
             return chains(tokens, None, context, self.name)
         laws = [_laws(early, b, context) + _laws(late, b, context) for b in range(len(k))]

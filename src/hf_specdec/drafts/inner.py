@@ -57,7 +57,7 @@ class Judged:
 
     def __init__(self, shown: Proposal, verdict: Verdict):
         self.verdict = verdict
-        self.taken = [[token for token, on in zip(tokens, path[1:]) if on] for tokens, path in zip(shown.tokens.tolist(), verdict.on_path.tolist())]
+        self.taken = [[token for token, on in zip(tokens, path[1:]) if on] for tokens, path in zip(shown.listed(), verdict.paths())]
 
     def tell(self, draft: Draft, proposal: Proposal | None) -> None:
         """Let the draft learn of the pass, if it `reads_pass`, or of its own proposal from the root, if it has made one."""
@@ -72,7 +72,7 @@ class Judged:
         """Bool [B, N+1]: which nodes of `proposal` lie on the tokens taken of their row."""
         on_path = torch.zeros((len(self.taken), len(proposal.tree) + 1), dtype=torch.bool, device="cpu")
         on_path[:, 0] = True
-        for b, (tokens, path) in enumerate(zip(proposal.tokens.tolist(), self.taken)):
+        for b, (tokens, path) in enumerate(zip(proposal.listed(), self.taken)):
             last, depth = 0, 0
             for node, parent in enumerate(proposal.tree.parents[: proposal.sizes[b]], start=1):
                 if parent == last and depth < len(path) and tokens[node - 1] == path[depth]:

@@ -121,7 +121,7 @@ class LookaheadDraft(Draft):
 def _walk(proposal: Proposal, b: int, tokens: list[int]) -> list[int]:
     """The root and the nodes of row b that spell `tokens`, as far as they are there."""
     below = {(parent, token): node for node, (parent, token) in
-             reversed(list(enumerate(zip(proposal.tree.parents[: proposal.sizes[b]], proposal.tokens[b].tolist()), start=1)))}
+             reversed(list(enumerate(zip(proposal.tree.parents[: proposal.sizes[b]], proposal.listed()[b]), start=1)))}
     path = [0]
     for token in tokens:
         if (path[-1], token) not in below:

@@ -142,7 +142,7 @@ class MedusaDraft(OnePassDraft):
 
     def commit(self, verdict: Verdict) -> None:
         states, roots = self.judged
-        for b, (path, root) in enumerate(zip(verdict.on_path.tolist(), roots)):
+        for b, (path, root) in enumerate(zip(verdict.paths(), roots)):
             nodes, first = [root + node for node, taken in enumerate(path) if taken], max(root - self.heads.window, 0)
             start = len(self.context.rows[b]) - 1 - root + first
             self._remember(b, start, torch.cat([states[b, first:root], states[b, nodes]]))

@@ -24,7 +24,7 @@ class _Whole(Draft):
         """strengths, rates: of every row, the evidence and the acceptance of a first and of a later token."""
         self.strengths, self.rates, self.children = strengths, rates, []
         self.chances = None if proposal.chances is None else proposal.chances.tolist()
-        for tokens, size in zip(proposal.tokens.tolist(), proposal.sizes):
+        for tokens, size in zip(proposal.listed(), proposal.sizes):
             children: list[dict[int, int]] = [{} for _ in range(size + 1)]
             for node, (parent, token) in enumerate(zip(proposal.tree.parents[:size], tokens), start=1):
                 children[parent].setdefault(token, node)

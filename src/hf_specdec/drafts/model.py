@@ -102,7 +102,8 @@ class ModelDraft(Draft):
         if not tokens:
             return Proposal.from_lists([[] for _ in k], context.device, self.name)
         self.drafted = torch.stack(tokens, dim=1)
-        return Proposal.chain(self.drafted, torch.stack(laws, dim=1) if laws else None, list(k), self.name)
+        self.shown = Proposal.chain(self.drafted, torch.stack(laws, dim=1) if laws else None, list(k), self.name)
+        return self.shown
 
     def _several(self, context: Context, tokens: list[torch.Tensor], k: list[int], step: int) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
         """The next tokens, and the laws they were drawn from, by one compiled function; None where there is none, or something is decided after
@@ -141,7 +142,7 @@ class ModelDraft(Draft):
         self.drafted = [[] for _ in context.rows]
 
     def _drafted(self) -> list[list[int]]:
-        return self.drafted.tolist() if torch.is_tensor(self.drafted) else self.drafted
+        return self.shown.listed() if torch.is_tensor(self.drafted) else self.drafted
 
     def _scores(self, context: Context, tokens: list[torch.Tensor], k: list[int], step: int) -> torch.Tensor:
         """Logits [B, 1, V] for the next drafted token: first from all that is not cached yet, then from one token a time."""
@@ -178,7 +179,7 @@ class ModelDraft(Draft):
 
     def commit(self, verdict: Verdict) -> None:
         if self.stop is not None:
-            self.stop.learn((verdict.on_path.sum(-1) - 1).tolist())
+            self.stop.learn([sum(path) - 1 for path in verdict.paths()])
 
     def keep(self, rows: list[int]) -> None:
         self.cached.keep(rows)

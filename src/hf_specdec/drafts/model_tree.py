@@ -92,8 +92,9 @@ class ModelTreeDraft(ModelDraft):
                 children = [node for node, own in enumerate(tree.parents, start=1) if own == parent]
                 if laws is None and children:
                     best = law.ranking[:, place, : context.vocab_size]
-                    ranks = torch.arange(len(children), device=best.device).clamp(max=best.shape[-1] - 1)  # a vocabulary may be smaller still
-                    tokens[:, torch.tensor(children) - 1] = best.topk(int(ranks[-1]) + 1).indices[:, ranks]
+                    most = min(len(children), best.shape[-1])  # a vocabulary may be smaller still
+                    ranks = torch.arange(len(children), device=best.device).clamp(max=most - 1)
+                    tokens[:, torch.tensor(children) - 1] = best.topk(most).indices[:, ranks]
                 elif children:
                     self._draw(context, law.probs_at(torch.full((len(k),), place, device=context.device)), children, tokens, laws)
             level = range(level.stop, level.stop + sum(own in level for own in tree.parents))
@@ -175,12 +176,11 @@ class ModelTreeDraft(ModelDraft):
         """The accepted path stays in the model's cache, as far as the model has seen it."""
         if not self.passed:
             return
-        on_path = torch.zeros((len(verdict.on_path), len(self.fed) + 1), dtype=torch.bool, device=verdict.on_path.device)
-        on_path[:, 0] = True
-        nodes = [(node, own) for node, own in self.passed.items() if node < verdict.on_path.shape[1]]
-        ours, theirs = torch.tensor([own for _, own in nodes]), torch.tensor([node for node, _ in nodes])
-        on_path[:, ours] = verdict.on_path[:, theirs]
-        self.cached.adopt((on_path.sum(-1) - 1).tolist(), self.fed, on_path.to(self.cached.device))
+        paths = [[1] + [0] * len(self.fed) for _ in verdict.paths()]
+        for ours, theirs in zip(paths, verdict.paths()):
+            for node, own in self.passed.items():
+                ours[own] = int(node < len(theirs) and theirs[node])
+        self.cached.adopt([sum(path) - 1 for path in paths], self.fed, torch.tensor(paths, dtype=torch.bool, device=self.cached.device))
         self.fed, self.passed = Tree(()), {}
 
     def keep(self, rows: list[int]) -> None:

@@ -150,7 +150,7 @@ class NGramRecyclingDraft(Draft):
     def observe(self, proposal: Proposal, logits: torch.Tensor) -> None:
         """The successors of the root and of every drafted token; of equal contexts in one pass, that nearest to the root counts."""
         best = self._best(logits)
-        for b, (row, drafted, size) in enumerate(zip(self.context.rows, proposal.tokens.tolist(), proposal.sizes)):
+        for b, (row, drafted, size) in enumerate(zip(self.context.rows, proposal.listed(), proposal.sizes)):
             paths = [tuple(row[-ORDERS:])]
             for parent, token in zip(proposal.tree.parents[:size], drafted):
                 paths.append(self.step(paths[parent], token))

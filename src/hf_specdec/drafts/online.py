@@ -86,7 +86,7 @@ class OnlineDraft(Draft):
         if self.draft.reads_pass or proposal is self.proposed:
             self.draft.commit(verdict)
         self.judged, self.rounds = None, self.rounds + 1
-        for b, path in enumerate(verdict.on_path.tolist()):
+        for b, path in enumerate(verdict.paths()):
             node = max(i for i, taken in enumerate(path) if taken)
             if node in proposal.tree.parents[: proposal.sizes[b]]:  # something was proposed there, and rejected
                 law = logits[b, node].float().softmax(-1).topk(min(self.top, logits.shape[-1]))

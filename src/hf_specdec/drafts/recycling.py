@@ -78,7 +78,7 @@ class RecyclingDraft(Draft):
         vocab = min(self.context.vocab_size, logits.shape[-1])
         self.matrices = self.matrices or self._new(self.context.texts, vocab)
         best = logits[..., :vocab].topk(self.matrices[0].shape[1]).indices.int().cpu().numpy()
-        for b, (row, drafted, size) in enumerate(zip(self.context.rows, proposal.tokens.tolist(), proposal.sizes)):
+        for b, (row, drafted, size) in enumerate(zip(self.context.rows, proposal.listed(), proposal.sizes)):
             nodes = {token: node for node, token in reversed(list(enumerate([row[-1], *drafted[:size]]))) if token < vocab}
             self.matrices[b][list(nodes)] = best[b, list(nodes.values())]
 
