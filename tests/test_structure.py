@@ -20,7 +20,7 @@ LEAVES = {"__main__", "bench", "cli", "commands", "mx", "viz", "training"}
 LINES = [
     {"tree", "registry", "theory", "noise", "compat", "kv_cache", "draft_stop", "head", "lengths", "parts", "passes", "method", "memory", "budget",
      "law", "nucleus", "lazy_law", "caches", "states", "media", "checkpoint", "positions", "fixed_cache", "hints", "flash"},
-    {"proposal", "sequences", "tree_shapes", "distributions", "config", "schedule", "trace", "seq2seq", "tap", "masks", "layerwise"},
+    {"proposal", "sequences", "tree_shapes", "distributions", "config", "schedule", "trace", "seq2seq", "tap", "masks", "layerwise", "kept"},
     {"compiled", "following"},
     {"forward"},
     {"cached_model", "acceptance.base", "acceptance.primitive"},

@@ -178,7 +178,7 @@ def _one_row(processor: LogitsProcessor, text: torch.Tensor, scores: torch.Tenso
         return scores[0].index_fill(0, _ends(processor, scores), -inf) if LEAST[type(processor)](processor, text.shape[1]) else scores[0]
     found = processor(text, scores)
     if found.shape != scores.shape:
-        raise ValueError(f"logits_processor: {type(processor).__name__} was given one row, scores {list(scores.shape)}, and returned {list(found.shape)}. "
+        raise ValueError(f"logits_processor: {getattr(processor, 'name', type(processor).__name__)} was given one row, scores {list(scores.shape)}, and returned {list(found.shape)}. "
                          f"With speculative=True every row is processed alone; make it one that does not know the batch.")
     return found[0]
 

@@ -3,41 +3,39 @@ dropped, so that such a processor is put back, before every call, to where the t
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from copy import copy
 from functools import cached_property, partial
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import LogitsProcessor
 
 from . import compat
 from .config import MAX_ASSISTANT_TOKENS
-
-LARGE, MANY = 1 << 22, 10_000  # bytes, entries; what is larger is taken for a table, which calls do not change
-ATOMS = (int, float, str, bytes, tuple, type(None))
+from .kept import MANY, Kept, attributes, entries
 
 
 class _Text:
-    """A text that a processor was asked about: what it kept `before` the call and `after` it (None: not called), and the texts one token longer."""
+    """A text that processors were asked about: what they kept `before` the call and `after` it (None: not called), and the texts one token longer."""
 
-    def __init__(self, before: dict[str, Any]):
+    def __init__(self, before: Kept):
         self.before, self.after, self.longer = before, None, {}
 
 
 class Following(LogitsProcessor):
-    """`processor`, for one row, whose prompt has `start` tokens. What it keeps in its attributes is put back: numbers, strings, lists, deques, sets and dicts of up to
-    10,000 entries, tensors and arrays of up to 4 MiB, and objects that copy themselves by fork() or deep_copy(), as matchers do. Other objects are taken not to change.
+    """`processors`, one behind the other, for one row, whose prompt has `start` tokens. What they keep is put back: in attributes, closures and partial functions
+    numbers, strings, lists, deques, sets and dicts of up to 10,000 entries, dataclasses, tensors and arrays of up to 4 MiB, random generators, and objects that
+    copy themselves by fork() or deep_copy(), as matchers do. Other objects are taken not to change.
 
-    base:  the text from which on others are known, its first; `told`: its tokens behind the prompt.
-    small: by attribute, whether it is put back.
+    base:   the text from which on others are known, its first; `told`: its tokens behind the prompt.
+    tables: by processor and attribute, what was found there last, and whether it has too many entries to be put back.
     """
 
-    def __init__(self, processor: LogitsProcessor, start: int):
-        self.processor, self.start = processor, start
-        self.small: dict[str, bool] = {}
+    def __init__(self, processors: Sequence[LogitsProcessor], start: int):
+        self.processors, self.start = processors, start
+        self.name = ", ".join(type(processor).__name__ for processor in processors)
+        self.tables: dict[tuple[int, str], tuple[Any, bool]] = {}
         self.told: list[int] = []
         self.first = self._kept()
         self.base = _Text(self.first)
@@ -50,18 +48,20 @@ class Following(LogitsProcessor):
         text = self.base
         for n in range(len(self.told), len(tokens)):
             if text.after is None:  # nobody has asked
-                self._ask(text, input_ids[:, : self.start + n], scores.clone())
+                self._ask(text, input_ids[:, : self.start + n], scores)
             text = text.longer.setdefault(tokens[n], _Text(text.after))
         if len(tokens) - len(self.told) > 4 * MAX_ASSISTANT_TOKENS:
             self._move(tokens[: -2 * MAX_ASSISTANT_TOKENS])
         return self._ask(text, input_ids, scores)
 
     def _ask(self, text: _Text, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        self._put_back(text.before)
-        found = self.processor(input_ids, scores)
-        _made_to_fork(self.processor)
-        text.after, text.longer = self._kept(), {}  # what a draft's scores have led to goes
-        return found
+        text.before.put_back()
+        scores = scores.clone()  # a processor may keep it
+        for processor in self.processors:
+            scores = processor(input_ids, scores)
+            _made_to_fork(processor)
+        text.after, text.longer = self._kept(text.before), {}  # what a draft's scores have led to goes
+        return scores
 
     def _move(self, tokens: list[int]) -> None:
         """Nobody will ask about shorter texts than this one any more."""
@@ -69,33 +69,34 @@ class Following(LogitsProcessor):
             self.base = self.base.longer[token]
         self.told = tokens
 
-    def _kept(self) -> dict[str, Any]:
-        own = vars(self.processor)
-        self.small |= {name: _entries(value) <= MANY for name, value in own.items() if name not in self.small}
-        return {name: _copied(value) if self.small[name] else value for name, value in own.items()}
-
-    def _put_back(self, state: dict[str, Any]) -> None:
-        own = vars(self.processor)
-        own.clear()
-        own.update({name: _copied(value) if self.small[name] else value for name, value in state.items()})
+    def _kept(self, before: Kept | None = None) -> Kept:
+        own = {(i, name): value for i, processor in enumerate(self.processors) for name, value in attributes(processor).items()}
+        self.tables = {place: known if (known := self.tables.get(place)) and known[0] is value else (value, entries(value) > MANY) for place, value in own.items()}
+        return Kept(self.processors, before, [value for value, large in self.tables.values() if large])
 
     def settle(self, tokens: list[int]) -> None:
-        """Leave the processor as plain decoding does that has written these tokens behind the prompt."""
+        """Leave the processors as plain decoding does that has written these tokens behind the prompt."""
         text = self.base
         for token in tokens[len(self.told) :]:
             if token not in text.longer:
-                break
+                (text.after or text.before).put_back()
+                return
             text = text.longer[token]
-        else:
-            self._put_back(text.before)
-            return
-        self._put_back(text.after or text.before)
+        text.before.put_back()
 
 
 def that_follow(rows: list[list[LogitsProcessor]], prompts: list[list[int]]) -> list[list[LogitsProcessor]]:
     """The processors of each row, those with a memory made to follow its text; prompts: the rows without padding."""
-    return [[Following(_of_row(own, b), len(prompt)) if remembers(own) else own for own in processors]
-            for b, (processors, prompt) in enumerate(zip(rows, prompts))]
+    return [_of_a_row([_of_row(own, b) if remembers(own) else own for own in processors], len(prompt)) for b, (processors, prompt) in enumerate(zip(rows, prompts))]
+
+
+def _of_a_row(processors: list[LogitsProcessor], start: int) -> list[LogitsProcessor]:
+    """From the first to the last of those that share something, they are asked together: what one of them changes, another sees."""
+    kept = {i: Kept([own]) for i, own in enumerate(processors) if remembers(own)}
+    sharing = [i for i in kept for other in kept if i != other and kept[i].shares_with(kept[other])]
+    first, last = (min(sharing), max(sharing)) if sharing else (0, -1)
+    groups = [processors[first : last + 1] if i == first and sharing else [own] for i, own in enumerate(processors) if not first < i <= last]
+    return [Following(group, start) if len(group) > 1 or remembers(group[0]) else group[0] for group in groups]
 
 
 def settle(rows: list[list[LogitsProcessor]], written: list[list[int]]) -> None:
@@ -108,36 +109,12 @@ def settle(rows: list[list[LogitsProcessor]], written: list[list[int]]) -> None:
 
 def remembers(processor: Any) -> bool:
     """Whether a processor may keep something from call to call: of transformers' own, SynthID's watermark does, and others that are refused."""
-    return isinstance(processor, compat.SYNTHID) or not type(processor).__module__.startswith(("transformers.", "hf_specdec.")) and bool(getattr(processor, "__dict__", None))
-
-
-def _entries(value: Any) -> int:
-    """Of a container and of all inside."""
-    if isinstance(value, dict):
-        return len(value) + sum(map(_entries, value.values())) if len(value) <= MANY else len(value)
-    if isinstance(value, (list, deque, set)):
-        return len(value) + sum(map(_entries, value)) if len(value) <= MANY else len(value)
-    return 0
-
-
-def _copied(value: Any) -> Any:
-    if type(value) in (list, deque, set):
-        return value.copy() if all(isinstance(item, ATOMS) for item in value) else type(value)(map(_copied, value))
-    if type(value) is dict:
-        return {name: _copied(item) for name, item in value.items()}
-    if isinstance(value, (torch.Tensor, np.ndarray)):
-        return value if value.nbytes > LARGE else value.clone() if torch.is_tensor(value) else value.copy()
-    if isinstance(value, compat.SYNTHID_STATE):
-        own = copy(value)
-        vars(own).update(_copied(vars(value)))
-        return own
-    fork = getattr(value, "fork", None) or getattr(value, "deep_copy", None)
-    return value if fork is None or isinstance(value, type) else fork()
+    return isinstance(processor, compat.SYNTHID) or not type(processor).__module__.startswith(("transformers.", "hf_specdec."))
 
 
 def _of_row(processor: LogitsProcessor, b: int) -> LogitsProcessor:
     """xgrammar's processor may have a grammar for every row."""
-    grammars = vars(processor).get("compiled_grammars")
+    grammars = getattr(processor, "__dict__", {}).get("compiled_grammars")
     if not isinstance(grammars, list) or not b < len(grammars) > 1:
         return processor
     own = copy(processor)
@@ -174,6 +151,6 @@ class Retold:
 
 def _made_to_fork(processor: LogitsProcessor) -> None:
     """After its first call."""
-    guides = vars(processor).get("_guides")
+    guides = getattr(processor, "__dict__", {}).get("_guides")
     if guides and type(guides[0]).__module__.startswith("outlines_core"):
         processor._guides = [Retold(partial(type(guide), processor.index)) for guide in guides]

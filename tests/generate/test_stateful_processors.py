@@ -8,7 +8,8 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, SynthIDTextWatermarkingConfig, SynthIDTextWatermarkLogitsProcessor
 
 from hf_specdec.drafts import CascadeDraft, MixtureDraft, ModelDraft, ModelTreeDraft, NGramRecyclingDraft, PromptLookupDraft, UniformDraft
-from hf_specdec.following import LARGE, MANY, Following
+from hf_specdec.following import Following
+from hf_specdec.kept import LARGE, MANY
 from tests import encoder_decoders
 from tests.helpers import VOCAB, KnowingTreeDraft, ScriptedDraft, generated, perturbed, plain, prompts, repetitive, speculate, tiny_llama
 
@@ -227,7 +228,7 @@ class Keeps(LogitsProcessor):
 def after_a_call_on_another_text(value, change):
     """What an attribute is after calls on [1, 2, 3] and [1, 2, 4], the first of which changes it."""
     processor = Keeps(value)
-    following = Following(processor, 2)
+    following = Following([processor], 2)
     following(torch.tensor([[1, 2]]), torch.zeros(1, 4))
     processor.__class__ = type("Changing", (Keeps,), {"__call__": lambda self, ids, scores: (change(self), scores)[1]})
     following(torch.tensor([[1, 2, 3]]), torch.zeros(1, 4))
@@ -249,9 +250,16 @@ def test_containers_are_put_back(value):
 
 def test_a_table_is_not_copied():
     table = {i: [i] for i in range(MANY)}
-    assert Following(Keeps(table), 2).first["value"] is table
-    big = torch.zeros(LARGE // 4 + 1)
-    assert Following(Keeps(big), 2).first["value"] is big
+    for value in (table, torch.zeros(LARGE // 4 + 1), np.zeros(LARGE // 8 + 1)):
+        first = Following([Keeps(value)], 2).first
+        assert all(held is not value for held, *_ in first.held)
+    assert len(Following([Keeps({i: i for i in range(MANY)})], 2).first.held) == 2
+
+
+def test_a_table_that_a_call_makes_is_not_copied():
+    following = Following([Keeps(None)], 2)
+    following.processors[0].value = {i: i for i in range(MANY + 1)}
+    assert len(following._kept().held) == 1
 
 
 def test_an_attribute_that_a_call_has_added_goes_again():
@@ -259,7 +267,7 @@ def test_an_attribute_that_a_call_has_added_goes_again():
         self.other = 1
 
     processor = Keeps(0)
-    following = Following(processor, 1)
+    following = Following([processor], 1)
     following(torch.tensor([[1]]), torch.zeros(1, 4))
     processor.__class__ = type("Adding", (Keeps,), {"__call__": lambda self, ids, scores: (change(self), scores)[1]})
     following(torch.tensor([[1, 3]]), torch.zeros(1, 4))
@@ -270,7 +278,7 @@ def test_an_attribute_that_a_call_has_added_goes_again():
 
 def test_texts_that_were_left_out_are_told_in_order():
     grammar = Grammar()
-    following = Following(grammar, 1)
+    following = Following([grammar], 1)
     tokens = []
     for _ in range(5):
         tokens.append(Matcher().allowed()[0] if not tokens else _walked(tokens).allowed()[1])
@@ -291,4 +299,4 @@ def test_processors_of_transformers_are_called_as_they_are():
     from hf_specdec.following import remembers
 
     assert not remembers(RepetitionPenaltyLogitsProcessor(1.2))
-    assert remembers(Counted()) and not remembers(lambda ids, scores: scores)
+    assert remembers(Counted()) and remembers(lambda ids, scores: scores)
