@@ -142,8 +142,8 @@ class BeamCall(Call):
             texts = [[*(row[i] for i in own), *row[prompt:]] for row, own in zip(sequences.tolist(), columns)]
             return scored([(0 if self.source is None else i // generation.num_beams, *text) for i, text in enumerate(texts)])
 
-        self.decoder.began.set()
         with draft.in_use():
+            self.decoder.began.set()
             output = compat.beam_search(self.model, logits, self.input_ids, self.original_processors, criteria, generation)
             scored.finish()
         if not generation.return_dict_in_generate:

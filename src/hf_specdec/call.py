@@ -76,6 +76,7 @@ class Call:
             raise ValueError(f"streamer: a text streamer takes one row, this call has {len(self.prompts)}. Pass a callable "
                              f"streamer(row, tokens, drafted).")
         self.max_new = ceil(generation_config.max_length) - input_ids.shape[1]  # plain generate takes 12.5, too, and ends at 13
+        self.drawn: tuple[torch.Tensor, torch.Tensor] | None = None  # the state of torch's generator before and after the seed
         self.original_processors = processors
         seen = [[] for _ in self.prompts] if self.hidden else self.prompts
         self.processors = that_follow(compat.processors_per_row(processors, self.ids, seen), seen)
@@ -145,13 +146,11 @@ class Call:
 
     def _run(self, loop: SpeculativeLoop, sequences: Sequences) -> None:
         streamer = self.decoder.streamer
-        self.decoder.began.set()
-        if hasattr(streamer, "put"):
-            streamer.put(self.ids.cpu())
         try:
-            if self.max_new > 0:
-                loop.run()
+            loop.run(self._begin) if self.max_new > 0 else self._begin()
         finally:
+            if not self.decoder.began.is_set():
+                self._give_random_numbers_back()
             settle(self.processors, [row.tokens[row.prompt :] for row in sequences.rows])
         if hasattr(streamer, "end"):
             streamer.end()
@@ -159,6 +158,17 @@ class Call:
         trace.target_calls, trace.draft_calls = loop.target.calls, loop.draft.calls
         trace.drafted = [row.drafted for row in sequences.rows]
         _warn_if_nothing_is_accepted(trace, loop.draft)
+
+    def _begin(self) -> None:
+        """From here on nothing is refused."""
+        self.decoder.began.set()
+        if hasattr(self.decoder.streamer, "put"):
+            self.decoder.streamer.put(self.ids.cpu())
+
+    def _give_random_numbers_back(self) -> None:
+        """To torch's generator, the one that a refused call has drawn, if no other thread has drawn since."""
+        if self.drawn and torch.equal(self.drawn[1], torch.get_rng_state()):
+            torch.set_rng_state(self.drawn[0])
 
     def _pack(self, loop: SpeculativeLoop, sequences: Sequences) -> Any:
         pad = self.generation._pad_token_tensor
@@ -221,7 +231,9 @@ class Call:
         if seed is None and not self.generation.do_sample:
             seed = 0  # greedy decoding leaves torch's generator alone
         if seed is None:
-            seed = int(torch.randint(2**62, ()))
+            before = torch.get_rng_state()
+            seed = int(torch.randint(2**62, (), device="cpu"))
+            self.drawn = before, torch.get_rng_state()
         return [(seed + row) % 2**63 for row in range(batch)]
 
 

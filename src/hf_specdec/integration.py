@@ -129,7 +129,8 @@ def _generate(model, stock, *args, began=None, speculative=None, assistant_model
         given = {} if assistant_model is None else {"assistant_model": assistant_model}
         return stock(*args, **given, **kwargs)
     kwargs = dict(named)
-    assistant_model = kwargs.pop("assistant_model", assistant_model)
+    by_position = kwargs.pop("assistant_model", None)
+    assistant_model = assistant_model if by_position is None else by_position
     options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
     check_said_once(speculative, options)
     said = {**speculative, **options} if isinstance(speculative, dict) else options
@@ -190,7 +191,7 @@ class SpeculativeDecoder:
             self._take(draft)
         self.given: dict[str, Any] | None = None  # the arguments of `generate`, where they are known
         self.cache_is_given = False
-        self.began = threading.Event()  # set as the first pass begins: what a call refuses, it has refused
+        self.began = threading.Event()  # set as the first round begins: what a call refuses, it has refused
         self.trace: SpeculationTrace | None = None
         self._give_back = _nothing  # to the model, when transformers has prepared the call
         if streamer is not None and not hasattr(streamer, "put") and not callable(streamer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from time import perf_counter
 
@@ -30,9 +31,11 @@ class SpeculativeLoop:
         self.cached_rows: dict[int, list] = {}
 
     @torch.no_grad()
-    def run(self) -> None:
+    def run(self, begin: Callable[[], None] = int) -> None:
+        """begin: called once, when the draft has refused nothing."""
         with self.draft.in_use():
             self.draft.start(self.context)
+            begin()
             while self.sequences.active:
                 self.round()
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from .arguments import check_draft
 from .config import SpeculativeConfig
+from .drafts.base import Draft
 
 _ATTRIBUTE = "_hf_specdec_standing"  # in the model's __dict__, past torch, which would make the draft a part of the model
 
@@ -52,9 +53,10 @@ def call(generate: Callable[..., Any], model, named: dict[str, Any], speculative
     known = said(model)
     asked = getattr(named.get("generation_config"), "speculative", None) if speculative is None else speculative
     draft = known.assistant_model if assistant_model is None else assistant_model
-    if asked is None and known.speculative and named.get("custom_generate") is None:
-        return _attempt(partial(generate, speculative=known.speculative, assistant_model=draft), partial(generate, speculative=False, assistant_model=assistant_model))
-    return generate(speculative=speculative, assistant_model=draft if asked else assistant_model)
+    if asked is None and known.speculative is not None and named.get("custom_generate") is None:
+        own = None if isinstance(assistant_model, Draft) else assistant_model  # which plain generate() knows
+        return _attempt(partial(generate, speculative=known.speculative, assistant_model=draft), partial(generate, speculative=False, assistant_model=own))
+    return generate(speculative=speculative, assistant_model=assistant_model if asked is None or asked is False else draft)
 
 
 def _attempt(speculate: Callable[..., Any], stock: Callable[[], Any]) -> Any:

@@ -173,3 +173,79 @@ def test_lm_evals_criterion_ends_every_row_of_a_batch_where_it_ends_alone(rounds
     expected = [text[: text.index(token) + 1] if token in text else text for text in texts]
     assert [row[: len(text)] for row, text in zip(out, expected)] == expected and rounds
     assert all(set(row[len(text) :]) <= {0} for row, text in zip(out, expected))
+
+
+# --- refusals of the draft, and what they leave ---------------------------------------------------------------------------
+
+
+class Refusing(UniformDraft):
+    """Says no as the call begins, as drafts do that cannot follow a batch or an encoder."""
+
+    def start(self, context):
+        raise ValueError("assistant_model: not with this text")
+
+
+class Puts:
+    def __init__(self):
+        self.tokens = []
+
+    def put(self, value):
+        self.tokens += value.flatten().tolist()
+
+    def end(self):
+        self.tokens.append("end")
+
+
+def sampled(model, **options):
+    torch.manual_seed(5)
+    return model.generate(**padded(ROWS), **{**OPTIONS, "do_sample": True}, **options)
+
+
+@pytest.mark.parametrize("busy", [True, False], ids=["in use", "refuses"])
+def test_a_draft_that_refuses_leaves_a_stock_call(busy, rounds):
+    draft = UniformDraft() if busy else Refusing()
+    model, ours, stock = hf_specdec.enable(tiny_llama(), speculative=True, assistant_model=draft), Puts(), Puts()
+    with draft.in_use() if busy else warnings.catch_warnings(), pytest.warns(UserWarning, match="without speculation.*assistant_model"):
+        out = sampled(model, streamer=ours)
+    assert torch.equal(out, sampled(tiny_llama(), streamer=stock)) and ours.tokens == stock.tokens and not rounds
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    with draft.in_use() if busy else warnings.catch_warnings(), pytest.raises(ValueError, match="assistant_model"):
+        call(model, speculative=True)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_the_warning_is_at_the_call():
+    model = hf_specdec.enable(tiny_llama(), speculative=True)
+    with pytest.warns(UserWarning, match="without speculation") as seen:
+        model.generate(**padded(ROWS), guidance_scale=1.5, **OPTIONS)
+    assert {one.filename for one in seen if "without speculation" in str(one.message)} == {__file__}
+
+
+def test_a_draft_of_a_call_that_is_refused_is_left_out():
+    model = hf_specdec.enable(tiny_llama(), speculative=True)
+    with pytest.warns(UserWarning, match="without speculation"):
+        text = call(model, assistant_model=UniformDraft(), guidance_scale=1.5)
+    assert torch.equal(text, call(tiny_llama(), guidance_scale=1.5))
+
+
+def test_no_options_are_all_defaults(rounds):
+    call(hf_specdec.enable(tiny_llama(), speculative={}))
+    assert set(rounds) == {"prompt_lookup"}
+    rounds.clear()
+    call(hf_specdec.enable(tiny_llama(), assistant_model=UniformDraft()), speculative={})
+    assert set(rounds) == {"uniform"}
+
+
+def test_no_draft_by_position_is_the_one_that_was_said(rounds):
+    model = hf_specdec.enable(tiny_llama(), speculative=True, assistant_model=UniformDraft())
+    model.generate(padded(ROWS)["input_ids"], None, None, None, None, None, None, **OPTIONS)
+    assert set(rounds) == {"uniform"}
+
+
+def test_a_draft_that_is_the_model_itself(rounds):
+    model = tiny_llama()
+    hf_specdec.enable(model, speculative=True, assistant_model=model)
+    for own in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        rounds.clear()
+        assert torch.equal(call(own), call(tiny_llama())) and set(rounds) == {"model"}
