@@ -79,7 +79,7 @@ class Call:
         self.drawn: tuple[torch.Tensor, torch.Tensor] | None = None  # the state of torch's generator before and after the seed
         self.original_processors = processors
         seen = [[] for _ in self.prompts] if self.hidden else self.prompts
-        self.processors = that_follow(compat.processors_per_row(processors, self.ids, seen), seen)
+        self.processors = compat.processors_per_row(processors, self.ids, seen)
         self.cache = model_kwargs.get(compat.CACHE)
         self.given = self.cache is not None and (
             decoder.cache_is_given or cached_tokens(self.cache) > 0 or getattr(self.cache, "_is_user_defined", False)
@@ -109,6 +109,7 @@ class Call:
         rule = self._acceptance()
         self.max_new = _new_tokens(criteria, self.ids.shape[1], self.max_new)
         sequences = Sequences(self.prompts, self.max_new, criteria, device, decoder.streamer, self.hidden)
+        self.processors = that_follow(self.processors, [[] for _ in self.prompts] if self.hidden else sequences.tokens)
         longest, limit = self._lengths()
         target = CachedModel(self.model, limit, "target", self.traits, self.source, self.config.compile)
         if self.given and cached_tokens(self.cache):

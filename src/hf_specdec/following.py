@@ -12,8 +12,9 @@ import torch
 from transformers import LogitsProcessor
 
 from . import compat
-from .config import MAX_ASSISTANT_TOKENS
 from .kept import MANY, Kept, attributes, entries
+
+SOON = 8  # tokens that are written before what was kept for their texts is dropped
 
 
 class _Text:
@@ -24,16 +25,16 @@ class _Text:
 
 
 class Following(LogitsProcessor):
-    """`processors`, one behind the other, for one row, whose prompt has `start` tokens. What they keep is put back: in attributes, closures and partial functions
+    """`processors`, one behind the other, for one row, whose prompt has `start` tokens and whose text, prompt included, is `written`, live. What they keep is put back: in attributes, closures and partial functions
     numbers, strings, lists, deques, sets and dicts of up to 10,000 entries, dataclasses, tensors and arrays of up to 4 MiB, random generators, and objects that
     copy themselves by fork() or deep_copy(), as matchers do. Other objects are taken not to change.
 
-    base:   the text from which on others are known, its first; `told`: its tokens behind the prompt.
+    base:   the text from which on others are known, at first that of no token; `told`: its tokens behind the prompt.
     tables: by processor and attribute, what was found there last, and whether it has too many entries to be put back.
     """
 
-    def __init__(self, processors: Sequence[LogitsProcessor], start: int):
-        self.processors, self.start = processors, start
+    def __init__(self, processors: Sequence[LogitsProcessor], start: int, written: Sequence[int] = ()):
+        self.processors, self.start, self.written = processors, start, written
         self.name = ", ".join(type(processor).__name__ for processor in processors)
         self.tables: dict[tuple[int, str], tuple[Any, bool]] = {}
         self.told: list[int] = []
@@ -42,6 +43,8 @@ class Following(LogitsProcessor):
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         """input_ids int64 [1, start + n], scores float [1, V]."""
+        if len(self.written) > self.start + len(self.told) + SOON:
+            self._move(list(self.written[self.start :]))
         tokens = input_ids[0, self.start :].tolist()
         if tokens[: len(self.told)] != self.told:
             self.told, self.base = [], _Text(self.first)
@@ -50,8 +53,6 @@ class Following(LogitsProcessor):
             if text.after is None:  # nobody has asked
                 self._ask(text, input_ids[:, : self.start + n], scores)
             text = text.longer.setdefault(tokens[n], _Text(text.after))
-        if len(tokens) - len(self.told) > 4 * MAX_ASSISTANT_TOKENS:
-            self._move(tokens[: -2 * MAX_ASSISTANT_TOKENS])
         return self._ask(text, input_ids, scores)
 
     def _ask(self, text: _Text, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
@@ -64,10 +65,12 @@ class Following(LogitsProcessor):
         return scores
 
     def _move(self, tokens: list[int]) -> None:
-        """Nobody will ask about shorter texts than this one any more."""
+        """Nobody will ask about shorter texts than this one any more, of which the last tokens may not be known yet."""
         for token in tokens[len(self.told) :]:
+            if token not in self.base.longer:
+                break
             self.base = self.base.longer[token]
-        self.told = tokens
+            self.told.append(token)
 
     def _kept(self, before: Kept | None = None) -> Kept:
         own = {(i, name): value for i, processor in enumerate(self.processors) for name, value in attributes(processor).items()}
@@ -85,18 +88,18 @@ class Following(LogitsProcessor):
         text.before.put_back()
 
 
-def that_follow(rows: list[list[LogitsProcessor]], prompts: list[list[int]]) -> list[list[LogitsProcessor]]:
-    """The processors of each row, those with a memory made to follow its text; prompts: the rows without padding."""
-    return [_of_a_row([_of_row(own, b) if remembers(own) else own for own in processors], len(prompt)) for b, (processors, prompt) in enumerate(zip(rows, prompts))]
+def that_follow(rows: list[list[LogitsProcessor]], texts: list[list[int]]) -> list[list[LogitsProcessor]]:
+    """The processors of each row, those with a memory made to follow its text; texts: the rows' tokens without padding, live, the prompts alone as yet."""
+    return [_of_a_row([_of_row(own, b) if remembers(own) else own for own in processors], text) for b, (processors, text) in enumerate(zip(rows, texts))]
 
 
-def _of_a_row(processors: list[LogitsProcessor], start: int) -> list[LogitsProcessor]:
+def _of_a_row(processors: list[LogitsProcessor], text: list[int]) -> list[LogitsProcessor]:
     """From the first to the last of those that share something, they are asked together: what one of them changes, another sees."""
     kept = {i: Kept([own]) for i, own in enumerate(processors) if remembers(own)}
     sharing = [i for i in kept for other in kept if i != other and kept[i].shares_with(kept[other])]
     first, last = (min(sharing), max(sharing)) if sharing else (0, -1)
     groups = [processors[first : last + 1] if i == first and sharing else [own] for i, own in enumerate(processors) if not first < i <= last]
-    return [Following(group, start) if len(group) > 1 or remembers(group[0]) else group[0] for group in groups]
+    return [Following(group, len(text), text) if len(group) > 1 or remembers(group[0]) else group[0] for group in groups]
 
 
 def settle(rows: list[list[LogitsProcessor]], written: list[list[int]]) -> None:

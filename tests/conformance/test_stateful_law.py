@@ -7,7 +7,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from hf_specdec.drafts import ModelDraft, ModelTreeDraft, PromptLookupDraft, UniformDraft
-from hf_specdec.following import Following
+from hf_specdec.kept import Kept
 from tests.conformance import law
 from tests.helpers import FULL, perturbed, small_vocabulary_llama
 
@@ -58,5 +58,5 @@ def test_the_first_tokens_follow_the_law_of_the_processed_scores(draft):
 
 
 def test_a_processor_that_is_not_put_back_is_rejected(monkeypatch):
-    monkeypatch.setattr(Following, "_put_back", lambda self, state: None)
+    monkeypatch.setattr(Kept, "put_back", lambda self: None)
     assert p_value(DRAFTS["model"], 3) < law.THRESHOLD

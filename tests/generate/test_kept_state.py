@@ -250,6 +250,21 @@ def test_parameters_stay_parameters():
     assert processor.weight is weight and isinstance(weight, torch.nn.Parameter)
 
 
+def test_no_more_is_kept_than_can_be_asked_for():
+    """However long the text: one state for every candidate of the last rounds."""
+    written = [1]
+    following = Following([Aliased()], 1, written)
+    for n in range(300):
+        for candidate in ([], [5], [5, 6]):
+            following(torch.tensor([[*written, *candidate]]), torch.zeros(1, VOCAB))
+        written += [5, 6, n % VOCAB]
+    assert len(following.told) > 880 and _texts(following.base) < 40
+
+
+def _texts(text):
+    return 1 + sum(map(_texts, text.longer.values()))
+
+
 def test_what_does_not_change_is_there_all_the_time():
     class Constant(LogitsProcessor):
         def __init__(self):

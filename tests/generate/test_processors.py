@@ -1,5 +1,7 @@
 """Logits processors inside an accepted block: every position sees its own prefix, once, without padding."""
 
+from collections import UserList
+
 import pytest
 import torch
 from transformers import (
@@ -188,8 +190,8 @@ def test_a_draft_that_has_no_token_left_can_stop_by_its_confidence(kind):
 # --- what a processor of the user's own sees --------------------------------------------------------------------------------
 
 
-class Calls(list):
-    """Not put back before a call, as a list in an attribute is: all calls stay, those on candidates, too."""
+class Calls(UserList):
+    """Not put back before a call, as a list is: all calls stay, those on candidates, too."""
 
 
 class Recorder(LogitsProcessor):
