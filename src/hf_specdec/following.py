@@ -12,7 +12,7 @@ import torch
 from transformers import LogitsProcessor
 
 from . import compat
-from .kept import MANY, Kept, attributes, entries
+from .kept import MANY, Kept, entries, names
 
 SOON = 8  # tokens that are written before what was kept for their texts is dropped
 
@@ -73,7 +73,7 @@ class Following(LogitsProcessor):
             self.told.append(token)
 
     def _kept(self, before: Kept | None = None) -> Kept:
-        own = {(i, name): value for i, processor in enumerate(self.processors) for name, value in attributes(processor).items()}
+        own = {(i, name): value for i, processor in enumerate(self.processors) for name, value in names(processor).items()}
         self.tables = {place: known if (known := self.tables.get(place)) and known[0] is value else (value, entries(value) > MANY) for place, value in own.items()}
         return Kept(self.processors, before, [value for value, large in self.tables.values() if large])
 
@@ -95,11 +95,13 @@ def that_follow(rows: list[list[LogitsProcessor]], texts: list[list[int]]) -> li
 
 def _of_a_row(processors: list[LogitsProcessor], text: list[int]) -> list[LogitsProcessor]:
     """From the first to the last of those that share something, they are asked together: what one of them changes, another sees."""
-    kept = {i: Kept([own]) for i, own in enumerate(processors) if remembers(own)}
-    sharing = [i for i in kept for other in kept if i != other and kept[i].shares_with(kept[other])]
-    first, last = (min(sharing), max(sharing)) if sharing else (0, -1)
-    groups = [processors[first : last + 1] if i == first and sharing else [own] for i, own in enumerate(processors) if not first < i <= last]
-    return [Following(group, len(text), text) if len(group) > 1 or remembers(group[0]) else group[0] for group in groups]
+    following = {i: Following([own], len(text), text) for i, own in enumerate(processors) if remembers(own)}
+    alone = [following.get(i, own) for i, own in enumerate(processors)]
+    sharing = [i for i in following for other in following if i != other and following[i].first.shares_with(following[other].first)]
+    if not sharing:
+        return alone
+    first, behind = min(sharing), max(sharing) + 1
+    return [*alone[:first], Following(processors[first:behind], len(text), text), *alone[behind:]]
 
 
 def settle(rows: list[list[LogitsProcessor]], written: list[list[int]]) -> None:

@@ -179,6 +179,17 @@ def attributes(value: Any) -> dict[str, Any]:
     return found
 
 
+def names(processor: Any) -> dict[str, Any]:
+    """What a processor gives names to: its attributes, or the arguments and free variables of a function."""
+    if isinstance(processor, MethodType):
+        return attributes(processor.__self__)
+    if isinstance(processor, partial):
+        return {**names(processor.func), **{f"argument {i}": value for i, value in enumerate(processor.args)}, **processor.keywords}
+    if isinstance(processor, FunctionType):
+        return {name: item for name, cell in zip(processor.__code__.co_freevars, processor.__closure__ or ()) for item in _read_cell(cell)}
+    return attributes(processor)
+
+
 def _write_attributes(value: Any, contents: dict[str, Any]) -> None:
     own, slots = getattr(value, "__dict__", {}), _slots(type(value))
     now = attributes(value)

@@ -14,7 +14,8 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper
 
 from hf_specdec.drafts import ModelDraft, ModelTreeDraft
-from hf_specdec.following import Following, remembers
+from hf_specdec.following import Following, remembers, that_follow
+from hf_specdec.kept import MANY
 from tests.helpers import VOCAB, generated, perturbed, plain, prompts, repetitive, speculate, tiny_llama
 
 ROWS = repetitive(13) + prompts(1, seed=2)
@@ -241,6 +242,18 @@ def test_a_list_of_the_callers_is_that_list():
     target, processor = tiny_llama(3), Shared(seen, 1)
     speculate(target, ROWS[:1], ModelDraft(perturbed(target)), 5, logits_processor=LogitsProcessorList([processor]), max_new_tokens=MAX_NEW)
     assert processor.seen is seen and len(seen) == MAX_NEW
+
+
+def with_a_table_in_a_closure(table):
+    return lambda input_ids, scores: scores + len(table)
+
+
+@pytest.mark.parametrize("make", [with_a_table_in_a_closure, lambda table: partial(lambda table, ids, scores: scores, table), lambda table: Shared(table, 1),
+                                  lambda table: Shared(table, 1).__call__], ids=["closure", "partial", "attribute", "method"])  # fmt: skip
+def test_a_table_is_not_copied_wherever_it_is(make):
+    table = [[i] for i in range(MANY + 1)]
+    (following, other), = that_follow([[make(table), make(table)]], [[1, 2]])
+    assert all(value is not table for one in (following, other) for value, *_ in one.first.held) and len(following.first.held) < 9
 
 
 def test_parameters_stay_parameters():
