@@ -150,7 +150,7 @@ class Call:
         try:
             loop.run(self._begin) if self.max_new > 0 else self._begin()
         finally:
-            if not self.decoder.began.is_set():
+            if self.drawn:
                 self._give_random_numbers_back()
             settle(self.processors, [row.tokens[row.prompt :] for row in sequences.rows])
         if hasattr(streamer, "end"):
@@ -162,13 +162,14 @@ class Call:
 
     def _begin(self) -> None:
         """From here on nothing is refused."""
+        self.drawn = None
         self.decoder.began.set()
         if hasattr(self.decoder.streamer, "put"):
             self.decoder.streamer.put(self.ids.cpu())
 
     def _give_random_numbers_back(self) -> None:
         """To torch's generator, the one that a refused call has drawn, if no other thread has drawn since."""
-        if self.drawn and torch.equal(self.drawn[1], torch.get_rng_state()):
+        if torch.equal(self.drawn[1], torch.get_rng_state()):
             torch.set_rng_state(self.drawn[0])
 
     def _pack(self, loop: SpeculativeLoop, sequences: Sequences) -> Any:
