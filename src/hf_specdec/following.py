@@ -25,9 +25,9 @@ class _Text:
 
 
 class Following(LogitsProcessor):
-    """`processors`, one behind the other, for one row, whose prompt has `start` tokens and whose text, prompt included, is `written`, live. What they keep is put back: in attributes, closures and partial functions
-    numbers, strings, lists, deques, sets and dicts of up to 10,000 entries, dataclasses, tensors and arrays of up to 4 MiB, random generators, and objects that
-    copy themselves by fork() or deep_copy(), as matchers do. Other objects are taken not to change.
+    """`processors`, one behind the other, for one row, whose prompt has `start` tokens and whose text, prompt included, is `written`, live. What they keep is put
+    back (`kept.Kept`): numbers, strings, containers of up to 10,000 entries, dataclasses, tensors and arrays of up to 4 MiB and random generators, in attributes,
+    closures and partial functions, and objects that copy themselves by fork() or deep_copy(), as matchers do. Other objects are taken not to change.
 
     base:   the text from which on others are known, at first that of no token; `told`: its tokens behind the prompt.
     tables: by processor and attribute, what was found there last, and whether it has too many entries to be put back.
