@@ -68,6 +68,9 @@ def install(monkeypatch, top_left: bool = False) -> FlashAttention:
     if isinstance(table := getattr(stock, "FLASH_ATTENTION_COMPATIBILITY_MATRIX", None), dict):
         monkeypatch.setitem(table, 2, {**table[2], "general_availability_check": lambda *args, **kwargs: True})
     monkeypatch.setattr(flash_attention, "get_target_dtype", lambda query, module: None)  # float32 stays: these functions take it
+    for name, module in list(sys.modules.items()):  # some import it only where a kernel is there, and were imported before
+        if name.startswith("transformers.models.") and ".modeling_" in name and not hasattr(module, "_flash_attention_forward"):
+            monkeypatch.setattr(module, "_flash_attention_forward", stock._flash_attention_forward, raising=False)
     for name in ("_loaded_implementation", "_flash_fn"):
         if hasattr(stock, name):
             monkeypatch.setattr(stock, name, None)

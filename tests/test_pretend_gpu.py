@@ -84,6 +84,7 @@ def test_options_of_generate(gpu, name, draft):
     assert ours == expected
 
 
+@pytest.mark.share(1 / 2)
 @pytest.mark.parametrize("config", [
     {"record_probs": True}, {"acceptance": "block"}, {"acceptance": "spectr"}, {"acceptance": "coupled"}, {"acceptance": "typical"}, {"acceptance": "threshold"}, {"lenience": 0.5},
     {"draft_stop": "confidence"}, {"draft_stop": "expected_gain"}, {"draft_stop": "heuristic"}, {"num_assistant_tokens": "auto"},
@@ -101,6 +102,7 @@ def test_options_of_the_config(gpu, config):
     assert texts[0] == texts[1]
 
 
+@pytest.mark.share(1 / 2)
 @pytest.mark.parametrize("sampled", [{}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", [ModelDraft, ModelTreeDraft])
 @pytest.mark.parametrize("device", ["cuda:1", "cpu"])
@@ -150,6 +152,7 @@ def test_beams(gpu, draft):
     assert torch.equal(out, target.generate(**gpu.put(padded(ROWS)), **given))
 
 
+@pytest.mark.share(1 / 2)
 @pytest.mark.parametrize("name", ["Mistral", "Gemma 2", "BLOOM", "GPT-Neo", "Falcon (ALiBi)", "Qwen3.5", "Mamba 2"])
 def test_families(gpu, name):
     target = next(line for line in FAMILIES if line.name.startswith(name)).model("eager")
@@ -157,6 +160,7 @@ def test_families(gpu, name):
     assert torch.equal(out, target.generate(**gpu.put(padded(ROWS)), max_new_tokens=12, pad_token_id=0, do_sample=False))
 
 
+@pytest.mark.share(1 / 2)
 @pytest.mark.parametrize("name", ["T5", "BART", "Whisper", "Marian"])
 def test_encoder_decoders(gpu, name):
     line = encoder_decoders.family(name)

@@ -52,6 +52,7 @@ DRAFTS = {"lookup": lambda target: PromptLookupDraft(), "uniform": lambda target
           "model tree": lambda target: ModelTreeDraft(perturbed(target, 0.3))}
 
 
+@pytest.mark.share(1 / 2)
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_the_first_tokens_follow_the_law_of_the_processed_scores(draft):
     assert p_value(DRAFTS[draft], 3) > law.THRESHOLD

@@ -132,6 +132,7 @@ def constrained(*processors) -> dict:
     return {"logits_processor": LogitsProcessorList(processors), "max_new_tokens": MAX_NEW}
 
 
+@pytest.mark.share(1 / 4)
 @every_processor
 @every_draft
 def test_the_text_is_that_of_plain_generate(make, draft):

@@ -77,6 +77,7 @@ def options(grammar: str, **more) -> dict:
     return {"logits_processor": LogitsProcessorList([GRAMMARS[grammar]()]), "max_new_tokens": MAX_NEW, "eos_token_id": tokenizer().eos_token_id, **more}
 
 
+@pytest.mark.share(1 / 4)
 @every_grammar
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_the_text_is_plain_generates(grammar, draft):
@@ -90,6 +91,7 @@ def test_in_a_ragged_batch_too(grammar):
     assert generated(speculate(target(), rows(), ModelDraft(perturbed(target(), 0.2)), 5, **options(grammar)), rows()) == expected
 
 
+@pytest.mark.share(1 / 4)
 @every_grammar
 @pytest.mark.parametrize("draft", ["lookup", "model"])
 def test_what_is_sampled_is_of_the_grammar(grammar, draft):
