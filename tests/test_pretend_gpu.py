@@ -1,4 +1,5 @@
-"""The loop on a stand-in for a GPU (tests/pretend_gpu.py): no operation mixes devices, texts are those of the host, and a round waits for the device once.
+"""The loop on a stand-in for a GPU (tests/pretend_gpu.py): no operation mixes devices, texts are those of the host, and numbers come to the host
+once a round. (Copies to the device, of which torch waits for each, are not counted in that.)
 
 What only a GPU can show (kernels, streams, captured graphs, time) is not seen here.
 """
@@ -200,11 +201,11 @@ def test_mx_weights_without_a_kernel_for_the_device(gpu, monkeypatch):
         mx.to_tiles(gpu.put(tiny_llama(1)))
 
 
-# --- how often the host waits ---------------------------------------------------------------------------------------------
+# --- how often the host reads ---------------------------------------------------------------------------------------------
 
 
 def waits_of_a_round(gpu, draft, rows=ROWS[:1], k=5, **options) -> dict[str, float]:
-    """Waits for the device by place, per round, of calls of two lengths."""
+    """Copies to the host by place, per round, of calls of two lengths."""
     counts, rounds = [], []
     for new in (6, 22):
         target = tiny_llama(1)
@@ -229,7 +230,7 @@ CASES = {"lookup": (lambda target: PromptLookupDraft(), {}), "automaton": (lambd
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_round_waits_once(gpu, name):
+def test_numbers_come_to_the_host_once_a_round(gpu, name):
     """But for n-gram recycling, which reads the likeliest successors of every place, too."""
     draft, options = CASES[name]
     waits = waits_of_a_round(gpu, draft, **options)
