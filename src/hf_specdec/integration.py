@@ -42,7 +42,7 @@ class _Enabled:
     def generate(self, *args, speculative=None, assistant_model=None, **kwargs):
         """transformers' `generate` and `speculative=`: True, a dict or a `SpeculativeConfig`. Beside it: `assistant_model` (a
         model, a `Draft`, or None for the config's default draft), `num_assistant_tokens`, `lenience`, `acceptance`. Without
-        it, or with False, the call is stock."""
+        it the call is stock, unless `enable` was told otherwise; with False it is."""
         stock = super().generate if isinstance(self, _Enabled) else MethodType(type(self).generate, self)  # kept by a caller, and disabled since
         return standing.call(partial(_generate, self, stock, *args, **kwargs), self, _named(stock, args, kwargs), speculative, assistant_model)
 

@@ -10,11 +10,14 @@ from hf_specdec.drafts import (
 from hf_specdec.drafts.feature import FeatureDraft
 from hf_specdec.drafts.feature_tree import FeatureTreeDraft
 from hf_specdec.drafts.features import fused, hidden_states
+from hf_specdec.drafts.inner import Judged
 from hf_specdec.drafts.medusa import MedusaDraft
 from hf_specdec.drafts.online import OnlineDraft
 from hf_specdec.drafts.parallel import ParallelDraft
 from hf_specdec.drafts.pass_draft import PassDraft
+from hf_specdec.proposal import Proposal, Verdict
 from hf_specdec.training import build_drafter
+from hf_specdec.tree import Tree
 from hf_specdec.tree_shapes import DynamicTree
 from tests.conformance.builders import block_drafter, look_ahead, medusa_heads
 from tests.helpers import assert_unchanged, generated, perturbed, plain, prompts, repetitive, snapshot, speculate, tiny_llama
@@ -170,3 +173,35 @@ def test_a_reader_of_another_models_states_is_refused(kind):
         with pytest.raises(ValueError, match="another model than the one that it drafts for"):
             speculate(target, BATCHES["alone"], draft, 4)
     assert not any(module._forward_hooks or module._forward_pre_hooks for model in (target, middle) for module in model.modules())
+
+
+class Told:
+    """Keeps the verdict that it is given."""
+
+    reads_pass = False
+
+    def commit(self, verdict):
+        self.verdict = verdict
+
+
+@pytest.mark.parametrize("fetched", [False, True], ids=["on the device", "on the host already"])
+def test_a_part_is_told_its_own_path_and_not_that_of_the_whole(fetched):
+    whole, own = Proposal(Tree((0, 0, 1)), torch.tensor([[5, 7, 9]]), None, [3]), Proposal.chain(torch.tensor([[7, 8]]))
+    verdict, told = Verdict(torch.tensor([[True, False, True, False]]), torch.tensor([3])), Told()
+    if fetched:
+        assert verdict.paths() == [[True, False, True, False]]
+    Judged(whole, verdict).tell(told, own)
+    assert told.verdict.paths() == told.verdict.on_path.tolist() == [[True, True, False]]
+    assert verdict.paths() == verdict.on_path.tolist()
+
+
+@pytest.mark.parametrize("tree", [(2, 2), (3, 1)], ids=str)
+def test_a_tree_of_the_target_itself_is_right_in_every_round_of_a_mixture(tree):
+    """Its cache holds the path that was taken of its own tree, whatever the others have proposed beside it."""
+    target = tiny_llama(3)
+    for rows in BATCHES.values():
+        draft = MixtureDraft([SuffixAutomatonDraft(), ModelTreeDraft(target, tree)], tokens=6)
+        out = speculate(target, rows, draft, 6, max_new_tokens=40)
+        assert generated(out, rows) == plain(target, rows, max_new_tokens=40)
+        full = [entry for entries in out.speculation.rounds[:-1] for entry in entries if entry.proposed]
+        assert full and min(entry.accepted for entry in full if entry.accepted + 1 == entry.committed) >= 1

@@ -65,7 +65,7 @@ class Judged:
             draft.commit(self.verdict)
         elif proposal is not None:
             own = copy(self.verdict)
-            own.on_path = self._on_path(proposal)
+            own.on_path, own.on_host = self._on_path(proposal), None
             draft.commit(own)
 
     def _on_path(self, proposal: Proposal) -> torch.Tensor:
