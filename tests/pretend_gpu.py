@@ -6,6 +6,8 @@ count what would make the host wait.
         ids = gpu.put(ids)
         with gpu.counted() as waits:            # "file:line" of every copy to the host
             ...
+        with gpu.counted("sent") as waits:      # and of every copy from there, but those out of pinned memory
+            ...
 """
 
 from __future__ import annotations
@@ -82,6 +84,10 @@ class _FromNumbers(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
+        if func is torch.Tensor.pin_memory:
+            pinned = args[0].clone()
+            pinned.pinned = True
+            return pinned
         if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__) and isinstance(args[0], GpuTensor):
             whole = args[1] if isinstance(args[1], tuple) else (args[1],)
             parts = tuple(_sent(torch.tensor(part) if len(part) else torch.empty(0, dtype=torch.long), args[0].device) if isinstance(part, (list, range)) else part for part in whole)
@@ -102,7 +108,8 @@ def _sent(made: torch.Tensor, device) -> GpuTensor:
 
 
 class PretendGpu(TorchDispatchMode):
-    """waits: places in the package, or else in transformers or torch, where the host would wait. sent: the same of copies from the host to the device."""
+    """waits: places in the package, or else in transformers or torch, where the host would wait for numbers. sent: the same of copies to the device out of
+    memory that is not pinned, which wait, too."""
 
     active: "PretendGpu | None" = None
 
@@ -131,11 +138,11 @@ class PretendGpu(TorchDispatchMode):
         return self.run(func, args, kwargs or {})
 
     @contextmanager
-    def counted(self):
-        before = self.waits.copy()
+    def counted(self, of: str = "waits"):
+        before = getattr(self, of).copy()
         found = Counter()
         yield found
-        found.update(self.waits - before)
+        found.update(getattr(self, of) - before)
 
     def put(self, thing, device: str = "cuda:0"):
         """A tensor, a dict of tensors, or a module, in place."""
@@ -180,6 +187,8 @@ class PretendGpu(TorchDispatchMode):
         self._check(packet, tensors, devices)
         if packet in WAITS or packet in INDEXING and any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]):
             self.waits[_place()] += 1
+        if packet in INDEXING and devices:
+            self.sent.update(_place() for index in args[1] if index is not None and not isinstance(index, GpuTensor) and index.dim() > 0)
         on = wanted or next(iter(devices))
         return self._wrapped(func, args, kwargs, on)
 
@@ -196,7 +205,7 @@ class PretendGpu(TorchDispatchMode):
         to = args[0].device if func.overloadpacket is aten.copy_ else wanted or source.device
         if source.device.type == "cuda" and to.type == "cpu":
             self.waits[_place()] += 1
-        elif source.device.type == "cpu" and to.type == "cuda" and source.dim() > 0:
+        elif source.device.type == "cpu" and to.type == "cuda" and not (kwargs.get("non_blocking") and hasattr(source, "pinned")):
             self.sent[_place()] += 1
         return self._wrapped(func, args, kwargs, to)
 
@@ -216,7 +225,7 @@ class PretendGpu(TorchDispatchMode):
 
 def _place() -> str:
     """The innermost line of the package that leads here, or else of transformers."""
-    frames = [frame for frame in reversed(traceback.extract_stack()) if "pretend_gpu" not in frame.filename]
+    frames = [frame for frame in reversed(traceback.extract_stack()) if "pretend_gpu" not in frame.filename and not frame.filename.endswith("/uploads.py")]
     for part in ("hf_specdec", "transformers"):
         for frame in frames:
             if f"/{part}/" in frame.filename:

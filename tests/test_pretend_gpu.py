@@ -1,5 +1,5 @@
 """The loop on a stand-in for a GPU (tests/pretend_gpu.py): no operation mixes devices, texts are those of the host, and numbers come to the host
-once a round. (Copies to the device, of which torch waits for each, are not counted in that.)
+once a round; none goes to the device by a way that makes the host wait.
 
 What only a GPU can show (kernels, streams, captured graphs, time) is not seen here.
 """
@@ -204,8 +204,8 @@ def test_mx_weights_without_a_kernel_for_the_device(gpu, monkeypatch):
 # --- how often the host reads ---------------------------------------------------------------------------------------------
 
 
-def waits_of_a_round(gpu, draft, rows=ROWS[:1], k=5, **options) -> dict[str, float]:
-    """Copies to the host by place, per round, of calls of two lengths."""
+def waits_of_a_round(gpu, draft, rows=ROWS[:1], k=5, of="waits", **options) -> dict[str, float]:
+    """Copies that wait by place, per round, of calls of two lengths."""
     counts, rounds = [], []
     for new in (6, 22):
         target = tiny_llama(1)
@@ -214,7 +214,7 @@ def waits_of_a_round(gpu, draft, rows=ROWS[:1], k=5, **options) -> dict[str, flo
         for module in modules_of(made):
             gpu.put(module)
         inputs = gpu.put(padded(rows))
-        with gpu.counted() as waits:
+        with gpu.counted(of) as waits:
             out = integration.generate(target, **inputs, max_new_tokens=new, pad_token_id=0, **{"do_sample": False, **options}, speculative={"seed": 3}, assistant_model=made,
                                       num_assistant_tokens=k, return_dict_in_generate=True, use_cache=False)  # fmt: skip
         counts.append(waits)
@@ -238,6 +238,12 @@ def test_numbers_come_to_the_host_once_a_round(gpu, name):
     assert sum(count for place, count in waits.items() if place.startswith("proposal.py")) == 1
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_is_sent_that_the_host_waits_for(gpu, name):
+    draft, options = CASES[name]
+    assert not waits_of_a_round(gpu, draft, of="sent", **options)
+
+
 def test_the_stand_in_refuses_what_cuda_refuses(gpu):
     here, there, host = torch.arange(3, device="cuda"), torch.arange(3, device="cuda:1"), torch.arange(3)
     for mixed in (lambda: here + host, lambda: here + there, lambda: host[here], lambda: torch.cat([here, host]), lambda: torch.where(here > 0, here, host), lambda: here.float() @ host.float()):
@@ -258,3 +264,15 @@ def test_the_stand_in_counts_copies_to_the_host(gpu):
     with gpu.counted() as waits:
         here + 1, here.to(here.device), torch.cat([here, here]), here.argmax(), here.float().softmax(-1)
     assert not waits
+
+
+def test_the_stand_in_counts_copies_to_the_device(gpu):
+    here, host = torch.arange(3, device="cuda"), torch.arange(3)
+    for copy in (lambda: host.to("cuda"), lambda: torch.tensor([1], device="cuda"), lambda: here[host], lambda: here[[0, 1]],
+                 lambda: here.new_tensor([1]), lambda: torch.tensor(1).to("cuda")):
+        with gpu.counted("sent") as sent:
+            copy()
+        assert sum(sent.values()) == 1
+    with gpu.counted("sent") as sent:
+        host.pin_memory().to("cuda", non_blocking=True), here + 1, here + torch.tensor(1), torch.zeros(3, device="cuda"), here[0], here[:, None]
+    assert not sent

@@ -28,6 +28,12 @@ def test_depths_ranks_and_paths_of_a_bushy_tree():
     assert tree.path(6) == [1, 4, 6] and tree.path(0) == []
 
 
+def test_children_come_by_rank_and_levels_know_their_widest_node():
+    tree = Tree((0, 0, 1, 2, 1, 5))
+    assert tree.children.tolist() == [[1, 2], [3, 5], [4, 0], [0, 0], [0, 0], [6, 0], [0, 0]] and tree.widest == (2, 2, 1)
+    assert Tree(()).widest == () and Tree.chain(2).children.tolist() == [[1], [2], [0]]
+
+
 def test_ancestors_are_the_nodes_on_the_path_the_root_and_the_node_itself():
     tree = Tree((0, 0, 1, 1, 2, 4))
     for node in range(7):

@@ -22,6 +22,7 @@ from .drafts.base import Context, Draft
 from .probe import check_batch
 from .proposal import Proposal, Verdict
 from .trace import Round, SpeculationTrace
+from .uploads import upload
 
 AFRESH = ("ngram", "prompt_lookup", "suffix_automaton")  # drafts that read all they need from the rows
 KEPT = ("model", "model_tree", "recycling")  # drafts whose `keep` may repeat rows
@@ -54,7 +55,7 @@ class ScoredBeams:
             self._end_round()
             self._pass(list(dict.fromkeys(beams)))
         self.steps += 1
-        rows, nodes = torch.tensor([self.places[beam] for beam in beams], device=self.logits.device).unbind(-1)
+        rows, nodes = upload([self.places[beam] for beam in beams], self.logits.device).unbind(-1)
         return self.logits[rows, nodes]
 
     def _pass(self, beams: list[tuple[int, ...]]) -> None:
@@ -87,7 +88,7 @@ class ScoredBeams:
                     self.draft.keep(list(sources))
             self.target.commit(advance, before.tree, on_path)
             if self.draft.name in KEPT:
-                self.draft.commit(Verdict(on_path, torch.tensor([beam[-1] for beam in beams], device=self.context.device)))
+                self.draft.commit(Verdict(on_path, upload([beam[-1] for beam in beams], self.context.device)))
         self.context.rows[:] = [list(beam[1:]) for beam in beams]
         if before is None or self.draft.name in AFRESH:
             self.draft.start(self.context)

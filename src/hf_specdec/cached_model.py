@@ -23,6 +23,7 @@ from .proposal import Proposal
 from .seq2seq import Decoder, Source
 from .tap import layers_of
 from .tree import Tree
+from .uploads import upload
 
 
 class CachedModel(Forward):
@@ -94,11 +95,11 @@ class CachedModel(Forward):
         self.fresh, n = [len(tokens) for tokens in fresh], len(proposal.tree)
         sizes = [own + size for own, size in zip(self.fresh, proposal.sizes)]
         if max(self.fresh) == 1:
-            root = torch.tensor(fresh, device=self.device)
+            root = upload(fresh, self.device)
             return self._forward(torch.cat([root, proposal.tokens.to(self.device)], dim=1), proposal.tree, sizes)
         tokens = self._padded(fresh, n)
         columns = torch.tensor(self.fresh, device="cpu")[:, None] + torch.arange(-1, n, device="cpu")  # on the host, where they are looked at
-        tokens.scatter_(1, columns[:, 1:].to(self.device), proposal.tokens.to(self.device))
+        tokens.scatter_(1, upload(columns[:, 1:], self.device), proposal.tokens.to(self.device))
         width = max(sizes)  # a row with more fresh tokens may have fewer candidates
         return self._forward(tokens[:, :width], proposal.tree, sizes, columns.clamp(max=width - 1))
 
@@ -142,7 +143,7 @@ class CachedModel(Forward):
         if self.states is not None and min(sizes) < max(sizes):
             ends = [max(sizes)] * len(sizes)
             self.lengths, prompts = [size - end for size, end in zip(sizes, ends)], [[0] * (end - len(own)) + own for own, end in zip(prompts, ends)]
-        logits = [self._forward(self._padded(prompts, 0), None, ends, torch.tensor(ends, device=self.device)[:, None] - 1)]
+        logits = [self._forward(self._padded(prompts, 0), None, ends, torch.tensor(ends, device="cpu")[:, None] - 1)]
         self.lengths, self.fresh = [size - 1 for size in whole], [1] * len(sizes)
         if len(proposal.tree):
             logits.append(self._forward(proposal.tokens.to(self.device), proposal.tree, proposal.sizes, first=1))
@@ -190,14 +191,14 @@ class CachedModel(Forward):
         for begin, end in pairwise(ends):
             sizes = [len(tokens[begin:end]) for tokens in rows]
             tokens = self._padded([tokens[begin:end] for tokens in rows], 0)
-            last = torch.full((len(rows), 1), tokens.shape[1] - 1, device=self.device)
+            last = torch.full((len(rows), 1), tokens.shape[1] - 1, device="cpu")
             meant = [size or int(not length) for size, length in zip(sizes, self.lengths)]  # without one, the position of the last token: there may be no other
             self._forward(tokens, None, meant, last)
             self._keep([length + size for length, size in zip(self.lengths, sizes)], settled=False)
 
     def _padded(self, rows: list[list[int]], extra: int) -> torch.Tensor:
         width = max(map(len, rows)) + extra
-        return torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in rows], device=self.device)
+        return upload([tokens + [0] * (width - len(tokens)) for tokens in rows], self.device)
 
     # --- rollback -----------------------------------------------------------------------------------------------------
 
@@ -208,14 +209,15 @@ class CachedModel(Forward):
         if tree is not None and not tree.is_chain and steps > 1:
             order = torch.where(on_path, torch.arange(on_path.shape[1], device=on_path.device), on_path.shape[1])
             nodes = order.sort(-1).values[:, 1:steps].clamp(max=len(tree))  # the root is in place
-            starts = torch.tensor(self.lengths, device=nodes.device)[:, None]
+            starts = upload(self.lengths, nodes.device)[:, None]
             target, first = torch.arange(1, steps, device=nodes.device), 0
             if nodes.device.type == "cpu":  # elsewhere looking costs more than moving
                 moved = (nodes != target).any(0).tolist()
                 first = moved.index(True) if any(moved) else len(moved)
+            source, target = starts + nodes[:, first:], starts + target[first:]
             for layer in self.cache.layers if first < steps - 1 else ():
                 if layer.is_initialized:
-                    layer.gather(starts + nodes[:, first:], starts + target[first:])
+                    layer.gather(source, target)
         self._keep([length + own - 1 + step for length, own, step in zip(self.lengths, self.fresh, advance)], settled=self.role == "target")
 
     def crop(self, lengths: list[int]) -> None:
@@ -232,7 +234,7 @@ class CachedModel(Forward):
             self.media, self.ahead = None, []
         self.lengths, self.ahead = [self.lengths[row] for row in rows], [self.ahead[row] for row in rows] if self.ahead else []
         for part in self.cache.layers:
-            part.keep(torch.tensor(rows, device=self.device))
+            part.keep(upload(rows, self.device))
         if self.states is not None:
             self.states.keep(rows)
         if isinstance(self.run, Decoder):

@@ -9,6 +9,8 @@ from functools import cache
 import torch
 from torch.nn.functional import pad
 
+from .uploads import upload
+
 State = tuple[dict, dict]  # of one layer, by number: inputs of convolutions [B, C, n] and recurrent states [B, ...]; None where there is none
 
 
@@ -46,7 +48,7 @@ class Checkpoint:
 
 def _on_each(rows: list[int]) -> Callable[[torch.device], torch.Tensor]:
     """The numbers of rows, int64 [n], on a device that is asked for, copied there once."""
-    return cache(lambda device: torch.tensor(rows, device=device))
+    return cache(lambda device: upload(rows, device))
 
 
 def _without_last(part: torch.Tensor | None, back: list[int], most: int) -> torch.Tensor | None:

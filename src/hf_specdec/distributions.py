@@ -19,6 +19,7 @@ from .law import INFINITE, Law, draw, likeliest
 from .lazy_law import LazyLaw
 from .noise import Gumbel
 from .nucleus import Bisection
+from .uploads import upload
 
 Prefix = Callable[[int, int], torch.Tensor | None]
 TRACEABLE = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper, TypicalLogitsWarper, EpsilonLogitsWarper)
@@ -45,6 +46,7 @@ class Sampler:
     def __init__(self, processors: Sequence[Sequence[LogitsProcessor]], do_sample: bool, keep_scores: bool = False, gumbel: Gumbel | None = None,
                  eos: Collection[int] = (), hidden: Sequence[int] = ()):
         self.rows, self.eos, self.hidden = list(processors), frozenset(eos), list(hidden)
+        self.ends: dict[tuple[int, int], tuple[LogitsProcessor, torch.Tensor]] = {}
         self.do_sample, self.gumbel = do_sample, gumbel
         self.needs_prefix = any(not compat.is_prefix_free(p) for p in self.rows[0]) if self.rows else False
         self.exact_scores = do_sample or keep_scores or gumbel is not None or bool(self.rows and self.rows[0])
@@ -66,9 +68,9 @@ class Sampler:
         """int64 [1, L]: the tokens of row b, a list or int64 [1, n], and those drafted after them; None where one of these ends the text."""
         if self.eos.intersection(drafted):
             return None
-        begin = row if torch.is_tensor(row) else torch.tensor([row], device=device)
+        begin = row if torch.is_tensor(row) else upload([row], device)
         begin = begin[:, self.hidden[b] :] if self.hidden else begin
-        return torch.cat([begin, begin.new_tensor([drafted])], dim=1) if drafted else begin
+        return torch.cat([begin, upload([drafted], device)], dim=1) if drafted else begin
 
     def leaves(self, b: int, text: torch.Tensor, token: int, vocab: int) -> bool:
         """Whether the processors of row b that look at prefixes leave `token` of 0 <= token < vocab after this text."""
@@ -146,8 +148,15 @@ class Sampler:
             short = [] if text is None else [i for i in range(size) if LEAST[type(own)](own, text.shape[1] + depths[i])]
             if short:
                 found = logits.clone() if found is logits else found
-                found[b, torch.tensor(short, device=logits.device)[:, None], _ends(own, logits)] = -inf
+                found[b, upload(short, logits.device)[:, None], self._ends(own, logits)] = -inf
         return found
+
+    def _ends(self, processor: LogitsProcessor, scores: torch.Tensor) -> torch.Tensor:
+        """As the function below has it, found once: on a GPU, the host waits for how many they are."""
+        key = id(processor), scores.shape[-1]
+        if key not in self.ends:
+            self.ends[key] = processor, _ends(processor, scores)
+        return self.ends[key][1]
 
     @staticmethod
     def _alone(processors: Sequence[LogitsProcessor], text: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
@@ -199,7 +208,7 @@ class Drawing:
         self.do_sample = do_sample
         for own in self.processors:
             fractions = {name: value for name, value in vars(own).items() if isinstance(value, float) and isfinite(value)}
-            vars(own).update({name: torch.tensor(value, dtype=torch.float64, device=device) for name, value in fractions.items()})
+            vars(own).update({name: upload(value, device, torch.float64) for name, value in fractions.items()})
         constants = [[item for item in sorted(vars(own).items()) if not torch.is_tensor(item[1])] for own in self.processors]
         self.settings = do_sample, *((type(own), *items) for own, items in zip(self.processors, constants))
 

@@ -26,6 +26,7 @@ from .seq2seq import Decoder, Source
 from .states import Checkpoints, StateLayer
 from .tap import Tap, layers_of, show, watched, without_padding
 from .tree import Tree
+from .uploads import upload
 
 
 class Forward:
@@ -74,18 +75,19 @@ class Forward:
 
     def _forward(self, tokens: torch.Tensor, tree: Tree | None, sizes: list[int], columns: torch.Tensor | None = None,
                  first: int = 0) -> torch.Tensor:
-        """Logits at `columns` int64 [B, m] of the block, or at all of them; sizes[b]: places of row b that are meant. first: the node
+        """Logits at `columns` int64 [B, m] of the block, on the CPU, or at all of them; sizes[b]: places of row b that are meant. first: the node
         of the tree at which the block begins."""
         begin = perf_counter()
         most = None if self.reader is None else max(READ // (len(tokens) * self.traits.vocab_size), 1)
-        wanted, columns = (None, None) if columns is None else places_of(columns, tokens.shape[1], most)
+        places, columns = (None, None) if columns is None else places_of(columns, tokens.shape[1], most)
+        wanted, columns = (None, None) if columns is None else (upload(places, self.device), upload(columns, self.device))
         apart = columns is not None and self.reader is None and self.compiled is None and self.traits.logits_to_keep \
             and len(wanted) > columns.shape[1]
         with head_at(self.model, columns if apart else None):
             logits = self._logits(tokens, tree, sizes, first, wanted)
         if columns is not None and logits.shape[1] == len(wanted):
             if self.reader is not None:
-                self.reader(*without_padding([length + int(wanted[0]) for length in self.lengths], logits))
+                self.reader(*without_padding([length + int(places[0]) for length in self.lengths], logits))
             logits = logits[torch.arange(len(sizes), device=logits.device)[:, None], columns.to(logits.device)]
         self.calls += 1
         self.seconds += perf_counter() - begin
@@ -130,9 +132,9 @@ class Forward:
         """A pass over the first tokens of texts that nobody wants, with the compiled passes of this model."""
         trial = Forward(self.model, 2 * TRIAL, self.role, self.traits, compile=self.compiled.way)
         trial.compiled, trial.embed, trial.lengths = self.compiled, self.embed, [0] * len(self.lengths)
-        text = torch.tensor([[(7 * i + 1) % self.traits.vocab_size for i in range(TRIAL)]], device=self.device)
+        text = upload([[(7 * i + 1) % self.traits.vocab_size for i in range(TRIAL)]], self.device)
         sizes = [TRIAL] + [TRIAL - ragged] * (len(self.lengths) - 1)
-        trial._forward(text.expand(len(sizes), -1), None, sizes, torch.tensor(sizes, device=self.device)[:, None] - 1)
+        trial._forward(text.expand(len(sizes), -1), None, sizes, torch.tensor(sizes, device="cpu")[:, None] - 1)
 
     def _positions_and_masks(self, width: int, tree: Tree | None, sizes: list[int], first: int = 0) -> dict:
         chain = tree is None or tree.is_chain
@@ -142,5 +144,5 @@ class Forward:
             raise ValueError(compat.own_mask_refusal(self.model, self.role, branches=True))
         inputs = self.placing(self.cache.plan, self.lengths, width, tree, sizes, first)
         if any(self.ahead) and "position_ids" in inputs:
-            inputs["position_ids"] = inputs["position_ids"] + torch.tensor(self.ahead, device=self.device)[:, None]
+            inputs["position_ids"] = inputs["position_ids"] + upload(self.ahead, self.device)[:, None]
         return inputs

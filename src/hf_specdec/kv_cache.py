@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from .uploads import upload
+
 if TYPE_CHECKING:
     from .compiled import FixedBuffers
 
@@ -163,7 +165,7 @@ class SlotPlan:
         level = min(starts) == self.cached
         self.start, self.slots = self.cached if level else None, None
         if whole or not level:
-            self.slots = torch.tensor(starts, device=device)[:, None] + torch.arange(width, device=device)
+            self.slots = upload(starts, device)[:, None] + torch.arange(width, device=device)
             self.rows = _rows(self.slots)
         self.columns = None
         if self.aligned and not level:

@@ -17,6 +17,7 @@ from .noise import Noise
 from .proposal import Proposal, fetched
 from .sequences import Sequences
 from .trace import Round, SpeculationTrace, probabilities
+from .uploads import upload
 
 
 class SpeculativeLoop:
@@ -72,7 +73,7 @@ class SpeculativeLoop:
 
     def _prefix(self, proposal: Proposal):
         """prefix(b, i): row b up to and including node i, as `Sampler.text` has it."""
-        text = cache(lambda b: torch.tensor([self.sequences.tokens[b]], device=self.context.device))
+        text = cache(lambda b: upload([self.sequences.tokens[b]], self.context.device))
         drafted = cache(lambda b: [0, *proposal.listed()[b]])
         ended, device, path = [row.ended for row in self.sequences.active], self.context.device, proposal.tree.path
         return lambda b, node: None if ended[b] else self.sampler.text(b, text(b), [drafted(b)[step] for step in path(node)], device)

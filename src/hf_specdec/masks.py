@@ -8,6 +8,7 @@ import torch
 
 from .kv_cache import SlotPlan
 from .tree import Tree
+from .uploads import upload
 
 if TYPE_CHECKING:
     from .compat import ModelTraits
@@ -35,10 +36,10 @@ class CausalMasks:
 def who_sees_whom(lengths: list[int], slots: torch.Tensor, tree: Tree) -> tuple[torch.Tensor, torch.Tensor]:
     """Positions [B, 1, S] of the slots int64 [S], and the slots that every node of a tree sees, bool [B, N+1, S]: all of the past, and its own
     ancestors. Row b has lengths[b] tokens before the root."""
-    starts, depths = torch.tensor(lengths, device=slots.device)[:, None], torch.tensor(tree.depths, device=slots.device)
+    starts, depths = upload(lengths, slots.device)[:, None], upload(tree.depths, slots.device)
     node = slots - starts
     inside = node.clamp(0, len(tree))
-    seen = tree.ancestors.to(slots.device)[:, inside].transpose(0, 1) & (node <= len(tree))[:, None] | (node < 0)[:, None]
+    seen = upload(tree.ancestors, slots.device)[:, inside].transpose(0, 1) & (node <= len(tree))[:, None] | (node < 0)[:, None]
     return torch.where(node < 0, slots, starts + depths[inside])[:, None], seen
 
 
@@ -74,12 +75,12 @@ class Placing:
         if level and chain and not plan.whole and (width == 1 or plan.start == 0):  # the model's own causal mask says the same, at less cost
             positions = torch.arange(plan.start, plan.start + width, device=device)[None]
             return {"position_ids": positions.expand(len(sizes), -1), "attention_mask": None}
-        depths = torch.arange(first, first + width, device=device) if chain else torch.tensor(tree.depths[first:], device=device)
+        depths = torch.arange(first, first + width, device=device) if chain else upload(tree.depths[first:], device)
         if level:
             positions = (depths + (plan.start - first))[None]
         else:
             deepest = [first + size - 1 if chain else max(tree.depths[: first + size]) for size in sizes]
-            starts, last = torch.tensor([lengths, deepest], device=device)
+            starts, last = upload([lengths, deepest], device)
             positions = starts[:, None] + torch.minimum(depths, last[:, None])
         if level and chain and not plan.whole and all(kind == "full" for _, kind, _ in self.traits.masks):
             mask = self.causal.mask(plan.start, width, plan.capacity).expand(len(sizes), -1, -1, -1)
@@ -99,14 +100,14 @@ class Placing:
         """Of a model that makes its masks itself, from which columns [B, visible] hold tokens: those of the block, and before it as many as a row has. Flash
         attention needs no mask where all begin at the same slot; the positions of one row then go on in its padding: others would be those of several texts."""
         flash = self.traits.flash
-        begins, last = torch.tensor([starts, [width] if flash and len(sizes) == 1 else sizes], device=self.device)[..., None]
+        begins, last = upload([starts, [width] if flash and len(sizes) == 1 else sizes], self.device)[..., None]
         hidden = not flash or plan.columns is not None
         mask = {"attention_mask": (torch.arange(plan.visible, device=self.device) >= plan.cached - begins).long() if hidden else None}
         return mask | ({"position_ids": begins + torch.arange(width, device=self.device).minimum(last - 1)} if self.traits.placed else {})
 
     def _beside_states(self, plan: SlotPlan, starts: list[int], width: int, sizes: list[int]) -> dict:
         """Of several rows whose layers carry states. starts[b] < 0: the block begins with padding, which the model hides as it does in plain generate."""
-        firsts, last = torch.tensor([starts, sizes], device=self.device)[..., None]
+        firsts, last = upload([starts, sizes], self.device)[..., None]
         places = torch.arange(width, device=self.device)
         positions = (firsts + torch.minimum(places, last - 1)).clamp(min=0)
         given = {"position_ids": positions} if self.traits.placed else {}

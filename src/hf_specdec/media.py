@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from . import compat
 from .caches import CACHE, GOES_ON, cached_tokens
+from .uploads import upload
 
 TRIED = {  # model types whose answers to what they are shown were compared with plain generate's
     "image": frozenset(
@@ -67,11 +68,11 @@ class Media:
     def first_pass(self, tokens: torch.Tensor, begins: list[int], ends: list[int], cache: Any) -> dict[str, Any]:
         """The arguments of the pass over the prompts, int64 [B, W], of which row b stands at the places begins[b]..ends[b] - 1; the others are padding."""
         width, device = tokens.shape[1], tokens.device
-        places, (first, last) = torch.arange(width, device=device), torch.tensor([begins, ends], device=device)[..., None]
+        places, (first, last) = torch.arange(width, device=device), upload([begins, ends], device)[..., None]
         given = {name: self._laid_out(value, width, begins) for name, value in self.inputs.items()}
         given["attention_mask"] = None if min(ends) == width and not any(begins) else ((places >= first) & (places < last)).long()
         if self.positions is not None:
-            beyond = places + torch.tensor(ahead(self.positions, self.columns, self.tokens.shape[1]), device=device)[:, None]
+            beyond = places + upload(ahead(self.positions, self.columns, self.tokens.shape[1]), device)[:, None]
             given["position_ids"] = self._laid_out(self.positions, width, begins, beyond)
         given = self.model.prepare_inputs_for_generation(tokens, use_cache=True, is_first_iteration=True, **{CACHE: cache}, **given)
         return {name: value.to(device) if torch.is_tensor(value) else value for name, value in given.items() if value is not None}

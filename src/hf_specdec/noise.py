@@ -8,6 +8,8 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from .uploads import upload
+
 Bits = TypeVar("Bits", np.ndarray, torch.Tensor)
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64
 
@@ -21,6 +23,11 @@ def _mix(x: Bits) -> Bits:
 
 def _shift(x: Bits, bits: int) -> Bits:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _wrapped(x: int) -> int:
+    """What an int64 would hold of x."""
+    return (x + 2**63) % 2**64 - 2**63
 
 
 class Noise:
@@ -60,7 +67,7 @@ class Noise:
 
     def _numbers(self, keys: np.ndarray, places: np.ndarray) -> torch.Tensor:
         bits = _mix(_mix(keys[:, None] + places * _GOLDEN) + keys[:, None])
-        return torch.from_numpy(_shift(bits, 11) * 2.0**-53).to(self.device)
+        return upload(_shift(bits, 11) * 2.0**-53, self.device)
 
     def _label(self, stream: str) -> int:
         name, _, number = stream.partition(":")
@@ -77,19 +84,19 @@ class Gumbel:
 
     def __init__(self, seeds: list[int], device: torch.device | str = "cpu"):
         self.device = device
-        seeds = torch.tensor(seeds, dtype=torch.long, device=device)
+        seeds = upload(seeds, device, torch.long)
         self.keys = _mix(_mix(seeds * _GOLDEN) ^ _GOLDEN)
         self.known: list[dict[int, torch.Tensor]] = [{} for _ in seeds]
 
     def keep(self, rows: list[int]) -> None:
         """Only these rows go on."""
-        self.keys, self.known = self.keys[torch.tensor(rows, device=self.keys.device)], [self.known[row] for row in rows]
+        self.keys, self.known = self.keys[upload(rows, self.keys.device)], [self.known[row] for row in rows]
 
     def __call__(self, row: int, position: int, vocab: int) -> torch.Tensor:
         """float32 [vocab]; of a larger vocabulary, the first entries are the same."""
         known = self.known[row]
         if position not in known or len(known[position]) < vocab:
-            key = _mix(self.keys[row] + torch.tensor(position + 1, device=self.device) * _GOLDEN)
+            key = _mix(self.keys[row] + _wrapped((position + 1) * _GOLDEN))
             bits = _mix(_mix(key + torch.arange(vocab, dtype=torch.long, device=self.device) * _GOLDEN) + key)
             uniform = _shift(bits, 11).double() * 2.0**-53 + 2.0**-54  # never 0 or 1
             known[position] = -(-uniform.log()).log().float()

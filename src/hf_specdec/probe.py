@@ -12,6 +12,7 @@ from .cached_model import CachedModel
 from .compat import ModelTraits, own_mask_refusal
 from .lengths import check_counting
 from .method import METHOD
+from .uploads import upload
 
 TESTED = frozenset(
     "apertus arcee cohere cohere2 codegen deepseek_v3 ernie4_5 exaone4 falcon gemma gemma2 gemma3_text glm glm4 gpt2 gpt_bigcode "
@@ -105,7 +106,7 @@ def _ragged_equals_alone(model: PreTrainedModel, traits: ModelTraits) -> bool:
     cached.commit([1, 1])
     together = cached.score([row + new for row, new in zip(rows, block.tolist())]).float()
     for b, row in enumerate(rows):
-        whole = torch.cat([torch.tensor([row], device=model.device), block[b : b + 1]], dim=1)
+        whole = torch.cat([upload([row], model.device), block[b : b + 1]], dim=1)
         if traits.states:  # which may be limited in prompts, and not in what follows
             lone = CachedModel(model, 9, traits=traits)
             lone.score([row])

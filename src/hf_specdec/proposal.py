@@ -8,6 +8,7 @@ import torch
 
 from .law import draw
 from .tree import Tree
+from .uploads import upload
 
 MAX_NODES = 256  # of one proposal; with them go a mask and logits for every node
 
@@ -52,7 +53,7 @@ class Proposal:
             rows = [row[: next((i for i, token in enumerate(row) if token >= vocab_size), len(row))] for row in rows]
         width, sizes = max(map(len, rows), default=0), list(map(len, rows))
         padded = [row + [0] * (width - len(row)) for row in rows]
-        made = cls.chain(torch.tensor(padded, dtype=torch.long, device=device).reshape(len(rows), width), None, sizes, source)
+        made = cls.chain(upload(padded, device, torch.long).reshape(len(rows), width), None, sizes, source)
         made.on_host = padded
         return made
 
@@ -63,7 +64,7 @@ class Proposal:
     @property
     def valid(self) -> torch.Tensor:
         """Bool [B, N]: which nodes are meant."""
-        sizes = torch.tensor(self.sizes, device=self.tokens.device)
+        sizes = upload(self.sizes, self.tokens.device)
         return torch.arange(len(self.tree), device=self.tokens.device) < sizes[:, None]
 
     def within(self, depths: list[int]) -> "Proposal":

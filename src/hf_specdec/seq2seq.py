@@ -15,6 +15,7 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from . import compat, parts
+from .uploads import upload
 
 
 @dataclass
@@ -53,7 +54,7 @@ class Source:
 
     def keep(self, rows: list[int]) -> None:
         """Only these rows go on."""
-        at = torch.tensor(rows, device=self.outputs[0].device)
+        at = upload(rows, self.outputs[0].device)
         self.inputs, self.mask = (part if part is None else part[at.to(part.device)] for part in (self.inputs, self.mask))
         self.outputs, self.tokens = BaseModelOutput(last_hidden_state=self.outputs[0][at]), [self.tokens[row] for row in rows] if self.tokens else []
 
@@ -123,7 +124,7 @@ class Decoder:
         self.source.keep(rows)
         self.cross, self.cache = copy.copy(self.cross), None
         self.cross.layers = [copy.copy(layer) for layer in self.cross.layers]
-        self.cross.batch_select_indices(torch.tensor(rows, device=self.source.outputs[0].device))
+        self.cross.batch_select_indices(upload(rows, self.source.outputs[0].device))
 
     def with_cross(self, cache: DynamicCache) -> EncoderDecoderCache:
         """The cache that plain generate returns: the decoder's own `cache`, and that of the source."""

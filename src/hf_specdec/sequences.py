@@ -10,6 +10,8 @@ import torch
 from transformers import StoppingCriteria
 from transformers.generation import BaseStreamer, EosTokenCriteria, MaxLengthCriteria
 
+from .uploads import upload
+
 Callback = Callable[[int, list[int], list[bool]], None]
 
 
@@ -80,7 +82,7 @@ class Sequences:
     def _criteria_met(self, row: Row) -> bool:
         if not self.criteria:
             return False
-        ids = torch.tensor([row.tokens[row.prompt :] if self.hidden else row.tokens], device=self.device)
+        ids = upload([row.tokens[row.prompt :] if self.hidden else row.tokens], self.device)
         scores = tuple(score[None] for score in row.scores) or None
         own = self.own.setdefault(row.index, [_of_row(criterion, row.prompt) for criterion in self.criteria])
         return any([_verdict(criterion, ids, scores) for criterion in own])
@@ -104,7 +106,7 @@ class Sequences:
         new = [row.tokens[row.prompt :] for row in self.rows]
         width = max(map(len, new))
         tail = [tokens + [pad_token_id] * (width - len(tokens)) for tokens in new]
-        return torch.cat([prompt, torch.tensor(tail, dtype=prompt.dtype, device=prompt.device).reshape(len(new), width)], dim=1)
+        return torch.cat([prompt, upload(tail, prompt.device, prompt.dtype).reshape(len(new), width)], dim=1)
 
 
 def _of_row(criterion: StoppingCriteria, prompt: int) -> StoppingCriteria:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .uploads import upload
+
 if TYPE_CHECKING:
     from .law import Law
     from .proposal import Proposal
@@ -51,7 +53,7 @@ class Round:
 def probabilities(proposal: Proposal, on_path: torch.Tensor, token: torch.Tensor, law: Law) -> tuple[list, list]:
     """p and q per row: of the N proposed tokens, then of the target's own, `token` [B], which follows the path [B, N+1]."""
     nodes = torch.arange(on_path.shape[1], device=token.device)
-    parents = torch.tensor(proposal.tree.parents, dtype=torch.long, device=token.device).expand(len(token), -1)
+    parents = upload(proposal.tree.parents, token.device, torch.long).expand(len(token), -1)
     before = torch.cat([parents, (on_path * nodes).amax(-1, keepdim=True)], dim=1)
     p = law.prob_of(torch.cat([proposal.tokens, token[:, None]], dim=1), before).tolist()
     if proposal.probs is None:
@@ -66,7 +68,8 @@ class SpeculationTrace:
 
     target_calls, draft_calls: forwards, prompt passes included. seconds, on the host's clock: "prompt" (all of the first round),
     "draft", "verify", "rest" (the later rounds), and "forward" (inside the two models in the later rounds). round_seconds: of every
-    round, [draft, verify, rest]. lossless: whether the committed tokens follow the target's own law.
+    round, [draft, verify, rest]. On a GPU, "draft", "verify" and "forward" are what it takes to give the orders: the wait is in
+    "rest". lossless: whether the committed tokens follow the target's own law.
     """
 
     config: dict[str, Any]

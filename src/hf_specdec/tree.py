@@ -69,6 +69,22 @@ class Tree:
             table[node] |= table[parent]
         return table
 
+    @cached_property
+    def children(self) -> torch.Tensor:
+        """int64 [N+1, n] on the CPU: of every node its children by rank, 0 where there are no more; n is the most that one has."""
+        table = torch.zeros((len(self) + 1, max(self.ranks, default=0) + 1), dtype=torch.long, device="cpu")
+        for node, (parent, rank) in enumerate(zip(self.parents, self.ranks), start=1):
+            table[parent, rank] = node
+        return table
+
+    @cached_property
+    def widest(self) -> tuple[int, ...]:
+        """Of every depth that has children, from the root on, the most that a node there has."""
+        most = [0] * max(self.depths)
+        for node, rank in enumerate(self.ranks, start=1):
+            most[self.depths[node] - 1] = max(most[self.depths[node] - 1], rank + 1)
+        return tuple(most)
+
     def path(self, node: int) -> list[int]:
         """The nodes from the first drafted token down to `node`; the root is not part of it."""
         path = []

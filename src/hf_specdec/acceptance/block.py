@@ -6,6 +6,7 @@ import torch
 
 from ..law import Law
 from ..proposal import Proposal, Verdict
+from ..uploads import upload
 from .primitive import residual
 from .sampling import SpeculativeSampling
 
@@ -25,7 +26,7 @@ class BlockVerification(SpeculativeSampling):
 
     def _chain(self, proposal: Proposal, law: Law, coins: torch.Tensor) -> Verdict:
         tokens, n = proposal.tokens, len(proposal.tree)
-        sizes = torch.tensor(proposal.sizes, device=tokens.device)
+        sizes = upload(proposal.sizes, tokens.device)
         weight = self._weights(proposal, law)  # of the prefixes 0..N
         s = self._excess(proposal, law, weight[:, 1:n])
         rest = s + 1 - weight[:, 1:n]

@@ -8,6 +8,7 @@ import torch
 from ..distributions import LenientGreedyLogitsProcessor
 from ..law import Law
 from ..proposal import Proposal, Verdict
+from ..uploads import upload
 from .base import Acceptance, first_path
 
 
@@ -24,7 +25,7 @@ class GreedyMatching(Acceptance):
             return self._row_by_row(proposal, law)
         if len(tree) == 0:
             return Verdict(torch.ones_like(law.argmax, dtype=torch.bool), law.argmax[:, 0])
-        before = slice(-1) if tree.is_chain else torch.tensor(tree.parents, device=tokens.device)
+        before = slice(-1) if tree.is_chain else upload(tree.parents, tokens.device)
         accepted = self._accepts(law, before, tokens)
         on_path, last = first_path(tree, proposal.only_valid(accepted))
         return Verdict(on_path, law.argmax.gather(1, last[:, None]).squeeze(1))

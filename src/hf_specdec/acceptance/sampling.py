@@ -10,6 +10,7 @@ import torch
 from ..law import Law
 from ..lazy_law import LazyLaw, Left
 from ..proposal import Proposal, Verdict
+from ..uploads import upload
 from .base import Acceptance, chain_path
 from .primitive import acceptance_probability, residual
 
@@ -61,23 +62,27 @@ class SpeculativeSampling(Acceptance):
     def _walk(self, proposal: Proposal, law: Law, coins: torch.Tensor) -> Verdict:
         if law.on_host:
             return self._row_by_row(proposal, law, coins)
-        tokens, valid = proposal.tokens, proposal.valid
+        tokens, probs, valid = proposal.tokens, proposal.probs, proposal.valid
         rows = torch.arange(len(tokens), device=tokens.device)
-        last = torch.zeros_like(rows)
-        on_path = torch.zeros((len(rows), len(proposal.tree) + 1), dtype=torch.bool, device=tokens.device)
-        on_path[:, 0] = True
-        p = law.probs_at(last)
-        for node, parent in enumerate(proposal.tree.parents, start=1):
-            x, judged = tokens[:, node - 1], valid[:, node - 1] & (last == parent)
-            if tokens.device.type == "cpu" and not bool(judged.any()):  # spares the work over the vocabulary; a GPU would have to be waited for
-                continue
-            q = None if proposal.probs is None else proposal.probs[:, node - 1]
-            accepted = judged & (coins[:, node - 1] < self.accept(p[rows, x], 1.0 if q is None else q[rows, x]))
-            last = torch.where(accepted, node, last)
-            on_path[:, node] = accepted
-            left = self.residual(p, q, x)
-            left = torch.where((judged & ~accepted)[:, None], left / left.sum(-1, keepdim=True), p)
-            p = torch.where(accepted[:, None], law.probs_at(last), left)
+        last, going = torch.zeros_like(rows), torch.ones_like(rows, dtype=torch.bool)
+        on_path = torch.nn.functional.pad(torch.zeros_like(valid), (1, 0), value=True)
+        p, children = law.probs_at(last), upload(proposal.tree.children, tokens.device)
+        for width in proposal.tree.widest:  # the children of the last node; which those are is not asked of a GPU, which would have to be waited for
+            parent, advanced = last, torch.zeros_like(going)
+            for rank in range(width):
+                node = children[parent, rank]
+                at = (node - 1).clamp(min=0)
+                x, q = tokens[rows, at], None if probs is None else probs[rows, at]
+                judged = going & ~advanced & (node > 0) & valid[rows, at]
+                if tokens.device.type == "cpu" and not bool(judged.any()):  # spares the work over the vocabulary
+                    continue
+                accepted = judged & (coins[rows, at] < self.accept(p[rows, x], 1.0 if q is None else q[rows, x]))
+                last, advanced = torch.where(accepted, node, last), advanced | accepted
+                on_path[rows, torch.where(accepted, node, 0)] = True
+                left = self.residual(p, q, x)
+                left = torch.where((judged & ~accepted)[:, None], left / left.sum(-1, keepdim=True), p)
+                p = torch.where(accepted[:, None], law.probs_at(last), left)
+            going = advanced
         return Verdict(on_path, p)
 
     def _row_by_row(self, proposal: Proposal, law: LazyLaw, coins: torch.Tensor) -> Verdict:

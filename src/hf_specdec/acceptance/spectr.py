@@ -6,6 +6,7 @@ import torch
 
 from ..law import Law
 from ..proposal import Proposal, Verdict
+from ..uploads import upload
 from .sampling import SpeculativeSampling
 
 HALVINGS = 24
@@ -30,7 +31,7 @@ class KSequentialSelection(SpeculativeSampling):
         on_path[:, 0] = True
         following = law.probs_at(last)
         for parent in sorted(set(tree.parents)):
-            children = torch.tensor([node for node, own in enumerate(tree.parents, start=1) if own == parent], device=tokens.device)
+            children = upload([node for node, own in enumerate(tree.parents, start=1) if own == parent], tokens.device)
             meant = valid[:, children - 1] & (last == parent)[:, None]
             if not bool(meant.any()):
                 continue

@@ -8,6 +8,7 @@ import torch
 
 from ..law import Law
 from ..proposal import Proposal, Verdict
+from ..uploads import upload
 from .base import Acceptance, first_path
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class ThresholdAcceptance(Acceptance):
 
     def verdict(self, proposal: Proposal, law: Law, coins: torch.Tensor | None) -> Verdict:
         tokens = proposal.tokens
-        before = torch.tensor(proposal.tree.parents, dtype=torch.long, device=tokens.device).expand(len(law.scores), -1)
+        before = upload(proposal.tree.parents, tokens.device, torch.long).expand(len(law.scores), -1)
         accepted = self.passes(law, law.prob_of(tokens, before), before)
         on_path, last = first_path(proposal.tree, proposal.only_valid(accepted))
         return Verdict(on_path, law.probs_at(last))

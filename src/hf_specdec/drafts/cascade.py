@@ -15,7 +15,8 @@ from ..acceptance.greedy import GreedyMatching
 from ..acceptance.sampling import SpeculativeSampling
 from ..cached_model import CachedModel
 from ..probe import check_batch, check_mode, check_trees
-from ..proposal import Proposal
+from ..proposal import Proposal, fetched
+from ..uploads import upload
 from .base import Context, Draft, Run
 from .inner import Inner, chains, refuse_encoder
 from .vocabulary import fitted, readable
@@ -92,20 +93,21 @@ class CascadeDraft(Draft):
         samples = self.rule.samples
         verdict = self.rule.verdict(proposal, law, self.inner.noise("accept", len(proposal.tree)) if samples else None)
         token = verdict.token(self.inner.noise("next", 1)[:, 0] if samples else None).clamp(min=0)
+        numbers = fetched(proposal, verdict, token)
         draft.commit(verdict)
         advance = []
-        for b, (on_path, last, n) in enumerate(zip(verdict.paths(), token.tolist(), left)):
+        for b, (on_path, drafted, last, n) in enumerate(zip(verdict.paths(), proposal.listed(), (row[-1] for row in numbers), left)):
             path = [node for node in range(1, len(on_path)) if on_path[node]] if n else []
-            taken = [*(int(proposal.tokens[b, node - 1]) for node in path), last][: n]
+            taken = [*(drafted[node - 1] for node in path), last][: n]
             if n and self.rule.samples:
-                laws[b] += law.scores[b, [0, *path]].float().softmax(-1)
+                laws[b] += law.scores[b, upload([0, *path], token.device)].float().softmax(-1)
             rows[b] += taken
             tokens[b] += taken
             advance.append(len(taken))
         self.cached.commit(advance, proposal.tree, verdict.on_path)
 
     def _prefix(self, proposal: Proposal, b: int, node: int) -> torch.Tensor | None:
-        return self.inner.context.text(b, [int(proposal.tokens[b, step - 1]) for step in proposal.tree.path(node)])
+        return self.inner.context.text(b, [proposal.listed()[b][step - 1] for step in proposal.tree.path(node)])
 
     # --- vocabularies padded to different sizes -----------------------------------------------------------------------
 

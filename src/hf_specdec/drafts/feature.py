@@ -8,8 +8,9 @@ from transformers import PreTrainedModel
 from .. import parts
 from ..proposal import Proposal, Verdict
 from ..tap import Tap
+from ..uploads import upload
 from .base import Context, Run
-from .features import fused, inputs, tapped
+from .features import fused, inputs, rows_at, tapped
 from .model import ModelDraft
 
 
@@ -75,7 +76,7 @@ class FeatureDraft(ModelDraft):
         states, roots = self.judged
         for b, (path, root) in enumerate(zip(verdict.paths(), roots)):
             nodes = [node for node, taken in enumerate(path) if taken and node]
-            self._store(b, len(self.context.rows[b]), states[b, [root + node for node in nodes]])
+            self._store(b, len(self.context.rows[b]), rows_at(states[b], [root + node for node in nodes]))
 
     def _store(self, b: int, start: int, states: torch.Tensor) -> None:
         end = start + len(states)
@@ -109,7 +110,7 @@ class FeatureDraft(ModelDraft):
         logits = super()._scores(context, tokens, k, step)
         self.output = self._shown()
         if self.first:  # go on from the last place that stands on the target's states
-            last = torch.tensor(self.cached.fresh, device=self.output.device) - 1
+            last = upload(self.cached.fresh, self.output.device) - 1
             self.output = self.output[torch.arange(len(last), device=last.device), last][:, None]
         return logits
 
@@ -130,7 +131,7 @@ class FeatureDraft(ModelDraft):
 
     def _ahead(self, width: int) -> torch.Tensor:
         """The target's states [B, width, H] at the places that come next in the draft's cache; the last one where there are none."""
-        starts, last = torch.tensor([self.cached.lengths, self.known], device=self.states.device)
+        starts, last = upload([self.cached.lengths, self.known], self.states.device)
         places = starts[:, None] + torch.arange(width, device=self.states.device)
         rows = torch.arange(len(places), device=places.device)[:, None]
         return self.states[rows, torch.minimum(places, last[:, None] - 1)]
@@ -143,7 +144,7 @@ class FeatureDraft(ModelDraft):
 
     def keep(self, rows: list[int]) -> None:
         super().keep(rows)
-        self.states, self.known = self.states[rows], [self.known[row] for row in rows]
+        self.states, self.known = self.states[upload(rows, self.states.device)], [self.known[row] for row in rows]
 
     def finish(self) -> None:
         self.tap, self.own, self.states, self.judged, self.output = None, None, None, None, None

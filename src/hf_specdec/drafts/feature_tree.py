@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 
 from ..tree import Tree
 from ..tree_shapes import DynamicTree
+from ..uploads import upload
 from .base import Context
 from .feature import FeatureDraft
 from .model_tree import ModelTreeDraft
@@ -31,7 +32,7 @@ class FeatureTreeDraft(FeatureDraft, ModelTreeDraft):
 
     def _grow(self, tokens: torch.Tensor, tree: Tree, first: int, context: Context) -> torch.Tensor:
         parents = tree.parents[first - 1 : first - 1 + tokens.shape[1]]
-        self.first, self.output = False, self.outputs[:, torch.tensor(parents, device=self.outputs.device)]
+        self.first, self.output = False, self.outputs[:, upload(parents, self.outputs.device)]
         logits = super()._grow(tokens, tree, first, context)
         self.outputs = torch.cat([self.outputs, self._shown()], dim=1)
         return logits

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from .. import compat
 from ..parts import read_at
 from ..tap import Tap, watched
+from ..uploads import upload
 from .base import Context
 
 
@@ -71,6 +72,13 @@ def start_blind(draft: PreTrainedModel) -> None:
     scale = draft.get_input_embeddings().weight.float().square().mean(-1).sqrt().mean()
     draft.feature_join.weight[:, :width] = 0
     draft.feature_join.weight[:, width:] = scale * torch.eye(width)
+
+
+def rows_at(states: torch.Tensor, places: list[int]) -> torch.Tensor:
+    """states[places] of [n, H], ascending; along a chain they are neighbours, and no indices are needed."""
+    if places and places[-1] - places[0] + 1 == len(places):
+        return states[places[0] : places[-1] + 1]
+    return states[upload(places, states.device, torch.long)]
 
 
 def fused(draft: PreTrainedModel, states: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch
 
 from ..proposal import Proposal
 from ..tree import Tree
+from ..uploads import upload
 from .base import Draft
 
 Source = tuple[Draft, Any]  # a draft, and the place where a row stands in it
@@ -134,8 +135,8 @@ def together(rows: list[Branches], vocab_size: int, device, source: str | list[s
     for b, row in enumerate(rows):
         tokens[b, columns[b]] = torch.tensor([token for _, token in row.nodes], dtype=torch.long, device="cpu")
         fillers[b, columns[b]] = False
-    known, tokens, sizes = tokens.tolist(), tokens.to(device), [max(own, default=-1) + 1 for own in columns]
-    return Proposal(tree, tokens, _laws(rows, tokens, columns, vocab_size), sizes, source, fillers=fillers.to(device), on_host=known)
+    known, tokens, sizes = tokens.tolist(), upload(tokens, device), [max(own, default=-1) + 1 for own in columns]
+    return Proposal(tree, tokens, _laws(rows, tokens, columns, vocab_size), sizes, source, fillers=upload(fillers, device), on_host=known)
 
 
 def _by_ranks(nodes: list[tuple[int, int]]) -> list[tuple[int, ...]]:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from .. import compat
 from ..proposal import Proposal, Verdict
+from ..uploads import upload
 from .base import Context, Draft
 
 
@@ -77,7 +78,7 @@ class Judged:
             for node, parent in enumerate(proposal.tree.parents[: proposal.sizes[b]], start=1):
                 if parent == last and depth < len(path) and tokens[node - 1] == path[depth]:
                     on_path[b, node], last, depth = True, node, depth + 1
-        return on_path.to(proposal.tokens.device)
+        return upload(on_path, proposal.tokens.device)
 
 
 def refuse_encoder(model, role: str) -> None:

@@ -16,8 +16,9 @@ from ..proposal import Proposal, Verdict
 from ..tap import Tap
 from ..tree import Tree
 from ..tree_shapes import DynamicTree
+from ..uploads import upload
 from .base import Context
-from .features import tapped
+from .features import rows_at, tapped
 from .one_pass import OnePassDraft
 
 
@@ -145,7 +146,7 @@ class MedusaDraft(OnePassDraft):
         for b, (path, root) in enumerate(zip(verdict.paths(), roots)):
             nodes, first = [root + node for node, taken in enumerate(path) if taken], max(root - self.heads.window, 0)
             start = len(self.context.rows[b]) - 1 - root + first
-            self._remember(b, start, torch.cat([states[b, first:root], states[b, nodes]]))
+            self._remember(b, start, torch.cat([states[b, first:root], rows_at(states[b], nodes)]))
 
     def _remember(self, b: int, start: int, states: torch.Tensor) -> None:
         """The states of row b from place `start` on."""
@@ -174,7 +175,7 @@ class MedusaDraft(OnePassDraft):
         for b, states in enumerate(self.recent):
             if known[b]:
                 last[b, -known[b]:] = states
-        roots = torch.tensor([row[-1] for row in context.rows], device=like.device)
+        roots = upload([row[-1] for row in context.rows], like.device)
         begin = perf_counter()
         logits = self.heads.predict(last.to(self.target.dtype), roots, known)[:, : max(k)].to(context.device)
         self.calls, self.forward_seconds = self.calls + 1, self.forward_seconds + perf_counter() - begin

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
@@ -47,7 +49,7 @@ class ModelDraft(Draft):
         self.reads = "" if self.source is None else f"the target's: {self.source.shared}" if self.source.shared else "its own"
         self.cached = CachedModel(self.model, context.max_length, "assistant_model", self.traits, self.source, compile=context.compiles)
         self.drawing = context.sampler.traceable(self.cached.device) if self.cached.compiled is not None else None
-        self.drafted: torch.Tensor | list[list[int]] = [[] for _ in context.rows]
+        self.drafted: Proposal | list[list[int]] = [[] for _ in context.rows]
         self.base = [len(row) for row in context.rows]
         check_mode(self.model, "assistant_model")
         check_batch(compat.unwrap(self.model), self.traits, len(context.rows), "assistant_model")
@@ -83,13 +85,14 @@ class ModelDraft(Draft):
         if self.stop is not None:
             self.stop.begin()
         tokens, laws, step = [], [], 0
+        drafted = cache(lambda i: tokens[i].tolist())  # is asked for where the law depends on the text
         while step < max(k):
             done = self._several(context, tokens, k, step)
             if done is not None:
                 tokens, laws, step = tokens + done[0], laws + done[1], step + len(done[0])
                 continue
             scores = self._scores(context, tokens, k, step)
-            law = context.sampler(scores, [step < own for own in k], lambda b, _: context.text(b, [int(each[b]) for each in tokens]), draft=True)
+            law = context.sampler(scores, [step < own for own in k], lambda b, _: context.text(b, [drafted(i)[b] for i in range(len(tokens))]), draft=True)
             if context.sampler.do_sample:
                 laws.append(law.probs_at(torch.zeros(len(k), dtype=torch.long, device=scores.device)))
                 tokens.append(draw(laws[-1], context.noise(f"draft:{step}", 1)[:, 0]))

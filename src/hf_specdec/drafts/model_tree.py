@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from transformers import PreTrainedModel
@@ -12,6 +13,7 @@ from ..law import Law, draw
 from ..proposal import MAX_NODES, Proposal, Verdict
 from ..tree import Tree
 from ..tree_shapes import DynamicTree, branching, by_depth, from_json, most_nodes
+from ..uploads import upload
 from .base import Context
 from .model import ModelDraft
 
@@ -94,7 +96,7 @@ class ModelTreeDraft(ModelDraft):
                     best = law.ranking[:, place, : context.vocab_size]
                     most = min(len(children), best.shape[-1])  # a vocabulary may be smaller still
                     ranks = torch.arange(len(children), device=best.device).clamp(max=most - 1)
-                    tokens[:, torch.tensor(children) - 1] = best.topk(most).indices[:, ranks]
+                    tokens[:, upload(children, tokens.device) - 1] = best.topk(most).indices[:, ranks]
                 elif children:
                     self._draw(context, law.probs_at(torch.full((len(k),), place, device=context.device)), children, tokens, laws)
             level = range(level.stop, level.stop + sum(own in level for own in tree.parents))
@@ -120,6 +122,7 @@ class ModelTreeDraft(ModelDraft):
     def _dynamic(self, context: Context, k: list[int], shape: DynamicTree) -> tuple[Tree, torch.Tensor, None, torch.Tensor]:
         """Pool: parent (a node of the fed tree), tokens [B], log-confidence [B] and place in the fed tree of every node seen."""
         pool: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        values: list[float] = []  # of the pool: confidence, the mean over the rows
         fed_tokens = torch.zeros((len(k), 0), dtype=torch.long, device=context.device)
         fed_parents: list[int] = []
         above, place_in_pool = torch.zeros((len(k), 1), device=context.device), {0: -1}
@@ -128,7 +131,8 @@ class ModelTreeDraft(ModelDraft):
             law = self._law(context, logits, Tree(tuple(fed_parents)), fed_tokens, level, k)
             best = law.ranking[..., : context.vocab_size].topk(min(shape.branches, context.vocab_size)).indices
             sure = above[..., None] + law.scores.float().log_softmax(-1).gather(-1, best)
-            seen = [(len(pool) + i, value) for i, value in enumerate(sure.exp().mean(0).flatten().tolist())]
+            seen = list(enumerate(sure.exp().mean(0).flatten().tolist(), start=len(pool)))
+            values += [value for _, value in seen]
             pool += [(node, best[:, place, rank], sure[:, place, rank]) for place, node in enumerate(level) for rank in range(best.shape[-1])]
             if depth == max(k):
                 break
@@ -139,17 +143,17 @@ class ModelTreeDraft(ModelDraft):
             above = torch.stack([pool[index][2] for index in chosen], dim=1)
             fed_tokens = torch.cat([fed_tokens, torch.stack([pool[index][1] for index in chosen], dim=1)], dim=1)
             logits = self._grow(fed_tokens[:, level.start - 1 :], Tree(tuple(fed_parents)), level.start, context)
-        return self._best(pool, Tree(tuple(fed_parents)), place_in_pool, shape.nodes)
+        return self._best(pool, values, Tree(tuple(fed_parents)), place_in_pool, shape.nodes)
 
-    def _best(self, pool: list, fed: Tree, place_in_pool: dict[int, int], nodes: int) -> tuple[Tree, torch.Tensor, None, torch.Tensor]:
+    def _best(self, pool: list, values: list[float], fed: Tree, place_in_pool: dict[int, int],
+              nodes: int) -> tuple[Tree, torch.Tensor, None, torch.Tensor]:
         """The `nodes` surest of the pool. A node is never surer than its parent, and comes after it."""
-        values = torch.stack([sure for _, _, sure in pool], dim=1).exp().mean(0).tolist()
         kept = sorted(sorted(range(len(pool)), key=lambda index: -values[index])[:nodes])
         number = {-1: 0, **{index: node for node, index in enumerate(kept, start=1)}}
         tree = Tree(tuple(number[place_in_pool[pool[index][0]]] for index in kept))
         self.fed, self.passed = fed, {number[index]: node for node, index in place_in_pool.items() if node and index in number}
         sure = torch.stack([pool[index][2] for index in kept], dim=1)
-        above = torch.cat([torch.zeros_like(sure[:, :1]), sure], dim=1)[:, torch.tensor(tree.parents, device=sure.device)]
+        above = torch.cat([torch.zeros_like(sure[:, :1]), sure], dim=1)[:, upload(tree.parents, sure.device)]
         return tree, torch.stack([pool[index][1] for index in kept], dim=1), None, (sure - above).exp()
 
     # --- the model --------------------------------------------------------------------------------------------------------
@@ -161,8 +165,10 @@ class ModelTreeDraft(ModelDraft):
     def _law(self, context: Context, logits: torch.Tensor, tree: Tree, tokens: torch.Tensor, level: range, k: list[int]) -> Law:
         """The model's laws after the nodes of a level, whose depth is the same."""
 
+        drafted = cache(tokens.tolist)  # is asked for where the laws depend on the text
+
         def prefix(b: int, i: int) -> torch.Tensor | None:
-            path = [(tree.parents[node - 1], int(tokens[b, node - 1])) for node in tree.path(level[i])]
+            path = [(tree.parents[node - 1], drafted()[b][node - 1]) for node in tree.path(level[i])]
             if any(self.scores[parent][b, token] == -torch.inf for parent, token in path):
                 return None  # the processors have ruled it out
             return context.text(b, [token for _, token in path])
@@ -180,7 +186,7 @@ class ModelTreeDraft(ModelDraft):
         for ours, theirs in zip(paths, verdict.paths()):
             for node, own in self.passed.items():
                 ours[own] = int(node < len(theirs) and theirs[node])
-        self.cached.adopt([sum(path) - 1 for path in paths], self.fed, torch.tensor(paths, dtype=torch.bool, device=self.cached.device))
+        self.cached.adopt([sum(path) - 1 for path in paths], self.fed, upload(paths, self.cached.device, torch.bool))
         self.fed, self.passed = Tree(()), {}
 
     def keep(self, rows: list[int]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from ..law import draw
 from ..proposal import MAX_NODES, Proposal
 from ..tree import Tree
 from ..tree_shapes import DynamicTree, branching, by_depth, most_nodes, rank_tree
+from ..uploads import upload
 from .base import Context, Draft
 from .vocabulary import fitted
 
@@ -65,8 +67,10 @@ class OnePassDraft(Draft):
         """One token after another, each from its place's law after the target's processors; these may look at the tokens before it."""
         tokens, laws, start = [], [], torch.zeros(len(k), dtype=torch.long, device=context.device)
 
+        drafted = cache(lambda i: tokens[i].tolist())
+
         def prefix(b: int, _: int) -> torch.Tensor | None:
-            return context.text(b, [int(step[b]) for step in tokens])
+            return context.text(b, [drafted(i)[b] for i in range(len(tokens))])
 
         for step in range(min(max(k), len(self.shape))):
             law = context.sampler(logits[:, step : step + 1], [step < own for own in k], prefix, draft=True)
@@ -84,14 +88,14 @@ class OnePassDraft(Draft):
         """The fixed shape: a node of depth d and sibling rank r is place d's r-th token."""
         depth = logits.shape[1]
         tree = shape.truncate(sum(own <= depth for own in shape.depths[1:]))
-        ranks = torch.tensor(tree.ranks).clamp(max=logits.shape[-1] - 1)  # a vocabulary may be smaller still
-        return tree, self._ids(logits.topk(int(ranks.max()) + 1).indices)[:, torch.tensor(tree.depths[1:]) - 1, ranks]
+        ranks = [min(rank, logits.shape[-1] - 1) for rank in tree.ranks]  # a vocabulary may be smaller still
+        return tree, _at(self._ids(logits.topk(max(ranks) + 1).indices), tree, ranks)
 
     def _surest(self, logits: torch.Tensor) -> tuple[Tree, torch.Tensor]:
         """The tree of the paths that are likeliest, by the mean over the rows of the places' probabilities."""
         best = logits.float().log_softmax(-1).topk(min(self.shape.branches, logits.shape[-1]))
         tree = by_depth(rank_tree(best.values.exp().mean(0).tolist(), self.shape.nodes))
-        return tree, self._ids(best.indices)[:, torch.tensor(tree.depths[1:]) - 1, torch.tensor(tree.ranks)]
+        return tree, _at(self._ids(best.indices), tree, tree.ranks)
 
     def _ids(self, columns: torch.Tensor) -> torch.Tensor:
         return columns if self.heads.ids is None else self.heads.ids.to(columns.device)[columns]
@@ -99,6 +103,12 @@ class OnePassDraft(Draft):
     def prior(self, strength: int) -> tuple[float, float]:
         rates = [row[0] for row in self.heads.rates]
         return (rates[0], math.prod(rates[1:]) ** (1 / max(len(rates) - 1, 1))) if rates else (0.5, 0.4)
+
+
+def _at(tokens: torch.Tensor, tree: Tree, ranks: Sequence[int]) -> torch.Tensor:
+    """[B, N] of the tokens [B, K, n] of every place ahead, the likeliest first: those of the nodes' depths and ranks."""
+    places, ranks = upload([[depth - 1 for depth in tree.depths[1:]], ranks], tokens.device)
+    return tokens[:, places, ranks]
 
 
 def _shape(tree, heads: nn.Module) -> Tree | DynamicTree:

@@ -19,6 +19,7 @@ from .base import Context, Draft
 from .feature import FeatureDraft
 from .features import inputs
 from .model import ModelDraft
+from ..uploads import upload
 
 FORMAT = "hf_specdec online 1"
 BETAS, TINY = (0.9, 0.99), 1e-8
@@ -132,10 +133,10 @@ class OnlineDraft(Draft):
     def _loss(self, lessons: list[Lesson]) -> torch.Tensor:
         """- sum p log q, the mean over the places."""
         device, width = self.model.device, max(len(lesson.tokens) for lesson in lessons)
-        tokens = torch.tensor([lesson.tokens + [0] * (width - len(lesson.tokens)) for lesson in lessons], device=device)
+        tokens = upload([lesson.tokens + [0] * (width - len(lesson.tokens)) for lesson in lessons], device)
         tokens = tokens.clamp(max=self.draft.traits.vocab_size - 1)
         offset = int(isinstance(self.draft, FeatureDraft))  # its place t has the token at t + 1
-        starts = torch.tensor([lesson.start - offset for lesson in lessons], device=device)
+        starts = upload([lesson.start - offset for lesson in lessons], device)
         given: dict[str, Any] = {"position_ids": starts[:, None] + torch.arange(width, device=device), "use_cache": False}
         if offset:
             states = torch.stack([torch.nn.functional.pad(lesson.states, (0, 0, 0, width - len(lesson.states))) for lesson in lessons])
@@ -143,8 +144,8 @@ class OnlineDraft(Draft):
         else:
             given["input_ids"] = tokens
         logits = self.model(**given).logits
-        row = torch.tensor([b for b, lesson in enumerate(lessons) for _ in lesson.places], device=device)
-        place = torch.tensor([place for lesson in lessons for place in lesson.places], device=device)
+        row = upload([b for b, lesson in enumerate(lessons) for _ in lesson.places], device)
+        place = upload([place for lesson in lessons for place in lesson.places], device)
         ids, probs = (torch.cat([getattr(lesson, name) for lesson in lessons]).to(device) for name in ("ids", "probs"))
         log_q = logits[row, place].float().log_softmax(-1)
         known = ids < log_q.shape[-1]

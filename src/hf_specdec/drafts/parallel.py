@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from .medusa import MedusaDraft, linear_of
+from ..uploads import upload
 
 
 class BlockLayer(nn.Module):
@@ -98,7 +99,7 @@ class BlockDrafter(nn.Module):
         """Logits [B, K, V'] after the tokens `roots` [B], from the last states [B, window, F] before them, known[b] of which are there."""
         places = torch.arange(self.window, device=states.device)
         where = torch.arange(len(roots), device=states.device)[:, None] * self.window + places
-        seen = places >= self.window - torch.tensor(known, device=states.device)[:, None]
+        seen = places >= self.window - upload(known, states.device)[:, None]
         return self.logits(self(states.flatten(0, 1), roots, where, seen))
 
 

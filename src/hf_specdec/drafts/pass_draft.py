@@ -14,6 +14,7 @@ from ..cached_model import CachedModel
 from ..proposal import Proposal
 from ..tree import Tree
 from ..tree_shapes import DynamicTree
+from ..uploads import upload
 from .base import Context
 from .inner import refuse_encoder
 from .one_pass import OnePassDraft
@@ -88,7 +89,7 @@ class PassDraft(OnePassDraft):
     def _embedded(self, tokens: torch.Tensor, n: int) -> torch.Tensor:
         """[B, L, H]: the tokens' embeddings, and n look-ahead embeddings behind each row's fresh tokens."""
         inputs = self.target.get_input_embeddings()(tokens)
-        first = torch.tensor(self.cached.fresh, device=inputs.device)[:, None] + torch.arange(n, device=inputs.device)
+        first = upload(self.cached.fresh, inputs.device)[:, None] + torch.arange(n, device=inputs.device)
         rows = torch.arange(len(first), device=inputs.device)[:, None]
         return inputs.index_put((rows, first), self.heads.embeddings[:n].to(inputs).expand(len(first), -1, -1))
 

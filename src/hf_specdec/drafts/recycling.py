@@ -14,6 +14,7 @@ import torch
 
 from ..proposal import Proposal
 from ..tree import Tree
+from ..uploads import upload
 from .base import Context, Draft
 
 UNKNOWN = -1
@@ -61,7 +62,7 @@ class RecyclingDraft(Draft):
         sizes = [max((i for i, token in enumerate(row, start=1) if token != UNKNOWN), default=0) for row in rows]
         n = max(sizes, default=0)
         tokens = [[max(token, 0) for token in row[:n]] + [0] * (n - len(row)) for row in rows]  # within a size, 0 is a guess like any other
-        tokens = torch.tensor(tokens, dtype=torch.long, device=context.device).reshape(len(k), n)
+        tokens = upload(tokens, context.device, torch.long).reshape(len(k), n)
         self.shown = Proposal(tree.truncate(n), tokens, None, sizes, self.name)
         return self.shown
 

@@ -14,6 +14,7 @@ import torch
 
 from ..proposal import Proposal
 from ..tree import Tree
+from ..uploads import upload
 from .base import Context, Draft, Guess
 
 SEPARATOR = -1  # between texts; no row has it, so no match crosses it
@@ -251,7 +252,7 @@ def _one_shape(trees: list[list[Node]], k: list[int], device, source: str) -> Pr
     order = sorted(wanted, key=lambda path: (-wanted[path], len(path), path))[: max(k, default=0)]
     number = {(): 0} | {path: node for node, path in enumerate(order, start=1)}
     sizes = [max((i for i, path in enumerate(order[:most], start=1) if path in row), default=0) for row, most in zip(rows, k)]
-    tokens = torch.tensor([[row.get(path, 0) for path in order] for row in rows], dtype=torch.long, device=device)
+    tokens = upload([[row.get(path, 0) for path in order] for row in rows], device, torch.long)
     tree, n = Tree(tuple(number[path[:-1]] for path in order)), max(sizes, default=0)
     return Proposal(tree.truncate(n), tokens.reshape(len(rows), len(order))[:, :n], None, sizes, source)
 

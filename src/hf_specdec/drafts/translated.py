@@ -11,6 +11,7 @@ from ..cached_model import CachedModel
 from ..law import draw, likeliest
 from ..probe import check_batch, check_mode
 from ..proposal import Proposal
+from ..uploads import upload
 from .base import Context, Draft
 from .inner import chains, common, refuse_encoder
 from .vocabulary import fitted
@@ -85,7 +86,7 @@ class TranslatedDraft(Draft):
             logits = self.cached.score(rows)
             self.cached.commit([1] * len(rows))
             return logits
-        return self.cached.extend(torch.tensor(written[-1])[:, None], [int(step < own) for own in k])
+        return self.cached.extend(upload(written[-1], self.cached.device)[:, None], [int(step < own) for own in k])
 
     def _law(self, context: Context, logits: torch.Tensor, drawn: list[torch.Tensor], k: list[int], step: int) -> torch.Tensor:
         """float [B, V of the target]: the draft's law, processors applied, over the shared tokens."""

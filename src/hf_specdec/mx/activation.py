@@ -11,7 +11,7 @@ _ACTIVATIONS = ("transformers.activations", "torch.nn.modules.activation")
 
 
 class RowActivation(nn.Module):
-    """An activation function in bfloat16, looked up in the table of its 65,536 values; other dtypes go through as they are.
+    """An activation function in bfloat16 on a CPU, looked up in the table of its 65,536 values; other dtypes and devices go through as they are.
 
     torch computes the last numbers of a tensor by other code than the rest, so that a value's bits can depend on the width."""
 
@@ -22,7 +22,7 @@ class RowActivation(nn.Module):
             self.table = original(torch.arange(65536, device="cpu").to(torch.int16).view(torch.bfloat16))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.dtype != torch.bfloat16 or x.requires_grad:
+        if x.dtype != torch.bfloat16 or x.requires_grad or not x.is_cpu:
             return self.original(x)
         codes = x.contiguous().view(torch.int16).to(torch.int32) & 0xFFFF
         return self.table.index_select(0, codes.flatten()).view(x.shape)

@@ -178,7 +178,7 @@ class MXLinear(nn.Linear):
                 self.format.name, self.format.bits, self.out_features, self.in_features,
                 self.weight, self.weight_scale, self._tail, bias, self.activations is not None,
             )  # fmt: skip
-        copied = None if bias is None or bias.dtype == torch.float32 else bias.detach().clone()  # `.data` changes it without a trace
+        copied = None if bias is None or kernel is None or bias.dtype == torch.float32 else bias.detach().clone()  # `.data` changes it without a trace
         self._known, self._place = (key, kernel, copied), None if kernel is None else (kernel.bytes[None], 0)
         return kernel
 
