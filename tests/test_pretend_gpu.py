@@ -268,11 +268,11 @@ def test_the_stand_in_counts_copies_to_the_host(gpu):
 
 def test_the_stand_in_counts_copies_to_the_device(gpu):
     here, host = torch.arange(3, device="cuda"), torch.arange(3)
-    for copy in (lambda: host.to("cuda"), lambda: torch.tensor([1], device="cuda"), lambda: here[host], lambda: here[[0, 1]],
-                 lambda: here.new_tensor([1]), lambda: torch.tensor(1).to("cuda")):
+    for copy in (lambda: host.to("cuda:0"), lambda: torch.tensor([1], device="cuda"), lambda: here[host], lambda: here[[0, 1]],
+                 lambda: here.new_tensor([1]), lambda: torch.tensor(1).to("cuda:0")):
         with gpu.counted("sent") as sent:
             copy()
         assert sum(sent.values()) == 1
     with gpu.counted("sent") as sent:
-        host.pin_memory().to("cuda", non_blocking=True), here + 1, here + torch.tensor(1), torch.zeros(3, device="cuda"), here[0], here[:, None]
+        host.pin_memory().to("cuda:0", non_blocking=True), here + 1, here + torch.tensor(1), torch.zeros(3, device="cuda"), here[0], here[:, None]
     assert not sent
