@@ -226,12 +226,13 @@ CASES = {"lookup": (lambda target: PromptLookupDraft(), {}), "automaton": (lambd
          "lookup, sampling": (lambda target: PromptLookupDraft(), SAMPLED), "model, sampling": (lambda target: ModelDraft(perturbed(target)), SAMPLED),
          "feature": (lambda target: make("feature", target, VARIANTS), {}), "feature_tree": (lambda target: make("feature_tree", target, VARIANTS), {}),
          "model tree": (lambda target: ModelTreeDraft(perturbed(target)), {}), "model tree, sampling": (lambda target: ModelTreeDraft(perturbed(target)), SAMPLED),
+         "ngram, sampling": (lambda target: make("ngram, drawn", target, VARIANTS), SAMPLED), "cascade, sampling": (lambda target: make("cascade", target, VARIANTS), SAMPLED),
          "ngram_recycling": (lambda target: make("ngram_recycling", target, VARIANTS), {}), "mixture": (lambda target: make("mixture", target, VARIANTS), {})}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith(("cascade", "ngram, "))])
 def test_numbers_come_to_the_host_once_a_round(gpu, name):
-    """But for n-gram recycling, which reads the likeliest successors of every place, too."""
+    """But for n-gram recycling, which reads the likeliest successors of every place, too (what is decided on the host in between is not here)."""
     draft, options = CASES[name]
     waits = waits_of_a_round(gpu, draft, **options)
     assert sum(waits.values()) == (2 if name in ("ngram_recycling", "mixture") else 1), waits

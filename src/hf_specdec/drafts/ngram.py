@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from ..proposal import Proposal
+from ..uploads import upload
 from .base import Context, Draft
 from .ngram_table import MAX_ORDER, MAX_VOCAB, NGramTable
 from .progress import progress
@@ -112,7 +113,7 @@ class NGramDraft(Draft):
         probs = torch.zeros((*proposal.tokens.shape, context.vocab_size), dtype=torch.float32, device=context.device)
         for b, own_laws in enumerate(laws):
             for i, (tokens, q) in enumerate(own_laws):
-                probs[b, i, torch.from_numpy(tokens.astype(np.int64)).to(context.device)] = torch.from_numpy(q).to(context.device)
+                probs[b, i, upload(tokens.astype(np.int64), context.device)] = upload(q, context.device)
         return Proposal.chain(proposal.tokens, probs, proposal.sizes, self.name)
 
     def _chain(self, row: list[int], k: int, vocab_size: int, choose) -> list[int]:

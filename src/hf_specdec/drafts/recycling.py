@@ -62,8 +62,8 @@ class RecyclingDraft(Draft):
         sizes = [max((i for i, token in enumerate(row, start=1) if token != UNKNOWN), default=0) for row in rows]
         n = max(sizes, default=0)
         tokens = [[max(token, 0) for token in row[:n]] + [0] * (n - len(row)) for row in rows]  # within a size, 0 is a guess like any other
-        tokens = upload(tokens, context.device, torch.long).reshape(len(k), n)
-        self.shown = Proposal(tree.truncate(n), tokens, None, sizes, self.name)
+        placed = upload(tokens, context.device, torch.long).reshape(len(k), n)
+        self.shown = Proposal(tree.truncate(n), placed, None, sizes, self.name, on_host=tokens)
         return self.shown
 
     def _filled(self, b: int, root: int, tree: Tree) -> list[int]:
