@@ -2,7 +2,7 @@
 
     python benchmarks/structured_output.py --out structured.json
 
-Batch 1, greedy, three texts to be written as JSON, whole calls with their prompt pass. Beside each arm stands the check: how many texts are plain
+Batch 1, greedy, three texts to be written as lists of objects and three as one object, whole calls with their prompt pass. Beside each arm stands the check: how many texts are plain
 generate's, and how many are JSON of the schema. An arm that fails says with what. Needs `pip install xgrammar`.
 """
 
@@ -22,34 +22,52 @@ import hf_specdec
 from hf_specdec import mx
 from hf_specdec.bench.embedded import load_target
 from hf_specdec.bench.terminal import counting
+from hf_specdec.drafts import JumpForwardDraft, MixtureDraft
 
-KEYS = {"people": {"first_name": "string", "last_name": "string", "age": "integer", "city": "string", "occupation": "string"},
-        "books": {"title": "string", "author": "string", "year": "integer", "publisher": "string"},
-        "orders": {"order_number": "integer", "customer_name": "string", "product_name": "string", "quantity": "integer"}}
+LISTS = {"people": {"first_name": "string", "last_name": "string", "age": "integer", "city": "string", "occupation": "string"},
+         "books": {"title": "string", "author": "string", "year": "integer", "publisher": "string"},
+         "orders": {"order_number": "integer", "customer_name": "string", "product_name": "string", "quantity": "integer"}}
+ONE = {"invoice": {"invoice_number": "string", "customer_name": "string", "total_amount": "number", "currency": "string", "due_date": "string", "is_paid": "boolean"},
+       "flight": {"departure_city": "string", "arrival_city": "string", "departure_date": "string", "number_of_passengers": "integer", "cabin_class": "string"},
+       "patient": {"patient_name": "string", "age": "integer", "symptoms": "string", "temperature_celsius": "number", "follow_up_required": "boolean"}}
+KEYS = LISTS | ONE
 TEXTS = {
     "people": "Anna Schulz, 31, is a baker in Berlin. Tom Miller, 45, works as a teacher in Hamburg. Maria Rossi, aged 28, is a nurse in Rome.",
     "books": "Emma was written by Jane Austen and came out in 1815 with John Murray. Dracula, by Bram Stoker, was published by Constable in 1897. "
              "Ulysses by James Joyce was published in 1922 by Sylvia Beach.",
     "orders": "Order 4711: John Smith bought 3 lamps. Order 4712: Mary Jones bought 12 chairs. Order 4715: Ali Khan bought 1 table.",
+    "invoice": "Invoice 2024-117 to Miller & Sons over 1250.50 euros is due on 1 March 2024 and has not been paid.",
+    "flight": "Book a flight for two from Hamburg to Lisbon on 3 May in business class.",
+    "patient": "Mr. Jones, 52, has had a cough and a temperature of 38.4 since Monday. He should come again in a week.",
 }
-ARMS = {"plain": {}, "stock lookup": dict(prompt_lookup_num_tokens=7), "lookup": dict(speculative=True),
-        "n-gram recycling": dict(speculative={"draft": "ngram_recycling"}), "mixture": dict(speculative={"draft": "mixture"})}
+WITHOUT = "suffix_automaton", "ngram_recycling"
+ARMS = {
+    "plain": lambda tokenizer: {},
+    "stock lookup": lambda tokenizer: dict(prompt_lookup_num_tokens=7),
+    "lookup": lambda tokenizer: dict(speculative=True),
+    "mixture without jump-forward": lambda tokenizer: dict(speculative=True, assistant_model=MixtureDraft(WITHOUT)),
+    "mixture": lambda tokenizer: dict(speculative={"draft": "mixture"}),
+    "mixture, jump-forward knows the tokenizer": lambda tokenizer: dict(speculative=True, assistant_model=MixtureDraft([*WITHOUT, JumpForwardDraft(tokenizer)])),
+}
 
 
 def schema(kind: str) -> str:
     fields = KEYS[kind]
     item = {"type": "object", "properties": {name: {"type": of} for name, of in fields.items()}, "required": [*fields], "additionalProperties": False}
-    return json.dumps({"type": "object", "properties": {kind: {"type": "array", "items": item}}, "required": [kind], "additionalProperties": False})
+    return json.dumps(item if kind in ONE else {"type": "object", "properties": {kind: {"type": "array", "items": item}}, "required": [kind], "additionalProperties": False})
 
 
 def request(tokenizer, kind: str) -> dict:
-    asked = f"{TEXTS[kind]} Write all {kind} as JSON: an object with the key {kind}, a list of objects with {', '.join(KEYS[kind])}."
+    keys = ", ".join(KEYS[kind])
+    asked = f"{TEXTS[kind]} Extract the facts as JSON with the keys {keys}." if kind in ONE else \
+        f"{TEXTS[kind]} Write all {kind} as JSON: an object with the key {kind}, a list of objects with {keys}."
     return tokenizer.apply_chat_template([{"role": "user", "content": asked}], add_generation_prompt=True, return_dict=True, return_tensors="pt")
 
 
 def valid(text: str, kind: str) -> bool:
     try:
-        return all(set(item) == set(KEYS[kind]) for item in json.loads(text)[kind])
+        found = json.loads(text)
+        return all(set(item) == set(KEYS[kind]) for item in ([found] if kind in ONE else found[kind]))
     except (ValueError, KeyError):
         return False
 
@@ -63,7 +81,8 @@ def measure(model, tokenizer, tokens: int, repetitions: int) -> dict:
         for kind in TEXTS:
             grammar, inputs = compiler.compile_json_schema(schema(kind)), request(tokenizer, kind)
             for turn in range(repetitions + 1):
-                for arm, options in ARMS.items():
+                for arm, make in ARMS.items():
+                    options = make(tokenizer)
                     processor, begin = xgrammar.contrib.hf.LogitsProcessor(grammar), perf_counter()
                     try:
                         done = model.generate(**inputs, max_new_tokens=tokens, do_sample=False, logits_processor=[processor], return_dict_in_generate=True, **options)
@@ -73,11 +92,12 @@ def measure(model, tokenizer, tokens: int, repetitions: int) -> dict:
                     if turn:
                         seconds[arm][kind].append(perf_counter() - begin)
                     found[arm, kind] = done.sequences[0, inputs["input_ids"].shape[1] :]
-                    rates.setdefault(arm, []).append(getattr(done, "speculation", None) and done.speculation.block_efficiency)
+                    rates.setdefault((arm, kind), []).append(getattr(done, "speculation", None) and done.speculation.block_efficiency)
                 bar()
     return {arm: {"failed": failed[arm]} if arm in failed else {
-        "speed-up": statistics.geometric_mean([statistics.median(seconds["plain"][kind]) / statistics.median(seconds[arm][kind]) for kind in TEXTS]),
-        "tokens_per_pass": statistics.mean(rates[arm]) if rates[arm][0] else 1.0,
+        **{f"speed-up, {name}": statistics.geometric_mean([statistics.median(seconds["plain"][kind]) / statistics.median(seconds[arm][kind]) for kind in kinds])
+           for name, kinds in (("lists", LISTS), ("objects", ONE))},
+        **{f"tokens per pass, {name}": statistics.mean(rates[arm, kind][-1] or 1.0 for kind in kinds) for name, kinds in (("lists", LISTS), ("objects", ONE))},
         "same": sum(torch.equal(found[arm, kind], found["plain", kind]) for kind in TEXTS),
         "valid": sum(valid(tokenizer.decode(found[arm, kind], skip_special_tokens=True), kind) for kind in TEXTS)} for arm in ARMS}
 
@@ -94,10 +114,11 @@ def main() -> None:
     if given.tiles:
         mx.to_tiles(model)
     table = measure(hf_specdec.enable(model), tokenizer, given.max_new_tokens, given.repetitions)
-    shown = Table("", "over plain", "tokens per pass", "texts plain generate's", "JSON of the schema")
+    shown = Table("", "lists, over plain", "single objects, over plain", "tokens per pass", "texts plain generate's", "JSON of the schema")
     for arm, row in table.items():
-        cells = [f"fails: {row['failed']}"] if "failed" in row else [f"{row['speed-up']:.2f}x", f"{row['tokens_per_pass']:.2f}", f"{row['same']} of {len(TEXTS)}",
-                                                                 f"{row['valid']} of {len(TEXTS)}"]
+        cells = [f"fails: {row['failed']}"] if "failed" in row else [
+            f"{row['speed-up, lists']:.2f}x", f"{row['speed-up, objects']:.2f}x", f"{row['tokens per pass, lists']:.2f}, {row['tokens per pass, objects']:.2f}",
+            f"{row['same']} of {len(TEXTS)}", f"{row['valid']} of {len(TEXTS)}"]
         shown.add_row(arm, *cells)
     Console().print(shown)
     if given.out:

@@ -98,7 +98,7 @@ def test_a_folder_without_a_tokenizer_is_said_to_have_none(tmp_path):
 def test_drafts_without_weights_go_by_name_and_a_folder_of_that_name_before_them(target_folder, monkeypatch, tmp_path):
     model, tokenizer = load_target(target_folder)
     assert {name: load_draft(name, "float32", model, tokenizer).name for name in drafts_by_name() if name != "prompt_lookup"} == {
-        name: name for name in ("lookahead", "mixture", "ngram_recycling", "recycling", "suffix_automaton", "uniform")}
+        name: name for name in ("jump_forward", "lookahead", "mixture", "ngram_recycling", "recycling", "suffix_automaton", "uniform")}
     told = next(parameter.help for parameter in get_command(app).commands["bench"].params if parameter.name == "draft")
     assert all(name in told for name in drafts_by_name()) and load_draft("prompt_lookup", "float32", model, tokenizer) is None
     monkeypatch.chdir(tmp_path)
@@ -197,7 +197,7 @@ def test_verify_fails_when_the_rule_is_wrong(target_folder, monkeypatch):
         (("--lenience", "nan"), "--lenience nan"),
         (("--temperature", "0.5"), "--temperature has no meaning without --sample"),
         (("--file", "no_such_file.txt"), "--prompt and --file"),
-        (("--draft", "no/such/folder"), "--draft no/such/folder: no such folder and no draft of that name; the names are lookahead, mixture"),
+        (("--draft", "no/such/folder"), "--draft no/such/folder: no such folder and no draft of that name; the names are jump_forward, lookahead, mixture"),
         (("--draft", "medusa"), "--draft medusa: a draft of that name is made of weights"),
         (("--batch", "3"), "--batch has no meaning without --dataset"),
         (("--max-new-tokens", "5000"), "the target's context holds 1024"),

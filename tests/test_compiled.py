@@ -144,7 +144,7 @@ def test_what_lies_behind_the_text_is_never_seen(name, tree, traced, strict):
     check_scores(model, cached, rows, proposal(tree, 3, seed=9))
 
 
-@pytest.mark.share(1 / 3)
+@pytest.mark.share(0)
 @pytest.mark.parametrize("compile", ["model", "layers"])
 @pytest.mark.parametrize("name", ["Llama", "Gemma 3 (text)", "Llama 4 (text, chunked)"])
 def test_a_cache_that_grows_needs_no_other_functions(name, compile, traced, strict, monkeypatch):
@@ -193,6 +193,7 @@ def test_later_calls_use_the_functions_of_the_first_and_notice_another_dtype(tra
     assert len(compiled._functions[target].made) == 2 * len(before)
 
 
+@pytest.mark.share(0)
 def test_a_model_that_was_changed_between_calls_is_compiled_again(traced, strict):
     target, rows = family("Llama").model("eager"), prompts(9)
     before = run(target, rows, PromptLookupDraft())
@@ -340,7 +341,7 @@ WARPERS = {
 
 
 @torch.no_grad()
-@pytest.mark.share(1 / 4)
+@pytest.mark.share(0)
 @pytest.mark.parametrize("name", WARPERS if FULL else ["none", "min_p", "typical_p", "top_p"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16] if FULL else [torch.float32])
 def test_several_passes_in_one_function_draw_what_single_ones_do_from_the_same_laws(name, dtype, traced, strict):
@@ -440,6 +441,7 @@ def test_a_function_of_several_passes_has_a_bounded_number_of_layers(monkeypatch
         assert passes.most_steps() == most
 
 
+@pytest.mark.share(1 / 2)
 @pytest.mark.parametrize("kept", [("cpu",), ()], ids=["kept", "not kept"])
 def test_buffers_go_from_call_to_call_and_what_was_returned_stays(kept, traced, strict, monkeypatch):
     """Where CUDA graphs know addresses; on a CPU nothing is kept."""

@@ -56,6 +56,7 @@ class Dropping(ModelDraft):
         return Proposal(proposal.tree, proposal.tokens, proposal.probs, sizes, proposal.source)
 
 
+@pytest.mark.share(0)
 def test_dropping_the_token_that_made_it_stop_is_rejected_by_the_same_test():
     target, row = small_vocabulary_llama(2, law.VOCAB), [1, 2, 3, 1, 2]
     found, _ = law.counts(target, [row], Dropping(perturbed(target, 0.3)), 12_000, 3, 4, **with_stop("confidence", draft_confidence=0.35))

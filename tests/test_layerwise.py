@@ -132,6 +132,7 @@ def test_the_layers_are_their_own_again_afterwards():
     assert not any("forward" in vars(layer) for layer in target.model.layers)
 
 
+@pytest.mark.share(0)
 def test_what_guards_look_at_is_looked_at_in_the_next_call(strict):
     target, rows = built("Llama", num_hidden_layers=5), prompts(20)
     assert run(target, rows, PromptLookupDraft()) == plain(target, rows)
@@ -173,6 +174,7 @@ def test_layers_that_compile_wrongly_are_not_used(monkeypatch):
         assert run(target, rows, PromptLookupDraft()) == texts
 
 
+@pytest.mark.share(0)
 def test_layers_that_depend_on_their_number_are_found_out():
     """Nothing but the first comparison tells that a function made for one layer is wrong for the next."""
     target, rows = built("GPT-2", scale_attn_by_inverse_layer_idx=True, n_layer=6), prompts(20)
@@ -238,6 +240,7 @@ class AsksForTheLength(torch.nn.Module):
         return torch.nn.functional.silu(x) if x.shape[1] > 64 or x.shape[1] < 9 else torch.nn.functional.tanh(x)
 
 
+@pytest.mark.share(0)
 def test_prompts_whose_function_asks_for_their_length_are_soon_left_alone(strict):
     target, rows = built("Llama", num_hidden_layers=5), prompts(80)
     for layer in target.model.layers:

@@ -15,7 +15,7 @@ from .registry import ACCEPTANCE, DRAFTS, shipped
 
 CONFIG_NAME = "speculative_config.json"
 MAX_ASSISTANT_TOKENS = 64
-ALONE = ("lookahead", "mixture", "ngram_recycling", "prompt_lookup", "recycling", "suffix_automaton", "uniform")  # drafts that a name is enough for
+ALONE = ("jump_forward", "lookahead", "mixture", "ngram_recycling", "prompt_lookup", "recycling", "suffix_automaton", "uniform")  # drafts that a name is enough for
 WITH_WEIGHTS = ("model", "model_tree", "ngram", "retrieval", "feature", "feature_tree", "medusa", "parallel", "pass")
 # what newcomers put among the options, and is an argument of `generate`
 OF_GENERATE = ("assistant_model", "assistant_tokenizer", "do_sample", "generation_config", "logits_processor", "max_length", "max_new_tokens", "min_new_tokens",

@@ -12,7 +12,7 @@ from math import inf, isfinite
 
 import torch
 from transformers import (EpsilonLogitsWarper, LogitsProcessor, MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor, MinPLogitsWarper,
-                          TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, TypicalLogitsWarper)
+                          PrefixConstrainedLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, TypicalLogitsWarper)
 
 from . import compat
 from .law import INFINITE, Law, draw, likeliest
@@ -72,13 +72,18 @@ class Sampler:
         begin = begin[:, self.hidden[b] :] if self.hidden else begin
         return torch.cat([begin, upload([drafted], device)], dim=1) if drafted else begin
 
-    def leaves(self, b: int, text: torch.Tensor, token: int, vocab: int) -> bool:
-        """Whether the processors of row b that look at prefixes leave `token` of 0 <= token < vocab after this text."""
+    def leaves(self, b: int, text: torch.Tensor, vocab: int) -> torch.Tensor:
+        """Bool [V]: which of the first `vocab` tokens the processors of row b that look at prefixes leave after this text."""
         scores = torch.zeros((1, vocab), device=text.device)
         for processor in self.rows[b]:
             if not compat.is_prefix_free(processor):
                 scores = _one_row(processor, text, scores)[None]
-        return bool(scores[0, token] > -torch.inf)
+        return scores[0] > -torch.inf
+
+    def restricts(self, b: int) -> bool:
+        """Whether a processor of row b may forbid nearly every token: one that is not transformers' own, or `prefix_allowed_tokens_fn`."""
+        return self.needs_prefix and any(isinstance(own, PrefixConstrainedLogitsProcessor) or not type(own).__module__.startswith("transformers.")
+                                         for own in self.rows[b] if not compat.is_prefix_free(own))
 
     def traceable(self, device: torch.device) -> "Drawing | None":
         """What draws, or takes the argmax, inside a compiled function; None where more than a few operations on scores decide."""

@@ -15,6 +15,7 @@ DRAFTS = {
     "feature": "drafts.feature:FeatureDraft",
     "feature_tree": "drafts.feature_tree:FeatureTreeDraft",
     "horizontal_cascade": "drafts.horizontal:HorizontalCascadeDraft",
+    "jump_forward": "drafts.jump_forward:JumpForwardDraft",
     "lookahead": "drafts.lookahead:LookaheadDraft",
     "medusa": "drafts.medusa:MedusaDraft",
     "mixture": "drafts.mixture:MixtureDraft",

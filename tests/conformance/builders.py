@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_specdec.drafts import (
-    CascadeDraft, EarlyExitDraft, HorizontalCascadeDraft, LookaheadDraft, MixtureDraft, ModelDraft, ModelTreeDraft, NGramDraft,
+    CascadeDraft, EarlyExitDraft, HorizontalCascadeDraft, JumpForwardDraft, LookaheadDraft, MixtureDraft, ModelDraft, ModelTreeDraft, NGramDraft,
     NGramRecyclingDraft, PromptLookupDraft, RecyclingDraft, RetrievalDraft, SuffixAutomatonDraft, TranslatedDraft, UniformDraft,
 )
 from hf_specdec.drafts.feature import FeatureDraft
@@ -93,6 +93,7 @@ BUILDERS = {
     "feature": lambda target: FeatureDraft(feature_drafter(target), target),
     "feature_tree": lambda target: FeatureTreeDraft(feature_drafter(target), target, (4, 2, 1), "independent"),
     "horizontal_cascade": lambda target: HorizontalCascadeDraft(ModelDraft(perturbed(target, 0.1)), PromptLookupDraft()),
+    "jump_forward": lambda target: JumpForwardDraft(),
     "lookahead": lambda target: LookaheadDraft(),
     "mixture": lambda target: MixtureDraft(branches=1),
     "medusa": lambda target: MedusaDraft(medusa_heads(target), target),

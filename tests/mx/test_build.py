@@ -235,6 +235,7 @@ print(json.dumps({"same": same, "near": near, "found": found, "info": cpu.kernel
 """
 
 
+@pytest.mark.share(0)
 def test_without_a_working_compiler_torch_multiplies_after_one_warning(tmp_path):
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("HF_SPECDEC_MX")},

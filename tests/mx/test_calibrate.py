@@ -389,6 +389,7 @@ def test_the_model_writes_text_of_its_own():
 PASSAGES = Path(__file__).parents[2] / "recipes" / "prompts" / "passages.jsonl"
 
 
+@pytest.mark.share(0)
 @needs_package
 def test_two_layers_of_smollm2_in_four_bits_lose_far_less_on_a_text_of_another_kind():
     original, tokenizer = load_target(device="cpu")

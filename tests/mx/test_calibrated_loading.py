@@ -48,6 +48,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.share(1 / 3)
 @pytest.mark.parametrize("options", OPTIONS, ids=["plain", "head", "activations", "layers", "mostly_dense"])
 @pytest.mark.filterwarnings("ignore:.*the model has no module")
 @pytest.mark.parametrize("kind, tied", [("llama", False), ("llama", True), ("qwen3_moe", False)])

@@ -72,6 +72,7 @@ def test_more_bits_that_gain_nothing_are_not_spent_and_steps_may_leave_a_format_
 # --- what layers cost -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.share(1 / 3)
 @pytest.mark.parametrize("kind", ["llama", "gpt_neox", "qwen2"])
 def test_costs_are_the_divergence_of_the_model_with_that_layer_compressed(kind):
     model, sequences = uneven(kind), [ids[None] for ids in TEXT] * 4
@@ -89,6 +90,7 @@ def test_costs_are_the_divergence_of_the_model_with_that_layer_compressed(kind):
     assert all(small > 3 * large for small, large in found.values())
 
 
+@pytest.mark.share(1 / 3)
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 @pytest.mark.parametrize("bits", [4.6, 5.0, 5.75])
 def test_a_chosen_model_keeps_its_budget_and_is_nearer_than_one_chosen_at_random(kind, bits):

@@ -37,6 +37,7 @@ def folder(tmp_path_factory):
     return path
 
 
+@pytest.mark.share(1 / 5)
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_folder_is_read_as_one_after_importing_the_package_alone(order, folder):
     done = subprocess.run([sys.executable, "-c", ORDERS[order] + PRINT, str(folder)], capture_output=True, text=True, cwd=SOURCE, timeout=300)

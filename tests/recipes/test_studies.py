@@ -58,6 +58,7 @@ def test_the_gpt_pair_learns_and_its_drafts_have_a_real_acceptance_beside_the_pa
     assert (tmp_path / "gpt_97m__6m_tiny.png").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.share(0)
 def test_lenience_raises_acceptance_and_its_rows_are_called_lossy(run, tmp_path):
     status, out, _ = run("lenience", "--scale", "tiny", "--no-plot")
     data = result(tmp_path, "lenience")

@@ -93,6 +93,7 @@ def test_the_names_are_known_without_the_training_package():
     assert SpeculativeConfig(draft="smollm2_feature_drafter").draft == "smollm2_feature_drafter"
 
 
+@pytest.mark.share(1 / 3)
 @pytest.mark.parametrize("kind", ["model", "feature", "medusa"])
 def test_a_drafter_is_read_once_and_kept_as_long_as_its_target(kind, folders, monkeypatch, tmp_path):
     folder = shutil.copytree(folders[kind], tmp_path / "drafter")

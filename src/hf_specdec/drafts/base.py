@@ -97,7 +97,7 @@ class Context:
         if not self.sampler.needs_prefix:
             return True
         texts = (self.text(b, drafted[:i]) for i in range(len(drafted)))
-        return all(text is not None and self.sampler.leaves(b, text, token, self.vocab_size) for text, token in zip(texts, drafted))
+        return all(text is not None and bool(self.sampler.leaves(b, text, self.vocab_size)[token]) for text, token in zip(texts, drafted))
 
     def counted(self, proposal: Proposal) -> Proposal:
         """The proposal without what the decoder of an encoder-decoder would see at another place than it will have."""

@@ -13,7 +13,8 @@ import torch
 from ..proposal import Proposal
 from ..tree import Tree
 from ..uploads import upload
-from .base import Draft
+from ..schedule import AutoSchedule
+from .base import Context, Draft
 
 Source = tuple[Draft, Any]  # a draft, and the place where a row stands in it
 
@@ -102,6 +103,64 @@ class Grower:
             if token not in grown.children[node]:
                 break
             node = grown.children[node][token]
+
+
+class GrownDraft(Draft):
+    """A draft that knows `place`, `guesses` and `step`, and `strengths` instead of `evidence`. Proposes the tree of the K likeliest nodes, and measures during
+    the call how often its guesses are right.
+
+    branches: most tokens tried after each one, at most `most`; 1 proposes a chain.
+    """
+
+    def __init__(self, branches: int, most: int):
+        if isinstance(branches, bool) or not isinstance(branches, int) or not 1 <= branches <= most:
+            raise ValueError(f"branches={branches!r} must be an int in 1..{most}.")
+        self.branches, self.may_branch, self.grower = branches, branches > 1, Grower()
+        self.context: Context | None = None
+        self.ready: list[Grown] = []  # trees of which `propose` takes the beginning
+        self.grown: list[tuple[Grown, int]] = []  # the last tree of every row, and the row's length then
+        self.shown: Proposal | None = None
+
+    def start(self, context: Context) -> None:
+        self.context, self.grown, self.ready = context, [], []
+
+    def strengths(self, context: Context) -> list[int]:
+        """As `Draft.evidence` has it."""
+        raise NotImplementedError
+
+    def evidence(self, context: Context) -> list[int]:
+        for row, (grown, length) in zip(context.rows, self.grown):
+            self.grower.learn(grown, row[length:])
+        self.grown, self.ready = [], []
+        return self.strengths(context)
+
+    def propose(self, context: Context, k: list[int]) -> Proposal:
+        branches = 1 if context.stock else self.branches
+        trees = [tree.first(own) for tree, own in zip(self.ready or self._trees(k, branches), k)]
+        self.grown = [(tree, len(row)) for tree, row in zip(trees, context.rows)]
+        self.shown = together([Branches(tree.nodes) for tree in trees], context.vocab_size, context.device, self.name)
+        return self.shown
+
+    def _trees(self, sizes: list[int], branches: int) -> list[Grown]:
+        return [self.grower.tree([(self, self.place(b))], size, self.context.vocab_size, branches) for b, size in enumerate(sizes)]
+
+    def schedule(self, most: int, timed: bool) -> AutoSchedule:
+        """As many nodes as pay, by their chances."""
+        return AutoSchedule(most, self.cost_ratio, timed, self.prior, self._chances)
+
+    def _chances(self, sizes: list[int]) -> list[list[float]]:
+        self.ready = self._trees(sizes, self.branches)
+        return [tree.chances for tree in self.ready]
+
+    def keep(self, rows: list[int]) -> None:
+        self.grown = [self.grown[row] for row in rows] if self.grown else []
+
+    def rewind(self, context: Context, lengths: list[int]) -> None:
+        self.grown = []
+
+    def finish(self) -> None:
+        self.context, self.shown, self.grown, self.ready = None, None, [], []
+        super().finish()
 
 
 @dataclass

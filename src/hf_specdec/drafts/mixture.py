@@ -29,7 +29,7 @@ class MixtureDraft(Draft):
     """Several drafts; what each earns is measured during the call, and what calls without a seed have measured is where the next one on the
     same target with as many rows begins: keep the object.
 
-    drafts: drafts, or names of registered ones; by default the suffix automaton and n-gram recycling.
+    drafts: drafts, or names of registered ones; by default the suffix automaton, n-gram recycling and, of use under a grammar alone, jump-forward.
     mode:   "merge": every round all drafts together fill one tree of K tokens, the likeliest first (SpecInfer, Miao et al. 2023, merges
             drafts in a prefix tree). Drafts that know `guesses` are asked token by token; of any other the whole proposal takes part,
             at most `tokens` of it. What a model has drawn at random is a branch of its own, judged after the guesses, with the law it
@@ -50,7 +50,7 @@ class MixtureDraft(Draft):
     trusted = True
     reads_pass = True
 
-    def __init__(self, drafts: Sequence[Draft | str] = ("suffix_automaton", "ngram_recycling"), mode: str = "merge", tokens: int = 5,
+    def __init__(self, drafts: Sequence[Draft | str] = ("suffix_automaton", "ngram_recycling", "jump_forward"), mode: str = "merge", tokens: int = 5,
                  branches: int = 8):
         if mode not in MODES:
             raise ValueError(f"mode={mode!r} must be one of {list(MODES)}.")

@@ -11,9 +11,8 @@ import numpy as np
 import torch
 
 from ..proposal import Proposal
-from ..schedule import AutoSchedule
-from .base import Context, Draft, Guess
-from .growth import Branches, Grower, Grown, likeliest, together
+from .base import Context, Guess
+from .growth import Grower, GrownDraft, likeliest
 
 ORDERS = 3
 UNKNOWN = -1
@@ -70,7 +69,7 @@ class Contexts:
         return slot
 
 
-class NGramRecyclingDraft(Draft):
+class NGramRecyclingDraft(GrownDraft):
     """Proposes a tree of K tokens, the likeliest first, of what the target last thought likeliest after the same three tokens, or two,
     or one. It learns from what follows in the prompt and from all logits of every pass, and measures during the call how often guesses are
     right, by length of context and rank.
@@ -89,18 +88,14 @@ class NGramRecyclingDraft(Draft):
     SUCCESSORS = 8
 
     def __init__(self, branches: int = 4, remember: bool = False, limit: int = 2**20, read_prompt: bool = False):
-        for name, value, most in (("branches", branches, self.SUCCESSORS), ("limit", limit, 2**26)):
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-                raise ValueError(f"{name}={value!r} must be an int in 1..{most}.")
-        self.branches, self.remember, self.limit, self.reads_prompt = branches, bool(remember), limit, bool(read_prompt)
-        self.may_branch = branches > 1
-        self.contexts, self.grower = Contexts(self.SUCCESSORS, limit), Grower()
-        self.context: Context | None = None
-        self.ready: list[Grown] = []  # trees of which `propose` takes the beginning
-        self.grown: list[tuple[Grown, int]] = []  # the last tree of every row, and the row's length then
+        super().__init__(branches, self.SUCCESSORS)
+        if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= 2**26:
+            raise ValueError(f"limit={limit!r} must be an int in 1..{2**26}.")
+        self.remember, self.limit, self.reads_prompt = bool(remember), limit, bool(read_prompt)
+        self.contexts = Contexts(self.SUCCESSORS, limit)
 
     def start(self, context: Context) -> None:
-        self.context, self.grown = context, []
+        super().start(context)
         if not self.remember:
             self.contexts, self.grower = Contexts(self.SUCCESSORS, self.limit), Grower()
         for row in context.rows:
@@ -110,30 +105,9 @@ class NGramRecyclingDraft(Draft):
 
     # --- what is proposed -------------------------------------------------------------------------------------------
 
-    def evidence(self, context: Context) -> list[int]:
+    def strengths(self, context: Context) -> list[int]:
         """Per row: tokens of context that are known, 1 to 3, or -1."""
-        for row, (grown, length) in zip(context.rows, self.grown):
-            self.grower.learn(grown, row[length:])
-        self.grown, self.ready = [], []
         return [self.contexts.find(tuple(row[-ORDERS:]))[0] or -1 for row in context.rows]
-
-    def propose(self, context: Context, k: list[int]) -> Proposal:
-        branches = 1 if context.stock else self.branches
-        trees = [tree.first(own) for tree, own in zip(self.ready or self._trees(k, branches), k)]
-        self.grown = [(tree, len(row)) for tree, row in zip(trees, context.rows)]
-        self.shown = together([Branches(tree.nodes) for tree in trees], context.vocab_size, context.device, self.name)
-        return self.shown
-
-    def _trees(self, sizes: list[int], branches: int) -> list[Grown]:
-        return [self.grower.tree([(self, self.place(b))], size, self.context.vocab_size, branches) for b, size in enumerate(sizes)]
-
-    def schedule(self, most: int, timed: bool) -> AutoSchedule:
-        """As many nodes as pay, by their chances."""
-        return AutoSchedule(most, self.cost_ratio, timed, self.prior, self._chances)
-
-    def _chances(self, sizes: list[int]) -> list[list[float]]:
-        self.ready = self._trees(sizes, self.branches)
-        return [tree.chances for tree in self.ready]
 
     def place(self, b: int) -> tuple[int, ...]:
         return tuple(self.context.rows[b][-ORDERS:])
@@ -178,14 +152,7 @@ class NGramRecyclingDraft(Draft):
 
     # --- the life of a call -----------------------------------------------------------------------------------------
 
-    def keep(self, rows: list[int]) -> None:
-        self.grown = [self.grown[row] for row in rows] if self.grown else []
-
-    def rewind(self, context: Context, lengths: list[int]) -> None:
-        self.grown = []
-
     def finish(self) -> None:
-        self.context, self.grown, self.shown = None, [], None
         if not self.remember:
             self.contexts, self.grower = Contexts(self.SUCCESSORS, self.limit), Grower()
         super().finish()
