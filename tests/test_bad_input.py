@@ -14,6 +14,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 from transformers import (
+    AutoModelForCausalLM,
     DynamicCache,
     GenerationConfig,
     MambaConfig,
@@ -32,7 +33,7 @@ import hf_specdec
 from hf_specdec import SpeculativeConfig, SpeculativeDecoder, registry
 from hf_specdec.commands.common import drafts_by_name
 from hf_specdec.compat import CACHE
-from hf_specdec.drafts import Draft, ModelDraft, NGramDraft, PromptLookupDraft, UniformDraft
+from hf_specdec.drafts import CascadeDraft, Draft, ModelDraft, NGramDraft, PromptLookupDraft, UniformDraft
 from hf_specdec.kv_cache import SlotPlan
 from hf_specdec.proposal import Proposal
 from hf_specdec.tree import Tree
@@ -254,10 +255,21 @@ def test_a_model_among_the_options_is_named_by_its_type_and_told_its_argument():
     with pytest.raises(ValueError) as caught:
         SpeculativeConfig(draft=model)
     assert "Linear" not in str(caught.value) and len(str(caught.value)) < 500
-    with refused(model, words=("speculative=LlamaForCausalLM must be True",)):
-        call(model, speculative=model)
-    with refused(model, words=("SpeculativeConfig()",)):
-        call(model, speculative=SpeculativeConfig)
+    for value, words in ((model, "speculative=LlamaForCausalLM must be True"), (PromptLookupDraft(), "passed as assistant_model, beside speculative=True"),
+                         ("mixture", 'Pass speculative={"draft": "mixture"}'), (SpeculativeConfig, "SpeculativeConfig()")):
+        with refused(model, words=(words,)):
+            call(model, speculative=value)
+
+
+def test_the_class_of_the_decoder_is_told_to_be_made_an_instance():
+    with pytest.raises(TypeError, match="takes an instance, SpeculativeDecoder()"):
+        call(tiny_llama(), speculative=None, custom_generate=SpeculativeDecoder)
+
+
+@pytest.mark.parametrize(("make", "role"), [(ModelDraft, "assistant_model"), (lambda name: CascadeDraft(name, PromptLookupDraft()), "model")])
+def test_a_draft_that_runs_a_model_is_not_made_of_a_name(make, role):
+    with pytest.raises(TypeError, match=f"{role}: expected a transformers model, got str. Load one"):
+        make("gpt2")
 
 
 @pytest.mark.parametrize("text", ['{"lenience": NaN}', '{"lenience": Infinity}', '{"lenience": -Infinity}', '{"lenience": 1e999}',
@@ -373,8 +385,8 @@ def test_what_enable_does_not_take_is_told_where_it_goes(options, words):
 
 @pytest.mark.parametrize(("thing", "words"), [
     ("gpt2", "enable(AutoModelForCausalLM.from_pretrained('gpt2'))"), (LlamaForCausalLM, "enable(LlamaForCausalLM.from_pretrained(...))"),
-    (SimpleNamespace(model=tiny_llama()), "enable(pipe.model)"),
-], ids=["name", "class", "pipeline"])
+    (AutoModelForCausalLM, "got the class AutoModelForCausalLM. Load one first"), (SimpleNamespace(model=tiny_llama()), "enable(pipe.model)"),
+], ids=["name", "class", "auto class", "pipeline"])
 def test_what_is_no_model_but_leads_to_one_is_told_how(thing, words):
     with refused(words=("model: expected a transformers model", words), error=TypeError):
         hf_specdec.enable(thing)

@@ -14,7 +14,7 @@ from . import compat, lengths
 from .caches import cached_tokens, check_cache, read_cache
 from .config import SpeculativeConfig, instead_of
 from .drafts.base import Draft
-from .hints import meant, nearest
+from .hints import meant, nearest, what
 from .media import media_in, untried
 from .positions import counting
 from .probe import check_batch, check_mode
@@ -69,9 +69,7 @@ def check_names(kwargs: dict[str, Any], model) -> None:
 def check_draft(draft: Any, argument: str, options: str) -> None:
     """TypeError for what is neither a model nor a draft. argument, options: where it was passed, and where options go."""
     if draft is not None and not isinstance(draft, Draft) and not isinstance(compat.unwrap(draft), PreTrainedModel):
-        kind = draft.__name__ if isinstance(draft, type) else type(draft).__name__
-        raise TypeError(f"{argument}: expected a transformers model or a hf_specdec Draft, got {'the class ' * isinstance(draft, type)}{kind}."
-                        f"{instead_of(draft, options)}")
+        raise TypeError(f"{argument}: expected a transformers model or a hf_specdec Draft, got {what(draft)}.{instead_of(draft, options)}")
 
 
 def check_hook(kwargs: dict[str, Any], own) -> None:

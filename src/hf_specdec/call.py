@@ -204,7 +204,7 @@ class Call:
     def _acceptance(self):
         rule = registry.load(registry.ACCEPTANCE, self.rule_name, "acceptance").from_config(self.config)
         if (rule.samples or rule.coupled) != bool(self.generation.do_sample):
-            raise ValueError(f"acceptance={self.rule_name!r} does not go with do_sample={self.generation.do_sample}; use \"auto\".")
+            raise ValueError(f"acceptance={self.rule_name!r} does not go with do_sample={self.generation.do_sample}; use \"auto\", or do_sample={not self.generation.do_sample}.")
         return rule
 
     def _schedule(self, by_row: bool = True):

@@ -156,9 +156,9 @@ def unwrap(model: Any) -> PreTrainedModel:
 
 def traits_of(model: PreTrainedModel, role: str) -> ModelTraits:
     """Ask what `model` accepts. ValueError naming `role` ("target" or "assistant_model") and the remedy if it cannot be used."""
-    name = f"{role}: {type(model).__name__}"
     if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"{name} is no transformers model.")
+        raise TypeError(f"{role}: expected a transformers model, got {type(model).__name__}. Load one with from_pretrained.")
+    name = f"{role}: {type(model).__name__}"
     config = model.config.get_text_config()
     _refuse_what_cannot_roll_back(model, config, name)
     forward = inspect.signature(model.forward).parameters

@@ -116,8 +116,7 @@ class SpeculativeConfig:
         elif isinstance(value, dict):
             config = cls.from_dict(value)
         else:
-            made = " Pass an instance: SpeculativeConfig()." if value is cls else ""
-            raise ValueError(f"speculative={short(value)} must be True, False, a dict or a SpeculativeConfig.{made}")
+            raise ValueError(f"speculative={short(value)} must be True, False, a dict or a SpeculativeConfig.{_meant_by(value)}")
         return replace(config, **{name: item for name, item in overrides.items() if item is not None})
 
     def to_dict(self) -> dict[str, Any]:
@@ -180,6 +179,15 @@ def _check_fraction(name: str, value: Any, also: str = "") -> None:
 
 def _is_drafter(name: str) -> bool:
     return bool(name) and (name in shipped() or (Path(name) / "drafter.json").is_file())
+
+
+def _meant_by(value: Any) -> str:
+    """What to write in the place of speculative=value, where that is plain."""
+    if value is SpeculativeConfig:
+        return " Pass an instance: SpeculativeConfig()."
+    if hasattr(value, "propose") or hasattr(value, "generate"):
+        return " A draft is passed as assistant_model, beside speculative=True."
+    return f' Pass speculative={{"draft": "{value}"}}.' if isinstance(value, str) and (value in ALONE or _is_drafter(value)) else ""
 
 
 def instead_of(thing: Any, options: str = "speculative") -> str:

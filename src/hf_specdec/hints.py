@@ -36,6 +36,11 @@ def short(value: Any) -> str:
     return text if len(text) <= 120 and "\n" not in text else type(value).__name__
 
 
+def what(value: Any) -> str:
+    """Its type in a message, or "the class X" where it is a class itself."""
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+
+
 def by_name(function: Callable, remedy: Callable[[Any, list[str]], str] = meant) -> Callable:
     """`function`, whose TypeError for a keyword that it does not take, or for one value too many, says what was meant: remedy(keyword or value, the
     names that it takes)."""

@@ -24,7 +24,7 @@ from .call import Call
 from .compiled import free
 from .config import SpeculativeConfig
 from .drafts.base import Draft
-from .hints import by_name, meant
+from .hints import by_name, meant, what
 from .loading import as_draft, loaded, source_of
 from .probe import check_weights
 from .trace import SpeculationTrace
@@ -75,7 +75,7 @@ def enable(model, *, speculative: bool | dict | SpeculativeConfig | None = None,
     for what is no model.
     """
     if not isinstance(compat.unwrap(model), GenerationMixin) or not hasattr(model, "generate"):
-        raise TypeError(f"model: expected a transformers model with generate(), got {type(model).__name__}.{_model_in(model)}")
+        raise TypeError(f"model: expected a transformers model with generate(), got {what(model)}.{_model_in(model)}")
     compat.traits_of(compat.unwrap(model), "model")
     check_weights(compat.unwrap(model), "model")
     if not isinstance(model, _Enabled):
@@ -94,7 +94,7 @@ def _model_in(thing: Any) -> str:
         return " Enable the model that was compiled, before torch.compile."
     if isinstance(thing, str):
         return f" Load it first: enable(AutoModelForCausalLM.from_pretrained({thing!r}))."
-    if isinstance(thing, type) and issubclass(thing, PreTrainedModel):
+    if isinstance(thing, type) and hasattr(thing, "from_pretrained"):
         return f" Load one first: enable({thing.__name__}.from_pretrained(...))."
     if isinstance(getattr(thing, "model", None), GenerationMixin):  # a pipeline
         return " Enable the model inside it: enable(pipe.model)."
@@ -179,7 +179,7 @@ class SpeculativeDecoder:
     trace: the `SpeculationTrace` of the last pass that returned one (with `return_dict_in_generate=True`), else None.
     """
 
-    @partial(by_name, remedy=lambda name, known: meant(name, known) or goes_into("config", name))
+    @partial(by_name, remedy=lambda name, known: ": custom_generate takes an instance, SpeculativeDecoder()" if name == "logits_processor" else meant(name, known) or goes_into("config", name))
     def __init__(self, draft: PreTrainedModel | Draft | None = None, config: SpeculativeConfig | dict | None = None, *,
                  streamer=None, tokenizer=None, assistant_tokenizer=None, stop_strings=None):
         check_draft(draft, "draft", "config")

@@ -114,7 +114,7 @@ def test_agreement_is_that_of_shared_exponential_races():
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    (dict(do_sample=False), "acceptance='coupled' does not go with do_sample=False"),
+    (dict(do_sample=False), "acceptance='coupled' does not go with do_sample=False; use \"auto\", or do_sample=True"),
     (dict(do_sample=True, lenience=0.5), "lenience=0.5 means nothing"),
 ])
 def test_what_it_does_not_go_with_is_refused(options, message):

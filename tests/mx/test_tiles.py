@@ -90,6 +90,8 @@ def test_a_layer_gives_a_token_the_same_bits_at_every_width(path):
 def test_models_that_have_no_tiles_are_refused_as_they_are():
     model = tiny(dtype=torch.float16)
     before = snapshot(model)
+    with pytest.raises(TypeError, match="model: expected a model, got str"):
+        mx.to_tiles("smollm2")
     with pytest.raises(ValueError, match="float16.*bfloat16 or float32"):
         mx.to_tiles(model)
     with pytest.raises(ValueError, match="on meta.*CPU"):

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .. import compat
+from ..hints import what
 from ..proposal import Proposal, Verdict
 from ..uploads import upload
 from .base import Context, Draft
@@ -84,7 +85,7 @@ class Judged:
 def refuse_encoder(model, role: str) -> None:
     """ValueError if `model` has an encoder: a draft that runs it reads the rows alone; TypeError if it is no model."""
     if not isinstance(compat.unwrap(model), PreTrainedModel):
-        raise TypeError(f"{role}: {type(model).__name__} is no transformers model.")
+        raise TypeError(f"{role}: expected a transformers model, got {what(model)}. Load one with from_pretrained.")
     if compat.unwrap(model).config.is_encoder_decoder:
         raise ValueError(f"{role}: {type(compat.unwrap(model)).__name__} is an encoder-decoder model, which this draft cannot run. Pass a "
                          f"decoder-only one, or make the whole model the draft with ModelDraft(model).")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 import torch
 
+from ..config import instead_of
+from ..hints import what
 from ..proposal import Proposal, Verdict
 from ..registry import DRAFTS, load
 from .base import Context, Draft
@@ -60,9 +62,9 @@ class MixtureDraft(Draft):
         if not isinstance(drafts, Sequence) or isinstance(drafts, str) or not len(drafts):
             raise ValueError("drafts: expected a list of at least one draft (or names of registered drafts).")
         made = tuple(_made(draft) if isinstance(draft, str) else draft for draft in drafts)
-        wrong = [type(draft).__name__ for draft in made if not isinstance(draft, Draft)]
+        wrong = [draft for draft in made if not isinstance(draft, Draft)]
         if wrong:
-            raise TypeError(f"drafts: expected drafts, got {wrong[0]}; make a model one with ModelDraft(model).")
+            raise TypeError(f"drafts: expected drafts, got {what(wrong[0])}.{instead_of(wrong[0]) or ' Make a model one with ModelDraft(model).'}")
         if len({id(draft) for draft in made}) < len(made):
             raise ValueError("drafts: the same object is in the list twice; make two.")
         self.parts, self.mode, self.tokens, self.branches = made, mode, tokens, branches

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from torch import nn
 
+from ..hints import what
 from .formats import DEFAULT_FORMAT, DEFAULT_RULE, Format, check_activations, check_rule
 from .in_place import calibration_for, check_weights, compress_in_place
 from .linear import MXLinear
@@ -46,8 +48,7 @@ def compress(
     call has quantised, weights that are not finite (it names the layer), a model in which nothing can be compressed, and calibration that is empty, not
     token ids of this model or too long, or where nothing is rounded; TypeError for calibration of a model that takes no token ids.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected a model, got {type(model).__name__}; load one with from_pretrained.")
+    check_is_model(model)
     check_rule(scale_rule)
     check_activations(activations, format)
     skip = check_skip(skip)
@@ -59,6 +60,11 @@ def compress(
     if hasattr(model, "config") and hasattr(model, "save_pretrained"):
         attach(model, MXConfig(format, scale_rule, kept, lm_head, activations=activations, layer_formats=layer_formats))
     return model
+
+
+def check_is_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a model, got {what(model)}; load one with from_pretrained.")
 
 
 def check_model(model: nn.Module, choices: list[Choice]) -> None:

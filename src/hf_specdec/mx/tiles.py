@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..hints import by_name
-from .compress import compress
+from .compress import check_is_model, compress
 from .formats import DENSE
 
 
@@ -21,6 +21,7 @@ def to_tiles(model: nn.Module) -> nn.Module:
     Results are torch's but for rounding: float32 sums are added in another order. Raises ValueError for a model in another dtype or not on a CPU, and
     what `compress` raises.
     """
+    check_is_model(model)
     name = next((name for name, fmt in DENSE.items() if fmt.dtype == getattr(model, "dtype", None)), None)
     if name is None:
         raise ValueError(f"model is in {getattr(model, 'dtype', None)}: tiles hold bfloat16 or float32; use model.to(torch.bfloat16) first.")
