@@ -73,6 +73,7 @@ def train(target, tokenizer, data: str | Path, out: str | Path, config: RunConfi
     if main:
         (out / checkpoint.RESULTS).write_text(json.dumps(results, indent=1) + "\n")
         console.print(table(results))
+        console.print(f"How to use it: {Path(results[0]['out'], 'README.md')}", soft_wrap=True, highlight=False, markup=False)
     trainer.accelerator.wait_for_everyone()
     return results
 
