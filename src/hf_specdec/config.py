@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .draft_stop import CHOICES
-from .hints import by_name, meant, nearest, short
+from .hints import by_name, check_int, meant, nearest, short
 from .registry import ACCEPTANCE, DRAFTS, shipped
 
 CONFIG_NAME = "speculative_config.json"
@@ -76,8 +76,8 @@ class SpeculativeConfig:
 
     def __post_init__(self):
         if self.num_assistant_tokens != "auto":
-            _check_count("num_assistant_tokens", self.num_assistant_tokens, ' or "auto"')
-        _check_count("max_auto_tokens", self.max_auto_tokens)
+            check_int("num_assistant_tokens", self.num_assistant_tokens, 1, MAX_ASSISTANT_TOKENS, ' or "auto"')
+        check_int("max_auto_tokens", self.max_auto_tokens, 1, MAX_ASSISTANT_TOKENS)
         if not isinstance(self.draft, str) or self.draft not in DRAFTS and not _is_drafter(self.draft):
             choice = f"choose one of {list(ALONE)}, a drafter ({shipped()}, or the folder of one), one of {list(WITH_WEIGHTS)} with draft_source"
             if not isinstance(self.draft, str):
@@ -165,11 +165,6 @@ def _hint(name: Any, known: list[str]) -> str:
 
 
 SpeculativeConfig.__init__ = by_name(SpeculativeConfig.__init__, _hint)
-
-
-def _check_count(name: str, value: Any, also: str = "") -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_ASSISTANT_TOKENS:
-        raise ValueError(f"{name}={value!r} must be an int in 1..{MAX_ASSISTANT_TOKENS}{also}.")
 
 
 def _check_fraction(name: str, value: Any, also: str = "") -> None:

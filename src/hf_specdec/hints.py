@@ -1,4 +1,4 @@
-"""Did you mean: what a name that nobody knows was probably meant to be, and how a value is shown in a message."""
+"""What messages about arguments say: what an unknown name was probably meant to be, how a value is shown, and which numbers are taken."""
 
 from __future__ import annotations
 
@@ -39,6 +39,12 @@ def short(value: Any) -> str:
 def what(value: Any) -> str:
     """Its type in a message, or "the class X" where it is a class itself."""
     return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+
+
+def check_int(name: str, value: Any, least: int, most: int, also: str = "") -> None:
+    """ValueError naming the argument unless `value` is an int in least..most; also: what the message says of that range."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise ValueError(f"{name}={value!r} must be an int in {least}..{most}{also}.")
 
 
 def by_name(function: Callable, remedy: Callable[[Any, list[str]], str] = meant) -> Callable:

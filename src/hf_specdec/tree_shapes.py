@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
+from .hints import check_int
 from .tree import Tree
 
 MAX_NODES = 256
@@ -98,9 +99,8 @@ def best_tree(rates: Sequence[float], nodes: int, max_depth: int = MAX_NODES) ->
     rates = [float(rate) for rate in rates]
     if not rates or any(not 0 <= rate <= 1 for rate in rates) or sum(rates) > 1 + 1e-9:
         raise ValueError(f"rates={rates!r} must be acceptances by sibling rank, each in 0..1, 1 at most in all.")
-    for name, value in (("nodes", nodes), ("max_depth", max_depth)):
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_NODES:
-            raise ValueError(f"{name}={value!r} must be an int in 1..{MAX_NODES}.")
+    check_int("nodes", nodes, 1, MAX_NODES)
+    check_int("max_depth", max_depth, 1, MAX_NODES)
     return Tree(tuple(_parents(_child_sizes(rates, nodes, min(max_depth, nodes)), nodes)))
 
 

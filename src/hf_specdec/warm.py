@@ -12,6 +12,7 @@ from .config import SpeculativeConfig
 from .distributions import Sampler
 from .drafts.base import Draft, Run
 from .drafts.progress import progress
+from .hints import check_int
 from .kv_cache import FEWEST
 from .proposal import Proposal
 from .tap import Tap
@@ -38,8 +39,7 @@ def warmup(model: PreTrainedModel, draft=None, config: SpeculativeConfig | dict 
     """
     config = SpeculativeConfig.resolve(config or {})
     for name, value, most in (("max_length", max_length, 2**24), ("batch", batch, 2**16), ("nodes", 1 if nodes is None else nodes, WIDTHS[-1] - 1)):
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-            raise ValueError(f"{name}={value!r} must be an int in 1..{most}.")
+        check_int(name, value, 1, most)
     if not isinstance(sampling or {}, dict):
         raise ValueError(f'sampling={sampling!r} must be a dict of arguments of generate, such as {{"do_sample": True, "top_k": 20}}.')
     if draft is not None and not isinstance(compat.unwrap(draft), (PreTrainedModel, Draft)):

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..hints import check_int
 from ..proposal import Proposal
 from ..tree import Tree
 from ..uploads import upload
@@ -113,8 +114,7 @@ class GrownDraft(Draft):
     """
 
     def __init__(self, branches: int, most: int):
-        if isinstance(branches, bool) or not isinstance(branches, int) or not 1 <= branches <= most:
-            raise ValueError(f"branches={branches!r} must be an int in 1..{most}.")
+        check_int("branches", branches, 1, most)
         self.branches, self.may_branch, self.grower = branches, branches > 1, Grower()
         self.context: Context | None = None
         self.ready: list[Grown] = []  # trees of which `propose` takes the beginning

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from ..hints import check_int
 from ..proposal import Proposal, Verdict
 from .base import Context, Draft
 from .inner import Inner, Judged, chains
@@ -24,8 +25,7 @@ class HorizontalCascadeDraft(Draft):
                 raise TypeError(f"{name}: expected a draft, got {type(draft).__name__}; make a model one with ModelDraft(model).")
         if first is then:
             raise ValueError("then: is the same object as first; make two.")
-        if isinstance(after, bool) or not isinstance(after, int) or not 1 <= after <= 64:
-            raise ValueError(f"after={after!r} must be an int in 1..64.")
+        check_int("after", after, 1, 64)
         self.first, self.then, self.after, self.parts = first, then, after, (first, then)
         self.reads_prompt = first.reads_prompt or then.reads_prompt
 

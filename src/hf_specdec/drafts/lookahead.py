@@ -7,6 +7,7 @@ from collections import deque
 
 import torch
 
+from ..hints import check_int
 from ..law import likeliest
 from ..proposal import Proposal
 from .base import Context, Draft
@@ -41,8 +42,7 @@ class LookaheadDraft(Draft):
 
     def __init__(self, window: int = 8, ngram: int = 4, candidates: int = 8):
         for name, value, least, most in (("window", window, 1, 64), ("ngram", ngram, 2, 16), ("candidates", candidates, 1, 64)):
-            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-                raise ValueError(f"{name}={value!r} must be an int in {least}..{most}.")
+            check_int(name, value, least, most)
         self.window, self.ngram, self.candidates = window, ngram, candidates
         self.rows: list[_Row] = []
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+
 import torch
 
 from ..config import instead_of
-from ..hints import what
+from ..hints import check_int, what
 from ..proposal import Proposal, Verdict
 from ..registry import DRAFTS, load
 from .base import Context, Draft
@@ -57,8 +58,7 @@ class MixtureDraft(Draft):
         if mode not in MODES:
             raise ValueError(f"mode={mode!r} must be one of {list(MODES)}.")
         for name, value, most in (("tokens", tokens, 64), ("branches", branches, 16)):
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-                raise ValueError(f"{name}={value!r} must be an int in 1..{most}.")
+            check_int(name, value, 1, most)
         if not isinstance(drafts, Sequence) or isinstance(drafts, str) or not len(drafts):
             raise ValueError("drafts: expected a list of at least one draft (or names of registered drafts).")
         made = tuple(_made(draft) if isinstance(draft, str) else draft for draft in drafts)

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ..hints import check_int
 from ..proposal import Proposal
 from ..uploads import upload
 from .base import Context, Draft
@@ -35,8 +36,7 @@ class NGramDraft(Draft):
 
     def __init__(self, table: NGramTable, sample: bool = False, min_order: int | None = None):
         min_order = min(2, table.order) if min_order is None else min_order
-        if isinstance(min_order, bool) or not isinstance(min_order, int) or not 1 <= min_order <= table.order:
-            raise ValueError(f"min_order={min_order!r} must be an int in 1..{table.order}, the order of the table.")
+        check_int("min_order", min_order, 1, table.order, ", the order of the table")
         self.table, self.sample, self.min_order = table, bool(sample), min_order
 
     # --- making and keeping -----------------------------------------------------------------------------------------
@@ -160,9 +160,8 @@ def fingerprint(tokenizer) -> str:
 
 
 def _check_order(order: int, min_count: int) -> None:
-    for name, value, most in (("order", order, MAX_ORDER), ("min_count", min_count, 2**31 - 1)):
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-            raise ValueError(f"{name}={value!r} must be an int in 1..{most}.")
+    check_int("order", order, 1, MAX_ORDER)
+    check_int("min_count", min_count, 1, 2**31 - 1)
 
 
 def _count(documents: list[np.ndarray], vocab_size: int, order: int, min_count: int, tokenizer: str) -> NGramTable:

@@ -6,10 +6,10 @@ counts, and the prompt is read, too: what follows each of its tokens there, and,
 
 from __future__ import annotations
 
-
 import numpy as np
 import torch
 
+from ..hints import check_int
 from ..proposal import Proposal
 from .base import Context, Guess
 from .growth import Grower, GrownDraft, likeliest
@@ -89,8 +89,7 @@ class NGramRecyclingDraft(GrownDraft):
 
     def __init__(self, branches: int = 4, remember: bool = False, limit: int = 2**20, read_prompt: bool = False):
         super().__init__(branches, self.SUCCESSORS)
-        if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= 2**26:
-            raise ValueError(f"limit={limit!r} must be an int in 1..{2**26}.")
+        check_int("limit", limit, 1, 2**26)
         self.remember, self.limit, self.reads_prompt = bool(remember), limit, bool(read_prompt)
         self.contexts = Contexts(self.SUCCESSORS, limit)
 

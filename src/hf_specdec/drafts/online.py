@@ -14,12 +14,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
+from ..hints import check_int
 from ..proposal import Proposal, Verdict
+from ..uploads import upload
 from .base import Context, Draft
 from .feature import FeatureDraft
 from .features import inputs
 from .model import ModelDraft
-from ..uploads import upload
 
 FORMAT = "hf_specdec online 1"
 BETAS, TINY = (0.9, 0.99), 1e-8
@@ -66,8 +67,7 @@ class OnlineDraft(Draft):
         if not isinstance(draft, ModelDraft) or draft.model is target:
             raise ValueError(f"draft: {type(draft).__name__} has no model of its own that could learn; pass a ModelDraft or a FeatureDraft.")
         for name, value, most in (("every", every, 10**9), ("rows", rows, 1024), ("window", window, 2**20), ("top", top, 4096)):
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-                raise ValueError(f"{name}={value!r} must be an int in 1..{most}.")
+            check_int(name, value, 1, most)
         if isinstance(lr, bool) or not isinstance(lr, (int, float)) or not 0 < lr < 1:
             raise ValueError(f"lr={lr!r} must be a number between 0 and 1.")
         self.draft, self.model, self.parts, self.may_branch = draft, draft.model, (draft,), draft.may_branch

@@ -12,6 +12,7 @@ from heapq import heappop, heappush
 import numpy as np
 import torch
 
+from ..hints import check_int
 from ..proposal import Proposal
 from ..tree import Tree
 from ..uploads import upload
@@ -38,8 +39,7 @@ class RecyclingDraft(Draft):
 
     def __init__(self, branches: int = 1, successors: int = 8, remember: bool = False):
         for name, value, least, most in (("branches", branches, 1, len(RATES)), ("successors", successors, branches, 64)):
-            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-                raise ValueError(f"{name}={value!r} must be an int in {least}..{most}.")
+            check_int(name, value, least, most)
         self.branches, self.successors, self.remember, self.may_branch = branches, successors, bool(remember), branches > 1
         self.kept: np.ndarray | None = None  # what is remembered from call to call
         self.matrices: list[np.ndarray] = []  # of every row, int32 [V, successors]; rows may share one

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from heapq import nsmallest
 from pathlib import Path
 
-
+from ..hints import check_int
 from ..proposal import Proposal
 from .base import Context, Draft, Guess
 from .datastore import Datastore
@@ -35,8 +35,7 @@ class RetrievalDraft(Draft):
         if not isinstance(datastore, Datastore):
             raise TypeError(f"datastore: expected a Datastore, got {type(datastore).__name__}; RetrievalDraft.from_texts, from_tokens and load make one.")
         for name, value, most in (("branches", branches, 16), ("min_match", min_match, 16)):
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-                raise ValueError(f"{name}={value!r} must be an int in 1..{most}.")
+            check_int(name, value, 1, most)
         self.datastore, self.branches, self.min_match, self.may_branch = datastore, branches, min_match, branches > 1
 
     # --- making and keeping -----------------------------------------------------------------------------------------

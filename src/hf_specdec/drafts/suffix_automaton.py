@@ -12,6 +12,7 @@ from heapq import heappop, heappush, nlargest
 
 import torch
 
+from ..hints import check_int
 from ..proposal import Proposal
 from ..tree import Tree
 from ..uploads import upload
@@ -168,8 +169,7 @@ class SuffixAutomatonDraft(Draft):
 
     def __init__(self, texts: Iterable[Sequence[int]] = (), branches: int = 1, min_match: int = 1):
         for name, value, most in (("branches", branches, 16), ("min_match", min_match, 2**31)):
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-                raise ValueError(f"{name}={value!r} must be an int in 1..{most}.")
+            check_int(name, value, 1, most)
         self.branches, self.min_match, self.may_branch = branches, min_match, branches > 1
         self.shared: SuffixAutomaton | None = None
         self.rows: list[_Row] = []

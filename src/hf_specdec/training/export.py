@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..drafts.medusa import MedusaDraft
 from ..drafts.one_pass import OnePassDraft
+from ..hints import check_int
 from ..mx.linear import MXLinear
 from ..registry import DRAFTS
 from . import drafter, published, shared
@@ -44,8 +45,7 @@ def export(name: str, target: PreTrainedModel, out: str | Path, k: int) -> dict:
 
 def check(name: str, out: Path, k: int) -> None:
     """What `export` refuses before it reads any weights."""
-    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= 64:
-        raise ValueError(f"k={k!r} must be an int in 1..64.")
+    check_int("k", k, 1, 64)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"out: {out} is not an empty folder; name a new one.")
     if name == LOOKUP or Path(name).is_dir() or drafter.is_drafter(name):

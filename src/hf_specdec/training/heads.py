@@ -13,6 +13,7 @@ from ..drafts.medusa import MedusaDraft, MedusaHeads
 from ..drafts.one_pass import OnePassDraft
 from ..drafts.parallel import ParallelDraft
 from ..drafts.pass_draft import PassDraft
+from ..hints import check_int
 from . import shared, storage
 from .feature_trainer import FeatureRunConfig, FeatureTrainer
 from .trainer import Trainer, no_begin
@@ -31,10 +32,8 @@ class HeadsRunConfig(FeatureRunConfig):
     def __post_init__(self):
         super().__post_init__()
         no_begin(self)
-        for name, least in (("heads", 1), ("blocks", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= 16:
-                raise ValueError(f"{name}={value!r} must be an int in {least}..16.")
+        check_int("heads", self.heads, 1, 16)
+        check_int("blocks", self.blocks, 0, 16)
 
 
 class HeadsStudent(nn.Module):

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..drafts.medusa import MedusaHeads
+from ..hints import check_int
 from . import heads
 from .batches import Batch
 from .heads import HeadsRunConfig, HeadsTrainer
@@ -36,8 +37,7 @@ class JointRunConfig(HeadsRunConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or not 0 <= self.rank <= 1024:
-            raise ValueError(f"rank={self.rank!r} must be an int in 0..1024.")
+        check_int("rank", self.rank, 0, 1024)
         for name in ("share", "slower"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a number in (0, 1].")

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from .. import compat
 from ..drafts.inner import refuse_encoder
 from ..drafts.pass_draft import LookAhead
+from ..hints import check_int
 from . import heads
 from .batches import Batch
 from .feature_trainer import weighted
@@ -34,8 +35,7 @@ class LookAheadRunConfig(RunConfig):
     def __post_init__(self):
         super().__post_init__()
         no_begin(self)
-        if isinstance(self.heads, bool) or not isinstance(self.heads, int) or not 1 <= self.heads <= 16:
-            raise ValueError(f"heads={self.heads!r} must be an int in 1..16.")
+        check_int("heads", self.heads, 1, 16)
         if self.head is not None:
             raise ValueError(f"head={self.head!r}: the target's whole head says what comes at look-ahead places; leave it None.")
 
@@ -100,6 +100,7 @@ class LookAheadTrainer(Trainer):
     """A `Trainer` of look-ahead embeddings; ValueError for a target that makes its own masks, which training cannot use."""
 
     config: LookAheadRunConfig
+
     def _build(self, target, layers: list[int], ids: torch.Tensor | None) -> LookAhead:
         refuse_encoder(target, "target")
         if compat.traits_of(target, "target").own_positions:

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..drafts.parallel import BlockDrafter
+from ..hints import check_int
 from . import shared
 from .heads import HeadsRunConfig, HeadsTrainer
 
@@ -25,8 +26,7 @@ class ParallelRunConfig(HeadsRunConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if isinstance(self.window, bool) or not isinstance(self.window, int) or not 1 <= self.window <= 256:
-            raise ValueError(f"window={self.window!r} must be an int in 1..256.")
+        check_int("window", self.window, 1, 256)
 
 
 class ParallelStudent(nn.Module):
