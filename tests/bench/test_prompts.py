@@ -4,7 +4,7 @@ import pytest
 
 from hf_specdec.bench.prompts import SHIPPED, by_category, load_prompts
 
-from hf_specdec.training.prompts import read_prompts
+from hf_specdec.training.prompts import find_prompts
 
 from .conftest import byte_tokenizer
 
@@ -77,7 +77,7 @@ def test_lines_end_at_line_feeds_alone_and_a_byte_order_mark_is_no_text(tmp_path
     texts = ["one\u2028two", "three\u0085four"]
     path.write_text("\ufeff" + "".join(json.dumps({"prompt": text}, ensure_ascii=False) + "\r\n" for text in texts), encoding="utf-8", newline="")
     assert [prompt.text for prompt in load_prompts(str(path))] == texts
-    assert read_prompts(path) == texts
+    assert list(find_prompts(str(path)).values()) == texts
     lines = tmp_path / "prompts.txt"
     lines.write_text("one\u2028two\nthree\n", encoding="utf-8")
-    assert read_prompts(lines) == ["one\u2028two", "three"]
+    assert list(find_prompts(str(lines)).values()) == ["one\u2028two", "three"]

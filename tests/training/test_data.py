@@ -17,7 +17,7 @@ from hf_specdec.training import RunConfig, Trainer
 from hf_specdec.training.answers import continue_texts, judge_texts, stops
 from hf_specdec.training.batches import split
 from hf_specdec.training.data import make_data, make_on_policy
-from hf_specdec.training.prompts import OPENINGS, TURNS, chat_parts, dataset_prompts, find_prompts, openings, prompt_ids, read_prompts
+from hf_specdec.training.prompts import OPENINGS, TURNS, chat_parts, find_prompts, openings, prompt_ids
 from hf_specdec.training.shards import TOP, Shard, refuse_foreign, shard_files
 
 from ..helpers import build, tiny_llama
@@ -155,24 +155,24 @@ def test_openings_repeat_with_their_seed_and_every_kind_has_its_turn():
 def test_prompts_come_from_lines_columns_and_turns(tmp_path):
     (tmp_path / "a.txt").write_text("one\n\ntwo\n")
     (tmp_path / "b.jsonl").write_text('{"turns": ["first", "second"]}\n{"prompt": "other"}\n')
-    assert read_prompts(tmp_path / "a.txt") == ["one", "two"]
+    assert list(find_prompts(str(tmp_path / "a.txt")).values()) == ["one", "two"]
     with pytest.raises(ValueError, match="^column: .*a.txt has none"):
-        read_prompts(tmp_path / "a.txt", "question")
-    assert read_prompts(tmp_path / "b.jsonl") == ["first", "other"]
+        find_prompts(str(tmp_path / "a.txt"), "question")
+    assert list(find_prompts(str(tmp_path / "b.jsonl")).values()) == ["first", "other"]
     (tmp_path / "c.jsonl").write_text(json.dumps({"question": "?"}))
-    assert read_prompts(tmp_path / "c.jsonl", "question") == ["?"]
+    assert list(find_prompts(str(tmp_path / "c.jsonl"), "question").values()) == ["?"]
     with pytest.raises(ValueError, match="question.*--column"):
-        read_prompts(tmp_path / "c.jsonl")
+        find_prompts(str(tmp_path / "c.jsonl"))
     with pytest.raises(ValueError, match="not a file"):
-        read_prompts(tmp_path / "none.txt")
+        find_prompts(str(tmp_path / "none.txt"))
     (tmp_path / "empty.txt").write_text(" \n\n")
     with pytest.raises(ValueError, match="empty.txt is empty"):
-        read_prompts(tmp_path / "empty.txt")
+        find_prompts(str(tmp_path / "empty.txt"))
     (tmp_path / "latin.txt").write_bytes(b"gr\xfcn")
     with pytest.raises(ValueError, match="latin.txt: not text in UTF-8"):
-        read_prompts(tmp_path / "latin.txt")
+        find_prompts(str(tmp_path / "latin.txt"))
     with pytest.raises(ValueError, match="name is missing"):
-        dataset_prompts("")
+        find_prompts("hub:")
 
 
 @pytest.mark.parametrize(("row", "what"), [
@@ -183,7 +183,7 @@ def test_prompts_come_from_lines_columns_and_turns(tmp_path):
 def test_a_row_without_a_prompt_is_named_by_its_line(row, what, tmp_path):
     (tmp_path / "x.jsonl").write_text('{"prompt": "good"}\n\n' + row + "\n")
     with pytest.raises(ValueError, match=f"x.jsonl, line 3 .*{what}"):
-        read_prompts(tmp_path / "x.jsonl")
+        find_prompts(str(tmp_path / "x.jsonl"))
 
 
 def test_shards_of_another_target_are_refused_before_any_are_made(target, tokenizer, data, tmp_path):
@@ -284,7 +284,7 @@ def test_the_split_of_a_data_set_is_the_one_named_train_or_the_only_one(tmp_path
 def test_a_prompt_that_is_no_unicode_is_named_by_its_line(tmp_path):
     (tmp_path / "x.jsonl").write_text('{"prompt": "\\u4f60"}\n{"prompt": "a\\ud800"}\n')
     with pytest.raises(ValueError, match="x.jsonl, line 2 is not valid Unicode"):
-        read_prompts(tmp_path / "x.jsonl")
+        find_prompts(str(tmp_path / "x.jsonl"))
 
 
 def test_prompts_that_are_not_there_are_not_asked_of_the_hub():

@@ -62,7 +62,8 @@ def openings(number: int, count: int, seed: int) -> tuple[str, int, list[str]]:
 
 
 def find_prompts(source: str, column: str | None = None) -> dict[str, str]:
-    """The prompts of a file, of a folder that `datasets` wrote, or of hub:NAME[:SPLIT]; each by its place, such as "asked.txt, line 3".
+    """The prompts of a .txt file (one a line), a .jsonl file (`column`, else prompt, text, instruction or the first of turns), a folder that `datasets`
+    wrote, or hub:NAME[:SPLIT]; each by its place, such as "asked.txt, line 3".
 
     Raises ValueError or OSError naming what is missing.
     """
@@ -70,14 +71,6 @@ def find_prompts(source: str, column: str | None = None) -> dict[str, str]:
         name, _, split = source.removeprefix("hub:").partition(":") if source.startswith("hub:") else (source, "", "")
         return _of_dataset(name, column, split)
     return _of_file(Path(source), column)
-
-
-def read_prompts(path: str | Path, column: str | None = None) -> list[str]:
-    """The prompts of a .txt file (one a line) or a .jsonl file (`column`, else prompt, text, instruction or the first of turns).
-
-    Raises ValueError naming the file and the columns that there are.
-    """
-    return list(_of_file(Path(path), column).values())
 
 
 def _of_file(path: Path, column: str | None) -> dict[str, str]:
@@ -118,12 +111,8 @@ def _prompt(row: object, column: str | None, source) -> str:
                      f"Name one with --column.")
 
 
-def dataset_prompts(name: str, column: str | None = None, split: str = "", limit: int | None = None) -> list[str]:
+def _of_dataset(name: str, column: str | None, split: str) -> dict[str, str]:
     """The prompts of a data set of the hub, or of a folder that `datasets` wrote; of its split "train", or of its only one, unless one is named."""
-    return list(_of_dataset(name, column, split, limit).values())
-
-
-def _of_dataset(name: str, column: str | None, split: str = "", limit: int | None = None) -> dict[str, str]:
     if not name:
         raise ValueError("prompts: the data set's name is missing; give hub:NAME, a folder or a file.")
     try:
@@ -142,8 +131,7 @@ def _of_dataset(name: str, column: str | None, split: str = "", limit: int | Non
         raise ValueError(f"prompts: {name} has no splits; leave {split!r} out.")
     if not len(data):
         raise ValueError(f"prompts: {name} is empty; name another data set.")
-    places = {f"{name}, row {i}": i for i in range(min(len(data), limit or len(data)))}
-    return {place: _prompt(data[i], column, place) for place, i in places.items()}
+    return {f"{name}, row {i}": _prompt(data[i], column, f"{name}, row {i}") for i in range(len(data))}
 
 
 def _split(name: str, data: dict, split: str):
