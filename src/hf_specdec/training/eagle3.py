@@ -7,12 +7,10 @@ each with a norm of its own, and whose residual is the state alone. For targets 
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -20,6 +18,7 @@ from .. import parts
 from ..drafts.features import EachNorm
 from . import published, shared
 from .feature_trainer import FeatureRunConfig, FeatureTrainer
+from .shards import save_whole
 
 
 def build(target: PreTrainedModel, layer: int, ids: torch.Tensor, reads: tuple[int, int, int]) -> PreTrainedModel:
@@ -76,8 +75,7 @@ def save(draft: PreTrainedModel, folder: str | Path, notes: dict | None = None) 
                "draft_vocab_size": len(draft.get_output_embeddings().ids), "tie_word_embeddings": False, "torch_dtype": "bfloat16", "fc_norm": True,
                "eagle_config": {"eagle_aux_hidden_state_layer_ids": before, "use_aux_hidden_state": True}, "hf_specdec_notes": notes or {}}
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    save_file(tensors(draft), folder / "model.partial", metadata={"format": "pt"})
-    os.replace(folder / "model.partial", folder / "model.safetensors")
+    save_whole(tensors(draft), folder / "model.safetensors", {"format": "pt"})
     return folder
 
 

@@ -7,12 +7,10 @@ asked. Draft models, Medusa heads and drafters in EAGLE-3's form (`training.eagl
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..drafts.medusa import MedusaDraft
@@ -21,6 +19,7 @@ from ..hints import check_int
 from ..mx.linear import MXLinear
 from ..registry import DRAFTS
 from . import drafter, published, shared
+from .shards import save_whole
 
 CONFIG = "vllm_speculative_config.json"
 WEIGHTS = "draft"
@@ -103,8 +102,7 @@ def _medusa(heads, folder: Path) -> str:
               "original_lm_head": heads.outputs is None, "torch_dtype": str(tensors["lm_heads.0.weight"].dtype).removeprefix("torch.")}
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    save_file({name: tensor.cpu().clone().contiguous() for name, tensor in tensors.items()}, folder / "model.partial", metadata={"format": "pt"})
-    os.replace(folder / "model.partial", folder / "model.safetensors")
+    save_whole({name: tensor.cpu().clone().contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
     return str(folder.resolve())
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from ..drafts.features import hidden_states
-from .shards import Shard, digest, probe, same
+from .shards import Shard, digest, probe, same, save_whole
 
 
 @torch.no_grad()
@@ -40,9 +38,7 @@ def feature_file(path: Path, target, layers: tuple[int, ...], folder: Path, rows
         for row, (a, b) in enumerate(part):
             out[a:b] = states[row, : b - a]
     folder.mkdir(parents=True, exist_ok=True)
-    partial = made.with_suffix(".partial")
-    save_file({"states": out}, partial, metadata={name: json.dumps(value) for name, value in about.items()})
-    os.replace(partial, made)
+    save_whole({"states": out}, made, {name: json.dumps(value) for name, value in about.items()})
     return made
 
 

@@ -60,12 +60,9 @@ class Shard:
         return len(self.starts) - 1
 
     def save(self, path: Path) -> None:
-        """Written beside `path` and renamed, so that a kill leaves no half of a shard."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        save_file({"tokens": self.tokens, "starts": self.starts, "ids": self.ids, "logprobs": self.logprobs}, partial,
-                  metadata={"format": FORMAT, "notes": json.dumps(self.notes)})
-        os.replace(partial, path)
+        tensors = {"tokens": self.tokens, "starts": self.starts, "ids": self.ids, "logprobs": self.logprobs}
+        save_whole(tensors, path, {"format": FORMAT, "notes": json.dumps(self.notes)})
 
     @classmethod
     def load(cls, path: Path, vocab_size: int | None = None) -> "Shard":
@@ -99,6 +96,13 @@ class Part:
         """Where each of the texts begins and ends in the loaded shard."""
         every = list(zip(shard.starts.tolist(), shard.starts[1:].tolist()))
         return every if self.texts is None else [every[text] for text in self.texts]
+
+
+def save_whole(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """Write a safetensors file beside `path` and rename it, so that a kill leaves no half of a file."""
+    partial = path.with_suffix(".partial")
+    save_file(tensors, partial, metadata=metadata)
+    os.replace(partial, path)
 
 
 def digest(path: Path) -> str:

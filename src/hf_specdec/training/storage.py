@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from ..mx.formats import BLOCK, get_format
 from ..mx.linear import MXLinear
 from ..mx.packed import quantize
 from ..mx.swap import replace
-from .shards import probe
+from .shards import probe, save_whole
 
 FORMAT = "hf_specdec drafter 1"
 
@@ -37,8 +35,7 @@ def write(folder: Path, tensors: dict[str, torch.Tensor], embedding: torch.Tenso
     about = {"format": FORMAT, "target": target_name, "weights": get_format(format).name, "vocab_size": embedding.shape[0],
              "hidden_size": embedding.shape[1], "probe": probe(embedding), **more}
     (folder / "drafter.json").write_text(json.dumps(about, indent=1) + "\n")
-    save_file(tensors, folder / "model.partial", metadata={"format": FORMAT})
-    os.replace(folder / "model.partial", folder / "model.safetensors")
+    save_whole(tensors, folder / "model.safetensors", {"format": FORMAT})
     return folder
 
 

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from . import checkpoint, drafter, shared
 from .batches import Batch, Corpus, Stream, frequent_tokens, split
 from .losses import LOSSES, acceptance, buckets
 from .processes import join, need_accelerate
-from .shards import Part, check_target, digest, probe, same, shard_files
+from .shards import Part, check_target, digest, probe, same, save_whole, shard_files
 
 
 @dataclass(frozen=True)
@@ -271,9 +269,8 @@ class Trainer:
         for i, p in enumerate(self.own):
             tensors |= {f"{name}.{i}": value for name, value in self.optimizer.state.get(p, {}).items()}
         about = {"config": asdict(self.config), "progress": asdict(self.progress), "target": self.probe, "data": self.shards}
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, self.out / "checkpoint.partial",
-                  metadata={name: json.dumps(value) for name, value in about.items()})
-        os.replace(self.out / "checkpoint.partial", self.out / self.checkpoint)
+        save_whole({name: tensor.contiguous() for name, tensor in tensors.items()}, self.out / self.checkpoint,
+                   {name: json.dumps(value) for name, value in about.items()})
 
     def _resume(self) -> None:
         about = self.refuse(self.out, self.data, self.config)
