@@ -87,10 +87,8 @@ class HeadsTrainer(FeatureTrainer):
 def rank_rates(trainer: Trainer, batches: int) -> list[list[float]]:
     """[K][RANKS] on held-out text."""
     found, n = 0, 0
-    for texts in trainer.held.order(0)[:batches]:
-        batch = trainer.held.batch(texts).to(trainer.ids.device)
-        best = batch.ids.gather(1, batch.logprobs.argmax(-1, keepdim=True))
-        hits = [trainer.ids[logits.topk(min(RANKS, logits.shape[-1])).indices] == best for logits in trainer._logits(batch)]
+    for batch, best in trainer.held_out(batches):
+        hits = [trainer.ids[logits.topk(min(RANKS, logits.shape[-1])).indices] == best[:, None] for logits in trainer._logits(batch)]
         found, n = found + torch.stack(hits).sum(1).double(), n + len(best)
     return [[round(rate, 5) for rate in row] for row in (found / n).tolist()]
 

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
-from .trainer import RunConfig, Trainer, no_begin
+from .trainer import RunConfig, Student, Trainer, no_begin
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,8 @@ class IndependentRunConfig(RunConfig):
                 raise ValueError(f"{name}={getattr(self, name)!r}: a draft of its own config has layers, a head and dense weights of its own; leave it out.")
 
 
-class Whole(nn.Module):
-    """The draft as it is trained: its logits at some positions only."""
-
-    def __init__(self, draft: nn.Module, half: bool):
-        super().__init__()
-        self.draft, self.half = draft, half
+class WholeStudent(Student):
+    """A `Student` of which no part is the target's: its whole forward is asked."""
 
     def forward(self, tokens: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
         """Logits [N, V] at the places where [N] of tokens [B, L]. Padding is on the right: a causal draft does not see it."""
@@ -79,7 +75,7 @@ class IndependentTrainer(Trainer):
         return list(self.draft.parameters())
 
     def _student(self) -> nn.Module:
-        return Whole(self.draft, self.config.precision == "bf16")
+        return WholeStudent(self.draft, self.config.precision == "bf16")
 
     def _save(self, notes: dict) -> Path:
         self.out.mkdir(parents=True, exist_ok=True)

@@ -15,8 +15,9 @@ from ..drafts.medusa import MedusaHeads
 from ..hints import check_int
 from . import heads
 from .batches import Batch
+from .feature_trainer import weighted
 from .heads import HeadsRunConfig, HeadsTrainer
-from .losses import LOSSES, forward_kl
+from .losses import forward_kl
 from .trainer import Trainer
 
 CHANGED = "target"  # folder of the changed model beside the heads
@@ -89,17 +90,13 @@ class JointTrainer(HeadsTrainer):
 
     def _loss(self, batch: Batch) -> torch.Tensor:
         own, *ahead = self.student(batch.tokens, batch.where)
-        weights = [self.config.decay**step for step in range(len(ahead))]
-        losses = [weight * LOSSES[self.config.loss](*self._laws(batch, logits)).mean() for weight, logits in zip(weights, ahead)]
-        return forward_kl(*self._laws(batch, own)).mean() + self.config.share * sum(losses) / sum(weights)
+        return forward_kl(*self._laws(batch, own)).mean() + self.config.share * weighted(self, batch, ahead)
 
     @torch.no_grad()
     def measure(self, batches: int = 12) -> dict:
         """As of heads; `target_agreement`, how often the changed target's likeliest token is that of the given one."""
         hits, n = 0.0, 0
-        for texts in self.held.order(0)[:batches]:
-            batch = self.held.batch(texts).to(self.ids.device)
-            best = batch.ids.gather(1, batch.logprobs.argmax(-1, keepdim=True)).squeeze(1)
+        for batch, best in self.held_out(batches):
             hits, n = hits + float((self.ids[self.student(batch.tokens, batch.where)[0].argmax(-1)] == best).sum()), n + len(best)
         return super().measure(batches) | {"target_agreement": hits / n}
 

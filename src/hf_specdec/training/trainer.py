@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -241,15 +241,19 @@ class Trainer:
     def _laws(self, batch: Batch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return buckets(logits, batch.ids, batch.logprobs, self.place)
 
+    def held_out(self, batches: int) -> Iterator[tuple[Batch, torch.Tensor]]:
+        """The first batches of held-out text, each with the target's likeliest next tokens there, int64 [N]."""
+        for texts in self.held.order(0)[:batches]:
+            batch = self.held.batch(texts).to(self.ids.device)
+            yield batch, batch.ids.gather(1, batch.logprobs.argmax(-1, keepdim=True)).squeeze(1)
+
     @torch.no_grad()
     def measure(self, batches: int = 12) -> dict:
         """On held-out text: how often the draft's likeliest token is the target's, and the acceptance rate when sampling; by step,
         where the draft takes more than one."""
         self.draft.eval()
         hits, rates, n = [], [], 0
-        for texts in self.held.order(0)[:batches]:
-            batch = self.held.batch(texts).to(self.ids.device)
-            best = batch.ids.gather(1, batch.logprobs.argmax(-1, keepdim=True)).squeeze(1)
+        for batch, best in self.held_out(batches):
             steps = self._logits(batch)
             hits.append(torch.tensor([float((self.ids[logits.argmax(-1)] == best).sum()) for logits in steps]))
             rates.append(torch.tensor([float(acceptance(*self._laws(batch, logits)).sum()) for logits in steps]))
