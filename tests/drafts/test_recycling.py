@@ -215,7 +215,7 @@ def test_it_learns_under_stock_assisted_decoding(monkeypatch):
     options = dict(attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False, pad_token_id=0)
     text = target.generate(ids, prompt_lookup_num_tokens=3, **options)[0, 12:32].tolist()  # 5.10 leaves the cap to the draft
     assert text == plain(target, [row])[0]
-    assert known(draft.matrices[0]) - set(row) and draft.shown.tree.is_chain
+    assert known(draft.matrices[0]) - set(row) and draft._stock_proposal.tree.is_chain
 
 
 @pytest.mark.parametrize("options", [dict(branches=0), dict(branches=9), dict(branches=True), dict(branches=4, successors=3), dict(successors=65)], ids=str)

@@ -135,6 +135,7 @@ class Draft(CandidateGenerator):
     reads_pass:   whether `commit` is about the nodes of the target's pass, whoever proposed them, as `observe` is; of a draft inside
                   another one it is else about the nodes of its own proposal, where it made one. True of a draft with others inside.
     reads_prompt: whether `read` wants the target's logits over the prompt.
+    learns_in_stock: whether `observe` is called under stock assisted decoding, too, which calls no `commit`.
     parts:        the drafts inside this one.
     calls, forward_seconds: forwards of a draft model in this call and the time in them, its prompt pass included.
     """
@@ -146,6 +147,7 @@ class Draft(CandidateGenerator):
     stops = False
     reads_pass = False
     reads_prompt = False
+    learns_in_stock = False
     parts: "tuple[Draft, ...]" = ()
     calls = 0
     forward_seconds = 0.0
@@ -199,7 +201,10 @@ class Draft(CandidateGenerator):
 
     def read(self, firsts: list[int], logits: torch.Tensor) -> None:
         """Called in the prompt pass, before `observe`, where `reads_prompt`: the target's logits [B, n, V] after n places of the
-        prompts, of which the first is position firsts[b] of row b; what lies beyond the row's end is padding."""
+        prompts, of which the first is position firsts[b] of row b; what lies beyond the row's end is padding. The drafts inside are told."""
+        for part in self.parts:
+            if part.reads_prompt:
+                part.read(firsts, logits)
 
     def commit(self, verdict: Verdict) -> None:
         """Called after every verification, before the rows grow. Drafts that can read all they need from `context.rows`
@@ -255,12 +260,13 @@ class Draft(CandidateGenerator):
 
     def finish(self) -> None:
         """The call is over, also after an error or Ctrl-C: release everything that belongs to it, then call this one."""
-        self._stock = None
+        self._stock = self._stock_proposal = None
 
     # --- the same object under stock assisted decoding --------------------------------------------------------------
 
     num_assistant_tokens = 5
     _stock: Context | None = None
+    _stock_proposal: Proposal | None = None
 
     def get_candidates(self, input_ids: torch.LongTensor, **kwargs) -> tuple[torch.LongTensor, torch.FloatTensor | None]:
         """transformers' `CandidateGenerator` protocol, batch 1, greedy: input_ids [1, L] -> ([1, L + n], None)."""
@@ -276,11 +282,13 @@ class Draft(CandidateGenerator):
         else:
             stock.rows[0].extend(row[len(stock.rows[0]):])
         k = [0 if evidence < 0 else self.num_assistant_tokens for evidence in self.evidence(stock)]
-        proposal = self.propose(stock, k)
+        self._stock_proposal = proposal = self.propose(stock, k)
         return torch.cat([input_ids, proposal.tokens[:, : proposal.sizes[0]]], dim=1), None
 
     def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, num_matches: int) -> None:
-        """Nothing to do: the next `get_candidates` sees what was committed."""
+        """Stock assisted decoding shows its logits here; they follow the tokens of the last `get_candidates`. What was committed is seen there."""
+        if self.learns_in_stock and scores is not None:
+            self.observe(self._stock_proposal, scores)
 
     def _stock_vocab_size(self) -> int:
         return 2**31

@@ -119,7 +119,6 @@ class GrownDraft(Draft):
         self.context: Context | None = None
         self.ready: list[Grown] = []  # trees of which `propose` takes the beginning
         self.grown: list[tuple[Grown, int]] = []  # the last tree of every row, and the row's length then
-        self.shown: Proposal | None = None
 
     def start(self, context: Context) -> None:
         self.context, self.grown, self.ready = context, [], []
@@ -138,8 +137,7 @@ class GrownDraft(Draft):
         branches = 1 if context.stock else self.branches
         trees = [tree.first(own) for tree, own in zip(self.ready or self._trees(k, branches), k)]
         self.grown = [(tree, len(row)) for tree, row in zip(trees, context.rows)]
-        self.shown = together([Branches(tree.nodes) for tree in trees], context.vocab_size, context.device, self.name)
-        return self.shown
+        return together([Branches(tree.nodes) for tree in trees], context.vocab_size, context.device, self.name)
 
     def _trees(self, sizes: list[int], branches: int) -> list[Grown]:
         return [self.grower.tree([(self, self.place(b))], size, self.context.vocab_size, branches) for b, size in enumerate(sizes)]
@@ -159,7 +157,7 @@ class GrownDraft(Draft):
         self.grown = []
 
     def finish(self) -> None:
-        self.context, self.shown, self.grown, self.ready = None, None, [], []
+        self.context, self.grown, self.ready = None, [], []
         super().finish()
 
 

@@ -63,11 +63,6 @@ class HorizontalCascadeDraft(Draft):
         self.inner.follow(self.context.rows)  # the second draft sees the root where the first one does
         self.then.observe(proposal, logits)
 
-    def read(self, firsts: list[int], logits: torch.Tensor) -> None:
-        for draft in self.parts:
-            if draft.reads_prompt:
-                draft.read(firsts, logits)
-
     def commit(self, verdict: Verdict) -> None:
         """The first draft learns of its own tokens, or both of the whole pass; the second one sees by its rows what stands."""
         if all(type(draft).commit is Draft.commit for draft in self.parts):

@@ -43,7 +43,7 @@ class MixtureDraft(Draft):
     branches: most guesses tried after each token ("merge"); 1 makes a chain of the likeliest.
     tokens: most tokens asked of a draft that does not know `guesses` ("merge").
 
-    With K "auto" the tokens expected in a batch count by how far they bring its slowest row (`schedule.progress`).
+    With K "auto" the tokens expected in a batch count by how far they bring its slowest row (`budget.progress`).
     What is chosen depends on committed tokens and measured times alone, never on a coin of a token still to be judged; what goes on after drawn
     tokens depends on those, too, as each of a chain's tokens may on the ones before. In "merge" the
     rows of a batch share one shape of tree, so what is drawn for a row depends on its neighbours (its law does not).
@@ -52,6 +52,7 @@ class MixtureDraft(Draft):
     name = "mixture"
     trusted = True
     reads_pass = True
+    learns_in_stock = True
 
     def __init__(self, drafts: Sequence[Draft | str] = ("suffix_automaton", "ngram_recycling", "jump_forward"), mode: str = "merge", tokens: int = 5,
                  branches: int = 8):
@@ -91,8 +92,7 @@ class MixtureDraft(Draft):
 
     def propose(self, context: Context, k: list[int]) -> Proposal:
         rows, sources = self.way.propose(context, k)
-        self.shown = together(rows, context.vocab_size, context.device, sources)
-        return self.shown
+        return together(rows, context.vocab_size, context.device, sources)
 
     @property
     def asked_now(self) -> set[int]:
@@ -112,11 +112,6 @@ class MixtureDraft(Draft):
         self.judged = proposal
         for draft in self.parts:
             draft.observe(proposal, logits)
-
-    def read(self, firsts: list[int], logits: torch.Tensor) -> None:
-        for draft in self.parts:
-            if draft.reads_prompt:
-                draft.read(firsts, logits)
 
     def commit(self, verdict: Verdict) -> None:
         """Every draft learns which nodes of the pass are on the accepted path, or which of its own, if it has proposed any."""
@@ -139,7 +134,7 @@ class MixtureDraft(Draft):
             draft.rewind(own, lengths)
 
     def finish(self) -> None:
-        self.context = self.way = self.shown = self.judged = None
+        self.context = self.way = self.judged = None
         self.asked, self.contexts = [], []
         for draft in self.parts:
             draft.finish()
@@ -170,8 +165,3 @@ class MixtureDraft(Draft):
 
     def _stock_vocab_size(self) -> int:
         return min(draft._stock_vocab_size() for draft in self.parts)
-
-    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, num_matches: int) -> None:
-        """Stock assisted decoding shows its logits here; they follow the tokens of the last `get_candidates`."""
-        if scores is not None:
-            self.observe(self.shown, scores)

@@ -84,6 +84,7 @@ class NGramRecyclingDraft(GrownDraft):
 
     name = "ngram_recycling"
     trusted = True
+    learns_in_stock = True
     cost_ratio = 0.0
     SUCCESSORS = 8
 
@@ -155,8 +156,3 @@ class NGramRecyclingDraft(GrownDraft):
         if not self.remember:
             self.contexts, self.grower = Contexts(self.SUCCESSORS, self.limit), Grower()
         super().finish()
-
-    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, num_matches: int) -> None:
-        """Stock assisted decoding shows its logits here; they follow the tokens of the last `get_candidates`."""
-        if scores is not None:
-            self.observe(self.shown, scores)

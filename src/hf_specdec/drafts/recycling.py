@@ -35,6 +35,7 @@ class RecyclingDraft(Draft):
 
     name = "recycling"
     trusted = True
+    learns_in_stock = True
     cost_ratio = 0.0
 
     def __init__(self, branches: int = 1, successors: int = 8, remember: bool = False):
@@ -44,7 +45,6 @@ class RecyclingDraft(Draft):
         self.kept: np.ndarray | None = None  # what is remembered from call to call
         self.matrices: list[np.ndarray] = []  # of every row, int32 [V, successors]; rows may share one
         self.context: Context | None = None
-        self.shown: Proposal | None = None  # the last proposal
 
     def start(self, context: Context) -> None:
         self.context, self.matrices = context, []
@@ -63,8 +63,7 @@ class RecyclingDraft(Draft):
         n = max(sizes, default=0)
         tokens = [[max(token, 0) for token in row[:n]] + [0] * (n - len(row)) for row in rows]  # within a size, 0 is a guess like any other
         placed = upload(tokens, context.device, torch.long).reshape(len(k), n)
-        self.shown = Proposal(tree.truncate(n), placed, None, sizes, self.name, on_host=tokens)
-        return self.shown
+        return Proposal(tree.truncate(n), placed, None, sizes, self.name, on_host=tokens)
 
     def _filled(self, b: int, root: int, tree: Tree) -> list[int]:
         """The tokens of the nodes: the successor, of the node's rank, of its parent's token."""
@@ -108,13 +107,8 @@ class RecyclingDraft(Draft):
         """What the matrices have learned stays true."""
 
     def finish(self) -> None:
-        self.matrices, self.context, self.shown = [], None, None
+        self.matrices, self.context = [], None
         super().finish()
-
-    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, num_matches: int) -> None:
-        """Stock assisted decoding shows its logits here; they follow the tokens of the last `get_candidates`."""
-        if scores is not None:
-            self.observe(self.shown, scores)
 
 
 @lru_cache(maxsize=256)
