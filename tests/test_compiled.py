@@ -271,13 +271,14 @@ def test_the_compiler_gives_the_same_texts():
 
 
 @pytest.mark.share(0)
-def test_warming_up_compiles_what_a_call_needs(traced, strict):
+@pytest.mark.parametrize(("k", "widths"), [(3, (1, 4)), (4, (1, 4, 8))])  # 4: the function of two passes gets two of three coins
+def test_warming_up_compiles_what_a_call_needs(k, widths, traced, strict):
     target, rows = enabled(family("Llama").model("eager")), repetitive(13)[:1]
-    draft, config = perturbed(target, 0.05), {"num_assistant_tokens": 3}
-    assert hf_specdec.warmup(target, draft, config, max_length=100) == 5
+    draft, config = perturbed(target, 0.05), {"num_assistant_tokens": k}
+    assert hf_specdec.warmup(target, draft, config, max_length=100) == len(widths) + 3
     made = {model: dict(compiled._functions[model].made) for model in (target, draft)}
-    assert {key[:2] for key in made[target]} == {key[:2] for key in made[draft]} - {(1, -2)} == {(1, 1), (1, 4)}
-    assert run(target, rows, ModelDraft(draft), k=3) == plain(target, rows)
+    assert {key[:2] for key in made[target]} == {(1, width) for width in widths} and {key[:2] for key in made[draft]} == {(1, 1), (1, 4), (1, -2)}
+    assert run(target, rows, ModelDraft(draft), k=k) == plain(target, rows)
     assert all(compiled._functions[model].made == functions for model, functions in made.items()) and all(map(compiled_once, made))
 
 

@@ -163,7 +163,8 @@ class CachedModel(Forward):
             return None
         begin, sizes = perf_counter(), [min(max(own, 0), n) for own in k]
         self.cache.plan.lay(self.lengths, n, self.device, whole=True)
-        given = tokens.to(self.device), embeds, self.cache, layers_of(self.taps), vocab, drawing, uniform[:, :n].to(self.device)
+        coins = uniform[:, :n].flatten().view(-1, n)  # of one row, `contiguous` leaves the stride of all max(k), which a function is made for
+        given = tokens.to(self.device), embeds, self.cache, layers_of(self.taps), vocab, drawing, coins.to(self.device)
         drawn = self.compiled.several(*given, **self._positions_and_masks(n, None, [max(size, 1) for size in sizes]))
         if drawn is not None:
             self.calls, self.seconds = self.calls + n, self.seconds + perf_counter() - begin
