@@ -30,7 +30,7 @@ from transformers import (
 )
 
 import hf_specdec
-from hf_specdec import SpeculativeConfig, SpeculativeDecoder, registry
+from hf_specdec import SpeculativeConfig, SpeculativeDecoder, integration, registry
 from hf_specdec.commands.common import drafts_by_name
 from hf_specdec.compat import CACHE
 from hf_specdec.drafts import CascadeDraft, Draft, ModelDraft, NGramDraft, PromptLookupDraft, UniformDraft
@@ -259,6 +259,12 @@ def test_a_model_among_the_options_is_named_by_its_type_and_told_its_argument():
                          ("mixture", 'Pass speculative={"draft": "mixture"}'), (SpeculativeConfig, "SpeculativeConfig()")):
         with refused(model, words=(words,)):
             call(model, speculative=value)
+
+
+@pytest.mark.parametrize("prompt", ["Hello", [[1, 2, 3]], {"input_ids": torch.tensor([[1, 2]])}], ids=["text", "a list", "what a tokenizer returns"])
+def test_a_prompt_is_token_ids(prompt):
+    with pytest.raises(TypeError, match=r"inputs: expected token ids int64 \[B, L\], got (str|list|dict)\. Pass \*\*tokenizer"):
+        integration.generate(tiny_llama(), prompt)
 
 
 def test_the_class_of_the_decoder_is_told_to_be_made_an_instance():

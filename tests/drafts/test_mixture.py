@@ -277,6 +277,7 @@ def test_in_a_batch_where_nothing_pays_trees_are_grown_now_and_then(rows, monkey
     (dict(mode="best"), ValueError, "mode="),
     (dict(drafts=[]), ValueError, "drafts: expected a list"),
     (dict(drafts="recycling"), ValueError, "drafts: expected a list"),
+    (dict(drafts=PromptLookupDraft()), TypeError, "drafts: expected a list"),
     (dict(drafts=[3]), TypeError, "drafts: expected drafts, got int. Make a model one"),
     (dict(drafts=[PromptLookupDraft]), TypeError, "got the class PromptLookupDraft. Pass an instance"),
     (dict(drafts=["none such"]), ValueError, "drafts='none such'"),

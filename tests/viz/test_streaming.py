@@ -57,6 +57,16 @@ def test_drafted_tokens_and_no_others_are_coloured():
     assert "".join(re.findall(r"\x1b\[30;42m(.*?)\x1b\[0m", coloured)) == "bc"
 
 
+def test_without_colour_brackets_mark_them_where_asked_for():
+    for marks, text in ((True, "a[bc]d[e]\n"), (False, "abcde\n")):
+        console = Console(record=True, color_system=None, width=40)
+        highlighter, tokens = Highlighter(byte_tokenizer(), console, marks=marks), byte_tokenizer()("abcde")["input_ids"]
+        for token, drafted in zip(tokens, [False, True, True, False, True]):
+            highlighter(0, [token], [drafted])
+        highlighter.end()
+        assert console.export_text() == text
+
+
 def test_a_models_escape_sequence_never_reaches_the_terminal():
     output = shown("x\x1b]0;title\x07y", [False] * 12, byte_tokenizer())
     assert "\x1b" not in output and "\x07" not in output and "<U+001B>]0;title<U+0007>" in output

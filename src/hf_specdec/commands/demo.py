@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..viz.gif import check_path
-from ..viz.highlights import DRAFTED, Highlighter
+from ..viz.highlights import DRAFTED, Highlighter, has_colour
 from ..viz.text import visible
 from .common import check_length, load_draft, parse_k
 from .race import race as run_race
@@ -54,9 +54,9 @@ def demo(
         options = {"assistant_model": assistant, "max_new_tokens": max_new_tokens, **speculation}
         run_race(console, model, tokenizer, padded(model, [ids]), options, save_race)
         return
-    console.print(Text.assemble("\n", ("drafted and accepted", DRAFTED), " | the target's own\n"))
-    out = model.generate(**padded(model, [ids]), do_sample=False, max_new_tokens=max_new_tokens, assistant_model=assistant, streamer=Highlighter(tokenizer, console),
-                   **speculation)
+    console.print(Text.assemble("\n", ("drafted and accepted" if has_colour(console) else "[drafted and accepted]", DRAFTED), " | the target's own\n"))
+    out = model.generate(**padded(model, [ids]), do_sample=False, max_new_tokens=max_new_tokens, assistant_model=assistant,
+                         streamer=Highlighter(tokenizer, console, marks=True), **speculation)
     console.print()
 
     arms = [generate_arm(PLAIN, model), generate_arm("hf_specdec", model, assistant_model=assistant, **speculation)]

@@ -56,6 +56,8 @@ class MixtureDraft(Draft):
 
     def __init__(self, drafts: Sequence[Draft | str] = ("suffix_automaton", "ngram_recycling", "jump_forward"), mode: str = "merge", tokens: int = 5,
                  branches: int = 8):
+        if isinstance(drafts, Draft):
+            raise TypeError("drafts: expected a list of drafts; put them into one: MixtureDraft([first, second]).")
         if mode not in MODES:
             raise ValueError(f"mode={mode!r} must be one of {list(MODES)}.")
         for name, value, most in (("tokens", tokens, 64), ("branches", branches, 16)):

@@ -24,20 +24,28 @@ STYLES = {"accepted": DRAFTED, "rejected": "white on red strike", "own": "white 
 MARKS = {"accepted": "[{}]", "rejected": "[-{}-]", "own": "{}"}  # where there is no colour
 
 
-class Highlighter:
-    """A streamer for `generate(streamer=...)`: prints a row's tokens as they come, drafted ones on a green ground."""
+def has_colour(console: Console) -> bool:
+    return console.color_system is not None and not console.no_color
 
-    def __init__(self, tokenizer, console: Console):
+
+class Highlighter:
+    """A streamer for `generate(streamer=...)`: prints a row's tokens as they come, drafted ones on a green ground, or, with `marks`, [like this] where there is
+    no colour."""
+
+    def __init__(self, tokenizer, console: Console, marks: bool = False):
         self.detokenizer, self.console, self.drafted = Detokenizer(tokenizer), console, False
+        self.marks = marks and not has_colour(console)
 
     def __call__(self, row: int, tokens: list[int], drafted: list[bool]) -> None:
         piece = Text()
-        for token, self.drafted in zip(tokens, drafted):
+        for token, was, self.drafted in zip(tokens, [self.drafted, *drafted], drafted):
+            if self.marks and self.drafted != was:
+                piece.append("[" if self.drafted else "]")
             piece.append(visible(self.detokenizer.push(token)), style=DRAFTED if self.drafted else OWN)
         self._print(piece)
 
     def end(self) -> None:
-        self._print(Text(visible(self.detokenizer.flush()), style=DRAFTED if self.drafted else OWN))
+        self._print(Text(visible(self.detokenizer.flush()) + "]" * (self.marks and self.drafted), style=DRAFTED if self.drafted else OWN))
         self.console.print()
 
     def _print(self, piece: Text) -> None:
@@ -68,7 +76,7 @@ class Highlight:
         return console.file.getvalue()
 
     def __rich_console__(self, console: Console, options) -> Iterator[Text]:
-        yield self._text(coloured=console.color_system is not None and not console.no_color)
+        yield self._text(coloured=has_colour(console))
 
     def _text(self, coloured: bool) -> Text:
         legend = [(name, text) for name, text in page.LEGEND.items() if self.rejected or name != "rejected"]
