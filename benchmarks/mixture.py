@@ -51,8 +51,9 @@ class SimulatedDraft(ModelDraft):
         if not size:
             return Proposal.from_lists([[]], context.device, self.name)
         at = len(context.rows[0])
-        self.drafted = torch.tensor([[self.said.get(place, 0) for place in range(at, at + size)]], device=context.device)
-        return Proposal.chain(self.drafted, None, [size], self.name)
+        tokens = torch.tensor([[self.said.get(place, 0) for place in range(at, at + size)]], device=context.device)
+        self.drafted = Proposal.chain(tokens, None, [size], self.name)
+        return self.drafted
 
 
 def said(prompt: list[int], answer: list[int], rate: float, seed: int, vocabulary: int) -> dict[int, int]:

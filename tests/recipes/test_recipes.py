@@ -261,6 +261,26 @@ def test_a_simulated_draft_runs_its_model_and_leaves_the_output_as_it_is(recipes
         model.generate(ids, speculative=True, assistant_model=simulated, **{**settings, "do_sample": True})
 
 
+def test_a_simulated_draft_does_not_read_again_what_was_accepted(recipes, kit):
+    import hf_specdec
+
+    class Watched(SimulatedDraft):
+        def _scores(self, context, tokens, k, step):
+            if step == 0:
+                fed.append(len(context.rows[0]) - self.cached.lengths[0])
+            return super()._scores(context, tokens, k, step)
+
+    fed = []
+    config, draft = recipes[SIMULATED[1]].RECIPE.configs["tiny"]()
+    model, draft = (kit.models.random_model(one, torch.float32, torch.device("cpu")) for one in (config, draft))
+    hf_specdec.enable(model)
+    ids = torch.arange(9)[None]
+    settings = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    plain = model.generate(ids, **settings)
+    model.generate(ids, speculative=True, assistant_model=Watched(draft, plain[0, 9:].tolist(), 1.0, seed=0), num_assistant_tokens=5, **settings)
+    assert len(fed) > 2 and set(fed[1:]) == {2}  # the last drafted token, and the target's own
+
+
 # --- quality ----------------------------------------------------------------------------------------------------------
 
 

@@ -39,8 +39,8 @@ class SimulatedDraft(ModelDraft):
         done = len(context.rows[0]) - self.prompt
         tokens = _tokens(self, self.oracle, done, size, context.vocab_size)
         # the draft's cache stands for these tokens from now on, so that what is accepted costs it nothing again
-        self.drafted = torch.tensor([tokens], device=context.device)
-        return Proposal.chain(self.drafted, None, [size], self.name)
+        self.drafted = Proposal.chain(torch.tensor([tokens], device=context.device), None, [size], self.name)
+        return self.drafted
 
 
 class SimulatedTable(Draft):

@@ -104,9 +104,8 @@ class ModelDraft(Draft):
             step += 1
         if not tokens:
             return Proposal.from_lists([[] for _ in k], context.device, self.name)
-        self.drafted = torch.stack(tokens, dim=1)
-        self.shown = Proposal.chain(self.drafted, torch.stack(laws, dim=1) if laws else None, list(k), self.name)
-        return self.shown
+        self.drafted = Proposal.chain(torch.stack(tokens, dim=1), torch.stack(laws, dim=1) if laws else None, list(k), self.name)
+        return self.drafted
 
     def _several(self, context: Context, tokens: list[torch.Tensor], k: list[int], step: int) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
         """The next tokens, and the laws they were drawn from, by one compiled function; None where there is none, or something is decided after
@@ -145,7 +144,7 @@ class ModelDraft(Draft):
         self.drafted = [[] for _ in context.rows]
 
     def _drafted(self) -> list[list[int]]:
-        return self.shown.listed() if torch.is_tensor(self.drafted) else self.drafted
+        return self.drafted.listed() if isinstance(self.drafted, Proposal) else self.drafted
 
     def _scores(self, context: Context, tokens: list[torch.Tensor], k: list[int], step: int) -> torch.Tensor:
         """Logits [B, 1, V] for the next drafted token: first from all that is not cached yet, then from one token a time."""
