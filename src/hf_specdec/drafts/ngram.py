@@ -47,11 +47,8 @@ class NGramDraft(Draft):
 
         min_count: leave out n-grams of order 2 and more seen less often. options: those of `NGramDraft`.
         """
-        if isinstance(texts, (str, Path)):
-            raise ValueError("texts: expected a list of texts (or Paths of text files), got a single one; put it into a list.")
         _check_order(order, min_count)
-        documents = tokenized(texts, tokenizer)
-        vocab_size = max([len(tokenizer), *(int(ids.max()) + 1 for ids in documents if len(ids))])
+        documents, vocab_size = read_texts(texts, tokenizer)
         return cls(_count(documents, vocab_size, order, min_count, fingerprint(tokenizer)), **options)
 
     @classmethod
@@ -64,12 +61,8 @@ class NGramDraft(Draft):
         check it; its size is the default of vocab_size.
         """
         _check_order(order, min_count)
-        if vocab_size is None and tokenizer is not None:
-            vocab_size = len(tokenizer)
-        documents = read_documents(sources, vocab_size)
-        if vocab_size is None:
-            vocab_size = max((int(ids.max()) + 1 for ids in documents if len(ids)), default=1)
-        return cls(_count(documents, vocab_size, order, min_count, fingerprint(tokenizer) if tokenizer else ""), **options)
+        documents, vocab_size = read_tokens(sources, vocab_size, tokenizer)
+        return cls(_count(documents, vocab_size, order, min_count, fingerprint(tokenizer)), **options)
 
     def save(self, path: str | Path) -> Path:
         """Write the table as safetensors (`NGramTable.save`); `path` is either the whole new file or what it was."""
@@ -80,8 +73,7 @@ class NGramDraft(Draft):
         """Map a saved table. ValueError, naming the file, if it is damaged or foreign, or, with `tokenizer`, if that is not the
         one it was built with (where the file knows)."""
         table = NGramTable.load(path)
-        if tokenizer is not None and table.fingerprint and table.fingerprint != fingerprint(tokenizer):
-            raise ValueError(f"{path} was built with another tokenizer; build the table again with this one.")
+        check_tokenizer(path, "table", table.fingerprint, tokenizer)
         return cls(table, **options)
 
     # --- proposing --------------------------------------------------------------------------------------------------
@@ -151,9 +143,17 @@ def _draw(noise: list[float], laws: list, i: int, tokens: np.ndarray, counts: np
 
 
 def fingerprint(tokenizer) -> str:
-    """16 hex digits that tell vocabularies apart: a hash of every token and its id."""
+    """16 hex digits that tell vocabularies apart: a hash of every token and its id; "" without a tokenizer."""
+    if tokenizer is None:
+        return ""
     lines = sorted(f"{index}\t{token}" for token, index in tokenizer.get_vocab().items())
     return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def check_tokenizer(path: str | Path, what: str, known: str, tokenizer) -> None:
+    """ValueError if the file's tokenizer, with the fingerprint `known`, is not this one; what: the file's contents, for the message."""
+    if tokenizer is not None and known and known != fingerprint(tokenizer):
+        raise ValueError(f"{path} was built with another tokenizer; build the {what} again with this one.")
 
 
 # --- reading and counting -----------------------------------------------------------------------------------------------
@@ -174,8 +174,10 @@ def _count(documents: list[np.ndarray], vocab_size: int, order: int, min_count: 
         return NGramTable.count(documents, vocab_size, order, min_count, tokenizer, step=lambda: next(steps))
 
 
-def tokenized(texts: Iterable[str | Path], tokenizer) -> list[np.ndarray]:
-    """int64 ids of every text; a Path is a text file (UTF-8). No special tokens are added."""
+def read_texts(texts: Iterable[str | Path], tokenizer) -> tuple[list[np.ndarray], int]:
+    """int64 ids of every text, and the size of their vocabulary; a Path is a text file (UTF-8). No special tokens are added."""
+    if isinstance(texts, (str, Path)):
+        raise ValueError("texts: expected a list of texts (or Paths of text files), got a single one; put it into a list.")
     documents = []
     with progress("Tokenizing", texts) as texts:
         for number, text in enumerate(texts):
@@ -183,15 +185,24 @@ def tokenized(texts: Iterable[str | Path], tokenizer) -> list[np.ndarray]:
             if not isinstance(text, str):
                 raise ValueError(f"texts[{number}] is a {type(text).__name__}; expected a str, or the Path of a text file.")
             documents.append(np.asarray(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], np.int64))
-    return documents
+    return documents, max(len(tokenizer), _largest(documents) + 1)
 
 
-def read_documents(sources: Iterable, vocab_size: int | None) -> list[np.ndarray]:
-    """The documents of sequences of ids and of token files, ids below vocab_size."""
+def read_tokens(sources: Iterable, vocab_size: int | None, tokenizer) -> tuple[list[np.ndarray], int]:
+    """The documents of sequences of ids and of token files, and the size of their vocabulary: `vocab_size`, below which all ids must be, else that of
+    the tokenizer, else the largest id + 1."""
     if isinstance(sources, (str, Path)):
         sources = [sources]
+    if vocab_size is None and tokenizer is not None:
+        vocab_size = len(tokenizer)
     with progress("Reading tokens", sources) as sources:
-        return [ids for number, source in enumerate(sources) for ids in _documents(source, number, vocab_size)]
+        documents = [ids for number, source in enumerate(sources) for ids in _documents(source, number, vocab_size)]
+    return documents, _largest(documents) + 1 if vocab_size is None else vocab_size
+
+
+def _largest(documents: list[np.ndarray]) -> int:
+    """The largest id; 0 where there is none."""
+    return max((int(ids.max()) for ids in documents if len(ids)), default=0)
 
 
 def _read_text(path: Path) -> str:

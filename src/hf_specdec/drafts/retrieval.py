@@ -13,7 +13,7 @@ from ..proposal import Proposal
 from .base import Context, Draft, Guess
 from .datastore import Datastore
 from .growth import Branches, together
-from .ngram import fingerprint, read_documents, tokenized
+from .ngram import check_tokenizer, fingerprint, read_texts, read_tokens
 
 
 class RetrievalDraft(Draft):
@@ -43,22 +43,15 @@ class RetrievalDraft(Draft):
     @classmethod
     def from_texts(cls, texts: Iterable[str | Path], tokenizer, **options) -> "RetrievalDraft":
         """A datastore of texts; a Path is a text file (UTF-8). Matches do not cross texts, and no special tokens are added."""
-        if isinstance(texts, (str, Path)):
-            raise ValueError("texts: expected a list of texts (or Paths of text files), got a single one; put it into a list.")
-        documents = tokenized(texts, tokenizer)
-        vocab_size = max([len(tokenizer), *(int(ids.max()) + 1 for ids in documents if len(ids))])
+        documents, vocab_size = read_texts(texts, tokenizer)
         return cls(Datastore.build(documents, vocab_size, fingerprint(tokenizer)), **options)
 
     @classmethod
     def from_tokens(cls, sources: Iterable, vocab_size: int | None = None, tokenizer=None, **options) -> "RetrievalDraft":
         """A datastore of token ids. A source is a sequence of ids, or the path of a token file: `.npy` (one row of integers, one
         document) or text (ids separated by blanks, one document per line). tokenizer: the one that made the ids."""
-        if vocab_size is None and tokenizer is not None:
-            vocab_size = len(tokenizer)
-        documents = read_documents(sources, vocab_size)
-        if vocab_size is None:
-            vocab_size = max((int(ids.max()) + 1 for ids in documents if len(ids)), default=1)
-        return cls(Datastore.build(documents, vocab_size, fingerprint(tokenizer) if tokenizer else ""), **options)
+        documents, vocab_size = read_tokens(sources, vocab_size, tokenizer)
+        return cls(Datastore.build(documents, vocab_size, fingerprint(tokenizer)), **options)
 
     def save(self, path: str | Path) -> Path:
         """Write the datastore as safetensors; `path` is either the whole new file or what it was."""
@@ -69,8 +62,7 @@ class RetrievalDraft(Draft):
         """Map a saved datastore. ValueError, naming the file, if it is truncated, damaged or foreign, or, with `tokenizer`, if that is
         not the one it was built with (where the file knows)."""
         store = Datastore.load(path)
-        if tokenizer is not None and store.fingerprint and store.fingerprint != fingerprint(tokenizer):
-            raise ValueError(f"{path} was built with another tokenizer; build the datastore again with this one.")
+        check_tokenizer(path, "datastore", store.fingerprint, tokenizer)
         return cls(store, **options)
 
     # --- proposing --------------------------------------------------------------------------------------------------
