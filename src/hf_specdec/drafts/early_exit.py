@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from .. import compat, parts
 from ..proposal import Proposal
-from ..theory import expected_tokens
+from ..theory import walltime_improvement
 from .base import Context
 from .inner import refuse_encoder
 from .model import ModelDraft
@@ -151,8 +151,8 @@ def search(target: PreTrainedModel, texts: Sequence[Sequence[int]], patience: in
         same = [view(input_ids=row, use_cache=False).logits.argmax(-1) == best for row, best in zip(ids, wanted)]
         agreement = float(torch.cat(same, dim=1).float().mean())
         cost = sum(p.numel() for p in view.parameters()) / size
-        k = max(range(1, k_max + 1), key=lambda k: expected_tokens(agreement, k) / (cost * k + 1))
-        return Subset(layers, agreement, cost, k, expected_tokens(agreement, k) / (cost * k + 1))
+        k = max(range(1, k_max + 1), key=lambda k: walltime_improvement(agreement, k, cost))
+        return Subset(layers, agreement, cost, k, walltime_improvement(agreement, k, cost))
 
     best = now = judged(tuple(range(model.config.get_text_config().num_hidden_layers)))
     since = 0
