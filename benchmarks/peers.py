@@ -22,9 +22,8 @@ import typer
 from rich.console import Console
 
 from hf_specdec import enable
-from hf_specdec.bench.arms import Answer, Arm, generate_arm, kernel_arms, new_tokens, padded, standard_arms
+from hf_specdec.bench.arms import Answer, Arm, eos_tokens, generate_arm, kernel_arms, new_tokens, padded, standard_arms
 from hf_specdec.bench.embedded import load_target
-from hf_specdec.bench.law import eos_tokens
 from hf_specdec.bench.prompts import load_prompts
 from hf_specdec.bench.report import print_report, save_json, save_plot
 from hf_specdec.bench.runner import plan, run_benchmark

@@ -58,13 +58,18 @@ def columns_before(model, inputs: dict[str, torch.Tensor]) -> int:
 
 def new_tokens(model, sequences: torch.Tensor, width: int) -> list[list[int]]:
     """What follows the prompt of `width` columns, up to and including the first end-of-sequence token."""
-    eos = model.generation_config.eos_token_id
-    eos = {eos} if isinstance(eos, int) else set(eos or ())
+    eos = set(eos_tokens(model))
     rows = []
     for row in sequences[:, width:].tolist():
         end = next((i + 1 for i, token in enumerate(row) if token in eos), len(row))
         rows.append(row[:end])
     return rows
+
+
+def eos_tokens(model) -> list[int]:
+    """The tokens that end a text, [] for none."""
+    eos = model.generation_config.eos_token_id
+    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
 
 
 def generate_arm(name: str, model, draft=None, k: int | None = None, max_batch: int | None = None, compiled: bool = False, **kwargs) -> Arm:
@@ -154,10 +159,8 @@ def generation_settings(model, **settings):
 
 def pad_token(model) -> int:
     """What fills up short rows."""
-    config = model.generation_config
-    eos = config.eos_token_id
-    pad = config.pad_token_id if config.pad_token_id is not None else eos[0] if isinstance(eos, list) else eos
-    return 0 if pad is None else pad
+    pad = model.generation_config.pad_token_id
+    return next(iter(eos_tokens(model)), 0) if pad is None else pad
 
 
 class Nothing(Draft):

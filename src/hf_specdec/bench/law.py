@@ -11,6 +11,7 @@ import torch
 
 from ..drafts.base import Context, Draft
 from ..proposal import Proposal
+from .arms import eos_tokens
 
 Law = dict[tuple[int, ...], float]
 
@@ -40,11 +41,6 @@ def joint(laws: dict[tuple[int, ...], Law], depth: int) -> Law:
     for _ in range(depth):
         law = {prefix + token: p * q for prefix, p in law.items() for token, q in laws[prefix].items()}
     return law
-
-
-def eos_tokens(model) -> list[int]:
-    eos = model.generation_config.eos_token_id
-    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
 
 
 def sample(

@@ -185,8 +185,9 @@ class Writer:
 
     def _truncated(self, tokens: list[int]) -> bool:
         """Whether the answer ends because of its length, without an end-of-sequence token."""
-        eos = self.model.generation_config.eos_token_id
-        return len(tokens) == self.work.max_new_tokens and tokens[-1] not in (eos if isinstance(eos, list) else [eos])
+        from ..bench.arms import eos_tokens
+
+        return len(tokens) == self.work.max_new_tokens and tokens[-1] not in eos_tokens(self.model)
 
     def summary(self) -> str:
         """What this process has done, in a sentence; "" for nothing."""
