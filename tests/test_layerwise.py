@@ -166,7 +166,7 @@ def test_another_thread_gets_the_models_own_layers():
 def test_layers_that_compile_wrongly_are_not_used(monkeypatch):
     target, rows = built("Llama", num_hidden_layers=5), prompts(20)
     texts = plain(target, rows)
-    monkeypatch.setattr(fixed_cache.Kept, "update", lambda self, keys, values, *args, **kwargs: (setattr(self, "states", (keys, values)), (keys, keys))[1])
+    monkeypatch.setattr(fixed_cache.EmptyCache, "update", lambda self, keys, values, *args, **kwargs: (setattr(self, "states", (keys, values)), (keys, keys))[1])
     with pytest.warns(UserWarning, match="its logits are off"):
         assert run(target, rows, PromptLookupDraft()) == texts
     with warnings.catch_warnings():

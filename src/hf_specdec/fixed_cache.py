@@ -71,8 +71,8 @@ class OneLayer(FixedCache):
         return self.layers[0].get_mask_sizes(query_length)
 
 
-class Kept(Cache):
-    """An empty cache that keeps what one layer gives it."""
+class EmptyCache(Cache):
+    """A cache before the first token of a text, which keeps the keys and values that one layer gives it."""
 
     def __init__(self):
         super().__init__(layers=[])

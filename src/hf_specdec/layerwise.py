@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 from transformers import Cache
 
-from .fixed_cache import Kept, OneLayer
+from .fixed_cache import EmptyCache, OneLayer
 from .passes import Functions, alone
 
 NUMBERS = ("layer_idx", "layer_id", "layer_index", "layer_number", "idx")  # what tells layers of a kind apart
@@ -41,7 +41,7 @@ def at_slots(layer, at, args, kwargs, keys, values, slots):
 
 def from_start(layer, at, args, kwargs):
     """A layer over the first tokens of a text: what it puts out, and their keys and values [B, H, Q, D]. Compiled as a whole."""
-    cache = Kept()
+    cache = EmptyCache()
     return _forward(layer, cache, at, args, kwargs), cache.states
 
 
