@@ -246,7 +246,7 @@ def test_the_public_names_are_listed_before_they_are_loaded():
 
 
 @pytest.mark.share(1 / 5)
-@pytest.mark.parametrize("part", ["drafts", "mx", "theory", "training", "viz"])
+@pytest.mark.parametrize("part", ["acceptance", "drafts", "mx", "theory", "training", "viz"])
 def test_a_part_with_public_names_is_an_attribute_and_loaded_when_first_asked_for(part):
     program = f"import sys, hf_specdec\nassert '{part}' in dir(hf_specdec) and 'hf_specdec.{part}' not in sys.modules\nprint(hf_specdec.{part}.__name__)"
     assert after(program) == [f"hf_specdec.{part}"]

@@ -25,7 +25,7 @@ _HOMES = {
     "enable": ".integration",
     "warmup": ".warm",
 }
-_PARTS = ("drafts", "mx", "theory", "training", "viz")  # modules with public names of their own
+_PARTS = ("acceptance", "drafts", "mx", "theory", "training", "viz")  # modules with public names of their own
 
 
 method.announce()  # and in `integration` once more, which imports transformers

@@ -17,3 +17,7 @@ def __getattr__(attribute: str):
     if attribute in _CLASSES:
         return load(ACCEPTANCE, _CLASSES[attribute], "acceptance")
     raise AttributeError(f"module {__name__!r} has no attribute {attribute!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
