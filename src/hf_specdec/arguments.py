@@ -44,7 +44,7 @@ _OPTIONS = [field.name for field in fields(SpeculativeConfig)]
 
 
 def goes_into(argument: str, name: Any) -> str:
-    """": ..." with where a draft or an option is said, argument={"its name": ...}."""
+    """What an error about an unknown argument `name` ends with: how `argument` takes the draft or the option that was probably meant; "" for none."""
     option = nearest(name, [*_OPTIONS, "assistant_model"]) if isinstance(name, str) else None
     return "" if option is None else ": pass assistant_model=..." if option == "assistant_model" else f': pass {argument}={{"{option}": ...}}'
 
@@ -58,7 +58,7 @@ def check_said_once(speculative: Any, options: dict[str, Any]) -> None:
 
 
 def check_names(kwargs: dict[str, Any], model) -> None:
-    """ValueError for an argument that neither `generate` nor the model has, where it is like one of ours: transformers would speak of typos alone."""
+    """ValueError for an argument that neither `generate` nor the model has but that resembles one of ours: transformers would only say that it is unknown."""
     ours = [*_OPTIONS, "assistant_model", "max_new_tokens"]
     taken = {*ours, *inspect.signature(GenerationMixin.generate).parameters, *inspect.signature(model.forward).parameters}
     for name in kwargs:
@@ -87,8 +87,8 @@ def given_in_config(kwargs: dict[str, Any], own, name: str) -> Any:
 
 
 def _check_options(kwargs: dict[str, Any], own) -> None:
-    """Options of `SpeculativeConfig` are none of `generate`, but for those that are taken beside `speculative=` and are gone by now; nor are they of a
-    `GenerationConfig`, but for transformers' own num_assistant_tokens."""
+    """ValueError for an option of `SpeculativeConfig` that is passed to `generate` (those that it takes beside `speculative=` are gone by now), or set in a
+    `GenerationConfig`, other than transformers' own num_assistant_tokens."""
     given = {name: given_in_config(kwargs, own, name) for name in _OPTIONS if name != "num_assistant_tokens"}
     given |= {name: kwargs[name] for name in _OPTIONS if kwargs.get(name) is not None}
     for name, value in given.items():
@@ -155,7 +155,7 @@ def _check_cache_implementation(name: str | None) -> None:
 
 
 def check_vocabulary(draft: Draft, traits: compat.ModelTraits) -> None:
-    """Sizes may differ by padding, no more."""
+    """ValueError if the vocabularies of draft and target, or of a draft inside, differ in size by more than padding."""
     for part in draft.parts:
         check_vocabulary(part, traits)
     own = getattr(getattr(draft, "traits", None), "vocab_size", traits.vocab_size)
@@ -166,7 +166,7 @@ def check_vocabulary(draft: Draft, traits: compat.ModelTraits) -> None:
 
 
 def check_draft_stop(draft: Draft, config: SpeculativeConfig) -> None:
-    """Only a draft that goes token by token can stop by what it thinks of them."""
+    """ValueError for a `draft_stop` by confidence where the draft does not go token by token, with a probability of each."""
     if config.draft_stop in ("confidence", "expected_gain") and not draft.stops:
         raise ValueError(f"draft_stop={config.draft_stop!r}: the draft {draft.name!r} does not draft token by token with a confidence of its "
                          f'own. Pass a smaller model as assistant_model, or leave draft_stop="constant" (or "heuristic").')
@@ -218,7 +218,7 @@ def check_call(model, input_ids, processors, generation, model_kwargs: dict, tra
 
 
 def _check_inputs(config, model_kwargs: dict, traits: compat.ModelTraits, cached: int) -> dict:
-    """What is shown beside the text, {} for nothing. What the loop does not know of it is refused."""
+    """The model inputs that are shown beside the text, {} for none. ValueError for inputs that the loop does not support."""
     shown, own = media_in(config, model_kwargs, cached), ("encoder_outputs", "decoder_attention_mask", "global_attention_mask")  # the last, LED's encoder has read
     shown.pop("labels", None)  # of Seq2SeqTrainer; generate hands them to no pass
     name = next((name for name in shown if name not in own), None) if traits.encoder == "own" else untried(config, shown)
@@ -234,7 +234,7 @@ def _check_inputs(config, model_kwargs: dict, traits: compat.ModelTraits, cached
 
 
 def _check_mask(mask: torch.Tensor | None, generation, shape: torch.Size, cache, traits: compat.ModelTraits) -> None:
-    """It has the `shape` [B, P] of input_ids. One that hides nothing, transformers has dropped."""
+    """ValueError unless the mask is of 0 and 1 in the `shape` [B, P] of input_ids. One that hides nothing has been dropped by transformers."""
     width = shape[1] if traits.encoder == "own" else compat.mask_width(generation, shape[1])
     given = mask.shape if mask is not None else torch.Size([shape[0], width])
     if given == shape:
@@ -256,8 +256,8 @@ def _check_tails(cache, real: torch.Tensor) -> None:
 
 
 def _check_positions(positions: torch.Tensor | None, real: torch.Tensor, cached: int) -> None:
-    """Given ones [..., L] must be those that the loop counts, at the places of `real` [B, P] that there are; behind a cache of `cached` columns, which may
-    hold images, they may begin elsewhere."""
+    """ValueError unless given positions [..., L] are those that the loop counts, wherever `real` [B, P] has a token; behind a cache of `cached` columns,
+    which may hold images, they may begin at another number."""
     if positions is None:
         return
     width = min(positions.shape[-1], real.shape[1] - cached)
@@ -273,7 +273,7 @@ def _check_positions(positions: torch.Tensor | None, real: torch.Tensor, cached:
 
 
 def _check_beams(generation) -> None:
-    """Beam search is the plain one; its sampled and grouped forms are refused."""
+    """ValueError for sampled and grouped beam search: only the plain one is there."""
     if (generation.num_beams or 1) == 1:
         return
     groups, penalty = getattr(generation, "num_beam_groups", None) or 1, getattr(generation, "diversity_penalty", None) or 0.0

@@ -267,7 +267,7 @@ class FixedBuffers:
         return buffer
 
     def give_back(self, purpose: Hashable, buffer: torch.Tensor) -> None:
-        """Nobody reads it any more."""
+        """Keep the buffer for the next call, on devices where that helps; nobody may read it any more."""
         if buffer.device.type in KEPT:
             self.idle.setdefault(self._key(purpose, buffer.shape, buffer), buffer)
 
@@ -276,12 +276,12 @@ class FixedBuffers:
 
 
 def _sizes(mask, keys: list[torch.Tensor], values: list[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
-    """The tensors of a pass that have the slots of its cache along a dimension, and that."""
+    """The tensors of a pass that have a dimension of the cache's slots, each with the number of that dimension."""
     return [(part, 3) for part in (mask.values() if isinstance(mask, dict) else [mask])] + [(part, 2) for part in (*keys, *values)]
 
 
 def _dense(given: tuple) -> tuple:
-    """The same numbers, one behind the other in memory: where they lie is part of a function, and nobody checks it (`unguarded`)."""
+    """The same tensors, contiguous: a compiled function is made for the strides of its arguments, which are not checked again (`unguarded`)."""
     return tree_map_only(torch.Tensor, torch.Tensor.contiguous, given)
 
 
@@ -291,7 +291,7 @@ def free(model: PreTrainedModel) -> None:
 
 
 def _longer(part: torch.Tensor, dim: int, more: int) -> torch.Tensor:
-    """The last entry along `dim` once more, `more` times."""
+    """`part` with its last entry along `dim` repeated `more` times."""
     if not more:
         return part
     last = part.narrow(dim, part.shape[dim] - 1, 1)

@@ -65,7 +65,7 @@ class Following(LogitsProcessor):
         return scores
 
     def _move(self, tokens: list[int]) -> None:
-        """Nobody will ask about shorter texts than this one any more, of which the last tokens may not be known yet."""
+        """Go on from the text with these tokens, as far as it is known: nobody will ask about shorter ones any more."""
         for token in tokens[len(self.told) :]:
             if token not in self.base.longer:
                 break
@@ -118,7 +118,7 @@ def remembers(processor: Any) -> bool:
 
 
 def _of_row(processor: LogitsProcessor, b: int) -> LogitsProcessor:
-    """xgrammar's processor may have a grammar for every row."""
+    """The processor for row b: xgrammar's may have a grammar for every row, of which it gets its own."""
     grammars = getattr(processor, "__dict__", {}).get("compiled_grammars")
     if not isinstance(grammars, list) or not b < len(grammars) > 1:
         return processor
@@ -155,7 +155,7 @@ class Retold:
 
 
 def _made_to_fork(processor: LogitsProcessor) -> None:
-    """After its first call."""
+    """Put guides that can be copied in the place of a processor's own, which it makes in its first call."""
     guides = getattr(processor, "__dict__", {}).get("_guides")
     if guides and type(guides[0]).__module__.startswith("outlines_core"):
         processor._guides = [Retold(partial(type(guide), processor.index)) for guide in guides]

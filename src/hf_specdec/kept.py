@@ -72,7 +72,7 @@ class Kept:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """What is as it was is not touched: another thread may be reading it."""
+        """Restore all contents. What has not changed is not written: another thread may be reading it."""
         forks = {key: _fork_of(type(value))(value) for key, value in self.forks.items()}
         for value, write, contents in self.held:
             write(value, _exchanged(contents, forks) if forks else contents)
@@ -122,7 +122,7 @@ def _exchanged(contents: Any, forks: dict[int, Any]) -> Any:
 
 
 def _called_by(value: Any) -> Any:
-    """Of a bound method or a partial function, what is looked at as if it were a processor where they are one."""
+    """The object of a bound method, or the function of a partial one; where these are a processor, it is looked at as one."""
     return value.__self__ if isinstance(value, MethodType) else value.func if isinstance(value, partial) else None
 
 
@@ -137,13 +137,13 @@ def _parts(value: Any) -> Iterable[Any]:
 
 @lru_cache
 def _fork_of(kind: type) -> Callable[[Any], Any] | None:
-    """How matchers copy themselves."""
+    """The method by which a matcher of this class copies itself; None for other classes."""
     fork = getattr(kind, "fork", None) or getattr(kind, "deep_copy", None)
     return fork if callable(fork) and not issubclass(kind, type) else None
 
 
 def entries(value: Any, seen: set[int] | None = None) -> int:
-    """Of a container and of all inside."""
+    """How many entries a container and the containers inside it have together; 0 for anything else."""
     seen = set() if seen is None else seen
     if not isinstance(value, (dict, list, deque, set)) or id(value) in seen:
         return 0
@@ -169,7 +169,7 @@ def _slots(kind: type) -> dict[str, MemberDescriptorType]:
 
 
 def attributes(value: Any) -> dict[str, Any]:
-    """Of an object, past its properties."""
+    """The attributes of an object, by name, without its properties being called."""
     found = dict(getattr(value, "__dict__", ()))
     for name, slot in _slots(type(value)).items():
         try:
@@ -180,7 +180,7 @@ def attributes(value: Any) -> dict[str, Any]:
 
 
 def names(processor: Any) -> dict[str, Any]:
-    """What a processor gives names to: its attributes, or the arguments and free variables of a function."""
+    """What a processor holds, by name: its attributes, or the arguments and free variables of a function."""
     if isinstance(processor, MethodType):
         return attributes(processor.__self__)
     if isinstance(processor, partial):
@@ -272,7 +272,7 @@ _WAYS = {
 
 @lru_cache
 def _way_of(kind: type) -> _Way | None:
-    """None: it is taken not to change."""
+    """How objects of this class are read and written; None for those that are taken not to change."""
     if issubclass(kind, (random.SystemRandom, type)):
         return None
     return next((way for kinds, way in _WAYS.items() if issubclass(kind, kinds)), _WAYS_OF_OBJECTS if is_dataclass(kind) and not kind.__module__.startswith("transformers.") else None)

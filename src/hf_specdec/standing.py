@@ -28,7 +28,8 @@ class Standing:
 
 
 def say(model, speculative: bool | dict | SpeculativeConfig | None, assistant_model: Any) -> None:
-    """From now on. What is None stays as it was; speculative=False takes all back. ValueError and TypeError for options that no call could have."""
+    """Set what calls do from now on. What is None stays as it was; speculative=False takes all back. ValueError and TypeError for options that no call
+    could have."""
     before = said(model)
     if speculative is False:
         unsay(model)

@@ -11,8 +11,7 @@ PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#0
 
 def new_figure(width: float = 6.4, height: float = 4.0):
     """An empty figure; ImportError with the remedy where matplotlib is missing."""
-    figure = _kind()(figsize=(width, height), layout="constrained")
-    return figure
+    return _kind()(figsize=(width, height), layout="constrained")
 
 
 @lru_cache(maxsize=None)
