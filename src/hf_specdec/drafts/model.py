@@ -157,7 +157,8 @@ class ModelDraft(Draft):
         return self._common_vocabulary(logits.to(context.device), context)
 
     def _known(self, context: Context) -> list[list[int]]:
-        return readable(context.rows, self.traits.vocab_size, context.vocab_size)
+        vocab_size = 2**31 if context.stock else context.vocab_size  # stock decoding does not tell the target's
+        return readable(context.rows, self.traits.vocab_size, vocab_size)
 
     def _common_vocabulary(self, logits: torch.Tensor, context: Context) -> torch.Tensor:
         whole = context.sampler.exact_scores or context.sampler.needs_prefix  # else fewer logits are no harm
