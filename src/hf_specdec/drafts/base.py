@@ -291,7 +291,7 @@ class Draft(CandidateGenerator):
             self.observe(self._stock_proposal, scores)
 
     def _stock_vocab_size(self) -> int:
-        return 2**31
+        return min((part._stock_vocab_size() for part in self.parts), default=2**31)
 
 
 def _no_noise(stream: str, n: int) -> torch.Tensor:

@@ -106,9 +106,6 @@ class HorizontalCascadeDraft(Draft):
     def forward_seconds(self) -> float:
         return self.first.forward_seconds + self.then.forward_seconds
 
-    def _stock_vocab_size(self) -> int:
-        return min(draft._stock_vocab_size() for draft in self.parts)
-
 
 def _chain(proposal: Proposal, argument: str, draft: Draft) -> Proposal:
     if not proposal.tree.is_chain:

@@ -164,6 +164,3 @@ class MixtureDraft(Draft):
     @property
     def forward_seconds(self) -> float:
         return sum(draft.forward_seconds for draft in self.parts)
-
-    def _stock_vocab_size(self) -> int:
-        return min(draft._stock_vocab_size() for draft in self.parts)
