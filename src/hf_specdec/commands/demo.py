@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ..viz.gif import check_path
-from ..viz.highlights import DRAFTED, Highlighter, has_colour
-from ..viz.text import visible
+from ..viz.highlights import DRAFTED, Highlighter
+from ..viz.text import has_colour, visible
 from .common import check_length, load_draft, parse_k
 from .race import race as run_race
 from .verdict import EFFICIENT, copies, verdict

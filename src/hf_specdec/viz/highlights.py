@@ -17,15 +17,11 @@ from rich.text import Text
 from ..trace import SpeculationTrace
 from . import page
 from .pieces import Piece, lines_of, trace_of
-from .text import Detokenizer, visible
+from .text import Detokenizer, has_colour, visible
 
 DRAFTED, OWN = "black on green", ""
 STYLES = {"accepted": DRAFTED, "rejected": "white on red strike", "own": "white on blue"}
 MARKS = {"accepted": "[{}]", "rejected": "[-{}-]", "own": "{}"}  # where there is no colour
-
-
-def has_colour(console: Console) -> bool:
-    return console.color_system is not None and not console.no_color
 
 
 class Highlighter:

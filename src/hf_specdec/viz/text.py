@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import unicodedata
 
+from rich.console import Console
+
 HARMLESS = {"\n", "\t"}
 
 RACE_NOTE = "Replay at measured times: each arm ran alone, one after the other, never at once."
@@ -55,3 +57,7 @@ class Detokenizer:
             return ""
         self.begin, self.done = self.done, len(self.tokens)
         return text[len(shown) :]
+
+
+def has_colour(console: Console) -> bool:
+    return console.color_system is not None and not console.no_color
