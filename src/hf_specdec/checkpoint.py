@@ -29,7 +29,7 @@ class Checkpoint:
         self.states = [({i: _without_last(part, back, most) for i, part in inputs.items()}, recurrent) for inputs, recurrent in self.states]
         self.lengths, self.reach = lengths, self.reach - most
 
-    def rows_of(self, other: "Checkpoint | None", rows: list[bool]) -> "Checkpoint":
+    def rows_of(self, other: Checkpoint | None, rows: list[bool]) -> Checkpoint:
         """This one with the states of `other` in these rows; None: those of before the first token."""
         if not any(rows) or all(rows) and other is not None:
             return other if any(rows) else self
@@ -39,7 +39,7 @@ class Checkpoint:
                   for own, pair in zip(self.states, other.states if other else [({}, {})] * len(self.states))]
         return Checkpoint(lengths, 0, states)
 
-    def keep(self, rows: list[int]) -> "Checkpoint":
+    def keep(self, rows: list[int]) -> Checkpoint:
         """These rows alone."""
         index = _on_each(rows)
         parts = [tuple({i: None if part is None else part.index_select(0, index(part.device)) for i, part in kind.items()} for kind in pair) for pair in self.states]

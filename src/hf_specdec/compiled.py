@@ -175,7 +175,7 @@ class CompiledPasses:
         return 1 << max(UNROLLED[self.model.device.type == "cuda"] // layers, 1).bit_length() - 1
 
     def several(self, tokens: torch.Tensor, embeds: tuple[Callable, torch.Tensor] | None, cache: SlotCache, reads: tuple[int, ...], vocab: int,
-                drawing: "Drawing", uniform: torch.Tensor, position_ids: torch.Tensor, attention_mask) -> tuple | None:
+                drawing: Drawing, uniform: torch.Tensor, position_ids: torch.Tensor, attention_mask) -> tuple | None:
         """What the function `several` gives for the n tokens that `cache.plan` has laid out; None where the model does not compile."""
         plan, layers = cache.plan, [layer.settled() for layer in cache.layers]
         keys, values = [layer.keys for layer in layers], [layer.values for layer in layers]

@@ -107,7 +107,7 @@ class SpeculativeConfig:
             raise ValueError(f"seed={self.seed!r} must be an int in 0..2**63-1, or one such int per row.")
 
     @classmethod
-    def resolve(cls, value: "SpeculativeConfig | dict | bool | None", **overrides: Any) -> "SpeculativeConfig":
+    def resolve(cls, value: SpeculativeConfig | dict | bool | None, **overrides: Any) -> SpeculativeConfig:
         """The config meant by `speculative=value`, with every override that is not None applied."""
         if value is None or value is True:
             config = cls()
@@ -123,7 +123,7 @@ class SpeculativeConfig:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "SpeculativeConfig":
+    def from_dict(cls, values: dict[str, Any]) -> SpeculativeConfig:
         known = [field.name for field in fields(cls)]
         unknown = sorted(set(values) - set(known), key=str)
         if unknown:
@@ -139,7 +139,7 @@ class SpeculativeConfig:
         return path
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path) -> "SpeculativeConfig":
+    def from_pretrained(cls, folder: str | Path) -> SpeculativeConfig:
         """Read `speculative_config.json` from `folder` (or the named file). Unknown keys and non-finite numbers raise."""
         path = Path(folder)
         path = path / CONFIG_NAME if path.is_dir() else path

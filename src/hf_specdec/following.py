@@ -142,7 +142,7 @@ class Retold:
             guide.advance(token, return_tokens=False)
         return guide
 
-    def fork(self) -> "Retold":
+    def fork(self) -> Retold:
         return Retold(self.make, self.told)
 
     def advance(self, token_id: int, return_tokens: bool = True) -> Any:

@@ -27,9 +27,9 @@ class SlotLayer(CacheLayerMixin):
 
     is_sliding = False
     is_compileable = False
-    indexer: "SlotLayer | None" = None
+    indexer: SlotLayer | None = None
 
-    def __init__(self, plan: "SlotPlan", index: int = 0):
+    def __init__(self, plan: SlotPlan, index: int = 0):
         super().__init__()
         self.plan, self.index = plan, index
 
@@ -70,7 +70,7 @@ class SlotLayer(CacheLayerMixin):
         self.indexer = self.indexer or SlotLayer(self.plan, -1 - self.index)
         return self.indexer.update(states[:, None], states[:, None, :, :0])[0][:, 0]
 
-    def settled(self) -> "SlotLayer":
+    def settled(self) -> SlotLayer:
         """The layer, with buffers of the planned capacity."""
         if self.keys.shape[2] < self.plan.capacity:
             self._move(self.keys, self.values)

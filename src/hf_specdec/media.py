@@ -90,7 +90,7 @@ class Media:
             laid[..., b, begins[b] : begins[b] + len(own)] = value[..., b if value.shape[-2] > 1 else 0, own]
         return laid.to(value.dtype)
 
-    def for_draft(self, model: PreTrainedModel) -> "Media | None":
+    def for_draft(self, model: PreTrainedModel) -> Media | None:
         """The same for a draft `model` that sees what the target sees; None for one that reads the text alone, marks of images in it included."""
         own, seen, device = compat.unwrap(model), compat.unwrap(self.model), compat.device_of(model)
         given = self._as_given(own)
@@ -135,7 +135,7 @@ class Embedded(Media):
             laid[b, begins[b] : begins[b] + len(own)] = value[b, own]
         return laid
 
-    def for_draft(self, model: PreTrainedModel) -> "Embedded | None":
+    def for_draft(self, model: PreTrainedModel) -> Embedded | None:
         """The same for a draft that embeds tokens as the target does; None for another, which reads the tokens."""
         own, theirs = (compat.unwrap(each).get_input_embeddings().weight for each in (model, self.model))
         if own is not theirs and (own.shape != theirs.shape or not torch.equal(own.to(theirs), theirs)):

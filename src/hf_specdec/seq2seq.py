@@ -40,7 +40,7 @@ class Source:
     blank: int | None = None
 
     @classmethod
-    def of(cls, model: PreTrainedModel, inputs: torch.Tensor | None, model_kwargs: dict[str, Any], batch: int = 1) -> "Source":
+    def of(cls, model: PreTrainedModel, inputs: torch.Tensor | None, model_kwargs: dict[str, Any], batch: int = 1) -> Source:
         """What `generate` has prepared for `batch` rows of `model`: `inputs_tensor`, which it does not repeat for num_return_sequences, and its model inputs."""
         model, mask = compat.unwrap(model), model_kwargs.get("attention_mask")
         if inputs is None or (not inputs.is_floating_point() and int(inputs.min()) < 0):
@@ -58,7 +58,7 @@ class Source:
         self.inputs, self.mask = (part if part is None else part[at.to(part.device)] for part in (self.inputs, self.mask))
         self.outputs, self.tokens = BaseModelOutput(last_hidden_state=self.outputs[0][at]), [self.tokens[row] for row in rows] if self.tokens else []
 
-    def for_draft(self, model: PreTrainedModel, traits: compat.ModelTraits) -> "Source":
+    def for_draft(self, model: PreTrainedModel, traits: compat.ModelTraits) -> Source:
         """What the draft `model` reads. ValueError naming assistant_model if it cannot read this source."""
         model = compat.unwrap(model)
         if traits.encoder == "another's":
@@ -80,7 +80,7 @@ class Source:
                              f"{int(self.inputs.max())}. Speculative decoding needs a draft with the target's tokenizer.")
         return self._read(model, encoder)
 
-    def _lent(self, model: PreTrainedModel, why: str) -> "Source":
+    def _lent(self, model: PreTrainedModel, why: str) -> Source:
         hidden = self.outputs[0].to(model.device, model.dtype)
         if hidden.shape[-1] != model.config.hidden_size:
             raise ValueError(f"assistant_model: {type(model).__name__} has a width of {model.config.hidden_size} and no encoder of its own, and the "
@@ -88,7 +88,7 @@ class Source:
         mask = None if self.mask is None else self.mask.to(model.device)
         return Source(self.encoder, self.inputs, mask, BaseModelOutput(last_hidden_state=hidden), self.tokens, why)
 
-    def _read(self, model: PreTrainedModel, encoder: torch.nn.Module) -> "Source":
+    def _read(self, model: PreTrainedModel, encoder: torch.nn.Module) -> Source:
         inputs = self.inputs.to(model.device, model.dtype) if self.inputs.is_floating_point() else self.inputs.to(model.device)
         mask = None if self.mask is None else self.mask.to(model.device)
         given = {encoder.main_input_name: inputs} | ({} if mask is None else {"attention_mask": mask})

@@ -23,7 +23,7 @@ class Standing:
     speculative: bool | dict | SpeculativeConfig | None = None
     assistant_model: Any = None
 
-    def __deepcopy__(self, memo: dict) -> "Standing":
+    def __deepcopy__(self, memo: dict) -> Standing:
         return self
 
 

@@ -40,7 +40,7 @@ class Round:
 
     @classmethod
     def of(cls, row: int, proposal: Proposal, b: int, path: list[int], tokens: list[int], proposed: list[int],
-           probs: tuple[list[list[float]], list[list[float | None]]] | None = None) -> "Round":
+           probs: tuple[list[list[float]], list[list[float | None]]] | None = None) -> Round:
         """Row b of a proposal of the ids `proposed`: the nodes `path` were accepted, `tokens` committed. probs: `probabilities`."""
         accepted, size = min(len(tokens), len(path)), proposal.sizes[b]
         others = sorted(set(range(1, size + 1)).difference(path))

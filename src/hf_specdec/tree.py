@@ -31,7 +31,7 @@ class Tree:
 
     @classmethod
     @lru_cache(maxsize=256)
-    def chain(cls, n: int) -> "Tree":
+    def chain(cls, n: int) -> Tree:
         """The tree with one branch of n tokens."""
         return cls(tuple(range(n)))
 
@@ -93,6 +93,6 @@ class Tree:
             node = self.parents[node - 1]
         return path[::-1]
 
-    def truncate(self, n: int) -> "Tree":
+    def truncate(self, n: int) -> Tree:
         """The tree of the first n drafted tokens."""
         return self if n >= len(self) else Tree(self.parents[:n])

@@ -258,4 +258,3 @@ def measure_draft(model, name: str, draft, texts: list[Text], vocab_size: int, s
 
 def _label(name: str, options: dict) -> str:
     return name if options.get("branches", 1) == 1 else f"{name} ({options['branches']} branches)"
-

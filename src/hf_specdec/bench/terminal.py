@@ -47,7 +47,7 @@ def _library_bars_off() -> Iterator[None]:
 
 
 @contextmanager
-def counting(text: str, total: int, done: int = 0, console: Console | None = None) -> Iterator["Counter"]:
+def counting(text: str, total: int, done: int = 0, console: Console | None = None) -> Iterator[Counter]:
     """A bar over `total` steps: call `step("what comes next")` after each. Without a terminal, a line for every tenth and whenever the last one is
     `EVERY` seconds old, with the time that is left."""
     console = console or stderr_console()

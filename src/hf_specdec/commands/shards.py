@@ -31,7 +31,7 @@ class Place(NamedTuple):
     local: int = 0
 
     @classmethod
-    def from_environment(cls) -> "Place":
+    def from_environment(cls) -> Place:
         """As `accelerate launch` and `torchrun` say; alone without them."""
         if "RANK" not in os.environ:
             return cls()
@@ -81,7 +81,7 @@ class Shards:
         """Lines finished in all shards."""
         return sum(len(finished(path)[0]) for path in self._shards())
 
-    def __enter__(self) -> "Shards":
+    def __enter__(self) -> Shards:
         new = not self.folder.exists()
         self.folder.mkdir(parents=True, exist_ok=True)
         if new:

@@ -71,15 +71,15 @@ class Context:
     max_length: int
     vocab_size: int
     device: torch.device
-    sampler: "Sampler"
+    sampler: Sampler
     noise: Callable[[str, int], torch.Tensor]
-    source: "Source | None" = None
-    stop: "StopRule | None" = None
-    target: "CachedModel | None" = None
+    source: Source | None = None
+    stop: StopRule | None = None
+    target: CachedModel | None = None
     timed: bool = True
     stock: bool = False
-    outer: "Context | None" = None
-    media: "Media | None" = None
+    outer: Context | None = None
+    media: Media | None = None
     barred: set[int] = field(default_factory=set)
 
     def text(self, b: int, drafted: list[int]) -> torch.Tensor | None:
@@ -148,7 +148,7 @@ class Draft(CandidateGenerator):
     reads_pass = False
     reads_prompt = False
     learns_in_stock = False
-    parts: "tuple[Draft, ...]" = ()
+    parts: tuple[Draft, ...] = ()
     calls = 0
     forward_seconds = 0.0
 
@@ -187,7 +187,7 @@ class Draft(CandidateGenerator):
         """The target's layers whose hidden states the draft, or one inside it, reads, ascending; their count stands for what comes after the final norm."""
         return tuple(sorted({layer for part in self.parts for layer in part.watching()}))
 
-    def models(self) -> "list[Run]":
+    def models(self) -> list[Run]:
         """Every model that the draft, or one inside it, runs."""
         return [each for part in self.parts for each in part.models()]
 
@@ -233,7 +233,7 @@ class Draft(CandidateGenerator):
         """The place that `token` leads to, or None."""
         return None
 
-    def all(self) -> "Iterator[Draft]":
+    def all(self) -> Iterator[Draft]:
         """This draft and those inside it, at every depth."""
         yield self
         for part in self.parts:

@@ -82,7 +82,7 @@ class Datastore:
     # --- building -------------------------------------------------------------------------------------------------------
 
     @classmethod
-    def build(cls, documents: Sequence[np.ndarray], vocab_size: int, fingerprint: str = "") -> "Datastore":
+    def build(cls, documents: Sequence[np.ndarray], vocab_size: int, fingerprint: str = "") -> Datastore:
         """documents: integer arrays of ids below vocab_size. A bar on standard error counts the passes over chunks."""
         if not 1 <= vocab_size < MAX_VOCAB:
             raise ValueError(f"vocab_size={vocab_size!r} must be in 1..{MAX_VOCAB - 1}.")
@@ -107,7 +107,7 @@ class Datastore:
         return mapped.save(path, {name: getattr(self, name) for name in DTYPES}, metadata)
 
     @classmethod
-    def load(cls, path: str | Path) -> "Datastore":
+    def load(cls, path: str | Path) -> Datastore:
         """Map a file written by `save`. Header, sizes, and the range of every number are checked before any is used (one sequential
         read of the file): ValueError with the file's name and the remedy."""
         file = mapped.Mapped(path, "a datastore", "RetrievalDraft", FORMAT, VERSION)

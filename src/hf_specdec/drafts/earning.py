@@ -75,7 +75,7 @@ class Earnings:
     PATIENCE, OPTIMISM = 48, 0.1
     UNKNOWN = 0.1  # cost ratio of a draft that does not say
 
-    def __init__(self, mixture: "MixtureDraft", context: Context):
+    def __init__(self, mixture: MixtureDraft, context: Context):
         self.context, self.mixture, self.drafts, self.timed = context, mixture, mixture.parts, context.timed
         self.margin = AutoSchedule.MARGIN[len(context.rows) > 1]
         target = context.target.model if context.target is not None else None
@@ -198,7 +198,7 @@ def path_of(proposal: Proposal, b: int) -> list[int]:
 class PlannedSchedule:
     """K "auto" of a mixture, which decides at once on drafts and numbers of tokens."""
 
-    def __init__(self, mixture: "MixtureDraft", most: int):
+    def __init__(self, mixture: MixtureDraft, most: int):
         self.mixture, self.most = mixture, most
 
     def next_k(self, evidence: list[int], room: list[int]) -> list[int]:

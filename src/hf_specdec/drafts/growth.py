@@ -39,7 +39,7 @@ class Grown:
         self.children[parent][token] = len(self.nodes)
         return len(self.nodes)
 
-    def first(self, n: int) -> "Grown":
+    def first(self, n: int) -> Grown:
         """The tree of the first n nodes."""
         children = [{token: node for token, node in own.items() if node <= n} for own in self.children[: n + 1]]
         return Grown(self.nodes[:n], self.kinds[:n], children, self.chances[:n])
@@ -169,7 +169,7 @@ class Branches:
     laws: list[torch.Tensor | None] | None = None
 
     @classmethod
-    def of(cls, proposal: Proposal, b: int) -> "Branches":
+    def of(cls, proposal: Proposal, b: int) -> Branches:
         """Row b of a proposal."""
         size = proposal.sizes[b]
         laws = None if proposal.probs is None else list(proposal.probs[b, :size])

@@ -42,7 +42,7 @@ class NGramDraft(Draft):
     # --- making and keeping -----------------------------------------------------------------------------------------
 
     @classmethod
-    def from_texts(cls, texts: Iterable[str | Path], tokenizer, order: int = 5, min_count: int = 1, **options) -> "NGramDraft":
+    def from_texts(cls, texts: Iterable[str | Path], tokenizer, order: int = 5, min_count: int = 1, **options) -> NGramDraft:
         """Count the n-grams of texts; a Path is a text file (UTF-8). n-grams do not cross texts, and no special tokens are added.
 
         min_count: leave out n-grams of order 2 and more seen less often. options: those of `NGramDraft`.
@@ -53,7 +53,7 @@ class NGramDraft(Draft):
 
     @classmethod
     def from_tokens(cls, sources: Iterable, order: int = 5, min_count: int = 1, vocab_size: int | None = None, tokenizer=None,
-                    **options) -> "NGramDraft":
+                    **options) -> NGramDraft:
         """Count the n-grams of token ids. A source is a sequence of ids, or the path of a token file: `.npy` (one row of integers,
         one document) or text (ids separated by blanks, one document per line).
 
@@ -69,7 +69,7 @@ class NGramDraft(Draft):
         return self.table.save(path)
 
     @classmethod
-    def load(cls, path: str | Path, tokenizer=None, **options) -> "NGramDraft":
+    def load(cls, path: str | Path, tokenizer=None, **options) -> NGramDraft:
         """Map a saved table. ValueError, naming the file, if it is damaged or foreign, or, with `tokenizer`, if that is not the
         one it was built with (where the file knows)."""
         table = NGramTable.load(path)

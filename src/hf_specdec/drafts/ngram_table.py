@@ -75,7 +75,7 @@ class NGramTable:
 
     @classmethod
     def count(cls, documents: Sequence[np.ndarray], vocab_size: int, order: int, min_count: int = 1, fingerprint: str = "",
-              step=lambda: None) -> "NGramTable":
+              step=lambda: None) -> NGramTable:
         """Count the n-grams of orders 1..order that lie within one document (int arrays of ids below vocab_size).
         n-grams of order 2 and more that were seen less than `min_count` times are left out. `step()` is called per order."""
         tokens = np.concatenate([np.asarray(document, np.uint64) for document in documents])
@@ -102,7 +102,7 @@ class NGramTable:
         return mapped.save(path, arrays, metadata)
 
     @classmethod
-    def load(cls, path: str | Path) -> "NGramTable":
+    def load(cls, path: str | Path) -> NGramTable:
         """Map a file written by `save`. Everything is checked before it is used: ValueError with the file's name and the remedy."""
         file = mapped.Mapped(path, "an n-gram table", "NGramDraft", FORMAT, VERSION)
         vocab_size, order = file.number("vocab_size"), file.number("order")

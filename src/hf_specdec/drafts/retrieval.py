@@ -41,13 +41,13 @@ class RetrievalDraft(Draft):
     # --- making and keeping -----------------------------------------------------------------------------------------
 
     @classmethod
-    def from_texts(cls, texts: Iterable[str | Path], tokenizer, **options) -> "RetrievalDraft":
+    def from_texts(cls, texts: Iterable[str | Path], tokenizer, **options) -> RetrievalDraft:
         """A datastore of texts; a Path is a text file (UTF-8). Matches do not cross texts, and no special tokens are added."""
         documents, vocab_size = read_texts(texts, tokenizer)
         return cls(Datastore.build(documents, vocab_size, fingerprint(tokenizer)), **options)
 
     @classmethod
-    def from_tokens(cls, sources: Iterable, vocab_size: int | None = None, tokenizer=None, **options) -> "RetrievalDraft":
+    def from_tokens(cls, sources: Iterable, vocab_size: int | None = None, tokenizer=None, **options) -> RetrievalDraft:
         """A datastore of token ids. A source is a sequence of ids, or the path of a token file: `.npy` (one row of integers, one
         document) or text (ids separated by blanks, one document per line). tokenizer: the one that made the ids."""
         documents, vocab_size = read_tokens(sources, vocab_size, tokenizer)
@@ -58,7 +58,7 @@ class RetrievalDraft(Draft):
         return self.datastore.save(path)
 
     @classmethod
-    def load(cls, path: str | Path, tokenizer=None, **options) -> "RetrievalDraft":
+    def load(cls, path: str | Path, tokenizer=None, **options) -> RetrievalDraft:
         """Map a saved datastore. ValueError, naming the file, if it is truncated, damaged or foreign, or, with `tokenizer`, if that is
         not the one it was built with (where the file knows)."""
         store = Datastore.load(path)

@@ -25,7 +25,7 @@ class Batch:
     logprobs: torch.Tensor
     states: torch.Tensor | None = None
 
-    def to(self, device) -> "Batch":
+    def to(self, device) -> Batch:
         parts = self.tokens, self.where, self.ids, self.logprobs, self.states
         return Batch(*(None if part is None else part.to(device) for part in parts))
 

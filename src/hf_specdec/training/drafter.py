@@ -177,5 +177,3 @@ def _with_layers(config, layers: list[int]):
         if hasattr(config, name):
             delattr(config, name)
     return config
-
-

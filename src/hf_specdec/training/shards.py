@@ -45,7 +45,7 @@ class Shard:
     notes: dict = field(default_factory=dict)
 
     @classmethod
-    def of(cls, samples: list[Sample], notes: dict) -> "Shard":
+    def of(cls, samples: list[Sample], notes: dict) -> Shard:
         lengths = [len(sample.tokens) for sample in samples]
         starts = torch.tensor([0, *lengths]).cumsum(0)
         tokens = torch.tensor([token for sample in samples for token in sample.tokens], dtype=torch.int32)
@@ -65,7 +65,7 @@ class Shard:
         save_whole(tensors, path, {"format": FORMAT, "notes": json.dumps(self.notes)})
 
     @classmethod
-    def load(cls, path: Path, vocab_size: int | None = None) -> "Shard":
+    def load(cls, path: Path, vocab_size: int | None = None) -> Shard:
         """Raises ValueError naming the file if it is not a whole shard of this format, or holds ids beyond `vocab_size`."""
         try:
             with safe_open(path, "pt") as file:

@@ -31,7 +31,7 @@ class Detokenizer:
         self.tokenizer, self.skip, self.tokens = tokenizer, skip_special_tokens, []
         self.begin = self.done = 0  # tokens[begin:done] are shown already and give the decoder its context
 
-    def fork(self) -> "Detokenizer":
+    def fork(self) -> Detokenizer:
         """Another one that has seen the same."""
         other = copy.copy(self)
         other.tokens = list(self.tokens)
