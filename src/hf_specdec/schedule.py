@@ -80,6 +80,15 @@ class Rates:
         return list(accumulate((first * later**i for i in range(most)), initial=1.0))
 
 
+def fitted_line(sums: list[float], prior: float, most: float) -> tuple[float, float]:
+    """a and s of a + s k, the seconds of a round by least squares; s, which is in 0..most, is shrunk towards `prior`. sums: n, k, k^2, t, k t."""
+    n, k, kk, t, kt = sums
+    strength = 2.0  # of the prior
+    slope = (kt - k * t / n + strength * prior) / (kk - k * k / n + strength)
+    slope = min(max(slope, 0.0), most)
+    return (t - slope * k) / n, slope
+
+
 class RoundCost:
     """Wall time of a round that drafts k tokens: T(0), a plain step, and two lines a + s k, fitted with forgetting, for passes over at most
     NARROW tokens of all rows and for wider ones: small matrix products cost about what one row costs, up to a width from which they cost
@@ -136,15 +145,11 @@ class RoundCost:
         return self.rows * (k + 1) > self.NARROW
 
     def _line(self, sums: list[float], ratio: float) -> tuple[float, float] | None:
-        n, k, kk, t, kt = sums
+        n, k, _, t, _ = sums
         if n == 0:
             return None
         base = t / (n + ratio * k)  # the best a if s = ratio * a
-        prior = ratio * base
-        spread, strength = kk - k * k / n, 2.0
-        slope = ((kt - k * t / n) + strength * prior) / (spread + strength)
-        slope = min(max(slope, 0.0), 0.95 * t / k)  # a plain step takes some time
-        return (t - slope * k) / n, slope
+        return fitted_line(sums, ratio * base, 0.95 * t / k)  # a plain step takes some time
 
     def steps(self, k: int, worst: bool = False) -> float:
         """Plain steps that a round takes which drafts k tokens. worst: by `worst_ratio`, as far as nothing else has been timed."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..budget import Budget
 from ..proposal import Proposal
-from ..schedule import AutoSchedule, Rates, RoundCost
+from ..schedule import AutoSchedule, Rates, RoundCost, fitted_line
 from .base import Context, Draft
 
 if TYPE_CHECKING:
@@ -30,15 +30,13 @@ class DraftCost:
 
     def __call__(self, k: int, step: float) -> float:
         """step: seconds of a plain step."""
-        n, total, squares, spent, both = self.sums
+        n, total, _, spent, _ = self.sums
         if not k:
             return 0.0
         if not n:
             return self.ratio * step * k
-        mean, strength = spent / total, 2.0
-        slope = (both - total * spent / n + strength * mean) / (squares - total * total / n + strength)
-        slope = min(max(slope, 0.0), mean)
-        return (spent - slope * total) / n + slope * k
+        base, slope = fitted_line(self.sums, spent / total, spent / total)
+        return base + slope * k
 
 
 class Experience:
