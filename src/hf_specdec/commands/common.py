@@ -189,11 +189,11 @@ def has_parts(file: Path, parts: set[str]) -> bool:
     return isinstance(found, dict) and parts <= found.keys()
 
 
-def check_length(model, ids: list[int], max_new_tokens: int) -> None:
-    """Prompt and answer have to fit into the target's context."""
+def check_length(model, ids: list[int], max_new_tokens: int, prompt: str = "the prompt") -> None:
+    """ValueError unless prompt and answer fit into the target's context; prompt: what the message calls it."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     needed = max(len(ids), 1 + max_new_tokens) if model.config.is_encoder_decoder else len(ids) + max_new_tokens  # the encoder's, and the decoder's
     if limit and needed > limit:
         raise ValueError(
-            f"the prompt has {len(ids)} tokens and --max-new-tokens is {max_new_tokens}; the target's context holds {limit}."
+            f"{prompt} has {len(ids)} tokens and --max-new-tokens is {max_new_tokens}; the target's context holds {limit}."
         )

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..config import CONFIG_NAME
-from .common import check_overwrite, load_draft
+from .common import check_length, check_overwrite, load_draft
 
 WIDTH = 150
 REPORT = "tune.json"
@@ -83,7 +83,7 @@ def _measure(model, prompts: list[list[int]], drafts: dict, max_new_tokens: int,
 
     vocab = model.get_output_embeddings().weight.shape[0]
     for ids in prompts:
-        _check_length(model, ids, max_new_tokens)
+        check_length(model, ids, max_new_tokens, "--prompts: a prompt")
     with counting("Reading the target's answers:", len(prompts)) as step:
         measure.timed(model, prompts[0], 4)  # the first call is a slow one
         texts = measure.read_answers(model, prompts, max_new_tokens, step)
@@ -120,12 +120,6 @@ def _confirmed(model, texts, measured, costs, found: list) -> list:
             real = measure.Measured(best.label, best.draft, run.table, run.per_token, max(run.rest - costs.rest, 0.0), best.options, None, best.k, best.k)
             found = sorted([*choices([real], costs), *(own for own in found if own.label != best.label)], key=lambda own: -own.tokens_per_second)
     return found
-
-
-def _check_length(model, ids: list[int], max_new_tokens: int) -> None:
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if limit and len(ids) + max_new_tokens > limit:
-        raise ValueError(f"--prompts: a prompt has {len(ids)} tokens and --max-new-tokens is {max_new_tokens}; the target's context holds {limit}.")
 
 
 def _best(found: list):
