@@ -32,7 +32,7 @@ class SpeculativeLoop:
         self.cached_rows: dict[int, list] = {}
 
     @torch.no_grad()
-    def run(self, begin: Callable[[], None] = int) -> None:
+    def run(self, begin: Callable[[], object] = int) -> None:
         """begin: called once, when the draft has refused nothing."""
         with self.draft.in_use():
             self.draft.start(self.context)

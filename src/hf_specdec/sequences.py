@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 
@@ -38,7 +38,7 @@ class Sequences:
     hidden:   the prompts stand for embeddings, which criteria do not see.
     """
 
-    def __init__(self, prompts: list[list[int]], max_new: int, criteria: list[StoppingCriteria] = (), device="cpu",
+    def __init__(self, prompts: list[list[int]], max_new: int, criteria: Sequence[StoppingCriteria] = (), device="cpu",
                  streamer: BaseStreamer | Callback | None = None, hidden: bool = False):
         self.rows = [Row(index, list(tokens), len(tokens)) for index, tokens in enumerate(prompts)]
         self.active = list(self.rows)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Set
 from pathlib import Path
 
 import torch
@@ -102,7 +103,7 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {re.sub(r"^(model|medusa_heads?)\.", "", name): tensor for name, tensor in tensors.items()}
 
 
-def _fit(folder: Path, module: nn.Module, tensors: dict[str, torch.Tensor], shared: set[str] = frozenset()) -> None:
+def _fit(folder: Path, module: nn.Module, tensors: dict[str, torch.Tensor], shared: Set[str] = frozenset()) -> None:
     """Load, and say what does not map."""
     own = {name: tensor for name, tensor in module.state_dict().items() if name not in shared}
     for complaint, names in (("has no", set(own) - set(tensors)), ("has a tensor that does not map:", set(tensors) - set(own))):
