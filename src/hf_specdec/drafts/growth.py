@@ -181,7 +181,7 @@ def together(rows: list[Branches], vocab_size: int, device, source: str | list[s
     their order and every node its own law. A row that lacks a node before its last one has token 0 there, a point mass like any
     other, judged after the siblings that it has. Coins are numbered by node: what is drawn for a row then depends on its
     neighbours' shapes (its law does not)."""
-    ranked = [_by_ranks(row.nodes) for row in rows]
+    ranked = [by_ranks(row.nodes) for row in rows]
     wanted = Counter(path for own in ranked for path in own)
     order = ranked[0] if len(rows) == 1 else sorted(wanted, key=lambda path: (-wanted[path], len(path), path))
     number = {(): 0} | {path: node for node, path in enumerate(order, start=1)}
@@ -196,8 +196,8 @@ def together(rows: list[Branches], vocab_size: int, device, source: str | list[s
     return Proposal(tree, tokens, _laws(rows, tokens, columns, vocab_size), sizes, source, fillers=upload(fillers, device), on_host=known)
 
 
-def _by_ranks(nodes: list[tuple[int, int]]) -> list[tuple[int, ...]]:
-    """The path of sibling ranks to every node."""
+def by_ranks(nodes: list[tuple[int, int]]) -> list[tuple[int, ...]]:
+    """The path of sibling ranks to every node of a tree of (parent, token)."""
     paths, seen = [()], Counter()
     for parent, _ in nodes:
         paths.append((*paths[parent], seen[parent]))

@@ -17,6 +17,7 @@ from ..proposal import Proposal
 from ..tree import Tree
 from ..uploads import upload
 from .base import Context, Draft, Guess
+from .growth import by_ranks
 
 SEPARATOR = -1  # between texts; no row has it, so no match crosses it
 AFTER_FIRST = (1.0, 0.2, 0.1, 0.05)  # of the most frequent continuation's rate, that of the next ones
@@ -247,7 +248,7 @@ def _first_branch(nodes: list[Node]) -> list[int]:
 def _one_shape(trees: list[list[Node]], k: list[int], device, source: str) -> Proposal:
     """Trees of different shapes in one: a node is known by the ranks of the siblings on the way to it; the max(k) nodes that most
     rows have are kept. A row that lacks one before its last has token 0 there, a guess like any other."""
-    rows = [_by_ranks(nodes) for nodes in trees]
+    rows = [{path: token for path, (_, token) in zip(by_ranks(nodes), nodes)} for nodes in trees]
     wanted = Counter(path for row in rows for path in row)
     order = sorted(wanted, key=lambda path: (-wanted[path], len(path), path))[: max(k, default=0)]
     number = {(): 0} | {path: node for node, path in enumerate(order, start=1)}
@@ -255,13 +256,3 @@ def _one_shape(trees: list[list[Node]], k: list[int], device, source: str) -> Pr
     tokens = upload([[row.get(path, 0) for path in order] for row in rows], device, torch.long)
     tree, n = Tree(tuple(number[path[:-1]] for path in order)), max(sizes, default=0)
     return Proposal(tree.truncate(n), tokens.reshape(len(rows), len(order))[:, :n], None, sizes, source)
-
-
-def _by_ranks(nodes: list[Node]) -> dict[tuple[int, ...], int]:
-    """Path of sibling ranks -> token."""
-    paths, children, tokens = [()], Counter(), {}
-    for parent, token in nodes:
-        paths.append((*paths[parent], children[parent]))
-        children[parent] += 1
-        tokens[paths[-1]] = token
-    return tokens
