@@ -26,6 +26,11 @@ def test_what_is_free_is_told():
     assert 2**20 < memory.free_bytes(CPU) < 2**50
 
 
+def test_a_kernel_that_does_not_count_what_is_available_tells_nothing(monkeypatch):
+    monkeypatch.setattr(memory.Path, "read_text", lambda self: "MemTotal: 8000 kB\nMemFree: 1000 kB\n")
+    assert memory.free_bytes(CPU) is None
+
+
 @pytest.mark.gpu
 def test_what_torch_keeps_for_reuse_on_a_gpu_is_free():
     device = torch.device("cuda", 0)
