@@ -41,6 +41,7 @@ def test_a_run_learns_goes_on_after_a_stop_and_gives_a_draft(target, data, tmp_p
     assert end["greedy_acceptance"] > start["greedy_acceptance"]
     assert len(end["greedy_by_step"]) == 2 and end["rank_rates"][0][0] == pytest.approx(end["greedy_acceptance"], abs=1e-4)
     assert all(torch.equal(tensor, before[name]) for name, tensor in target.state_dict().items())
+    assert all(p.requires_grad and p.grad is None for p in target.parameters())
     trainer.finish()
     draft = load_drafter(tmp_path, target)
     assert isinstance(draft, MedusaDraft) and draft.heads.rates == end["rank_rates"]

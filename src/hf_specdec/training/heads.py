@@ -15,6 +15,7 @@ from ..drafts.parallel import ParallelDraft
 from ..drafts.pass_draft import PassDraft
 from ..hints import check_int
 from . import shared, storage
+from .batches import Batch
 from .feature_trainer import FeatureRunConfig, FeatureTrainer
 from .trainer import Trainer, no_begin
 
@@ -62,7 +63,7 @@ class HeadsTrainer(FeatureTrainer):
         return (count,)
 
     def _build(self, target, layers: list[int], ids: torch.Tensor | None) -> MedusaHeads:
-        self.embedding = target.get_input_embeddings().weight
+        self.target = target
         return build(target, self.config.heads, self.config.blocks, ids)
 
     def _own(self) -> list[nn.Parameter]:
@@ -70,6 +71,10 @@ class HeadsTrainer(FeatureTrainer):
 
     def _student(self) -> nn.Module:
         return HeadsStudent(self.draft, self.config.precision == "bf16")
+
+    def _loss(self, batch: Batch) -> torch.Tensor:
+        with shared.frozen(self.target):
+            return super()._loss(batch)
 
     @property
     def what(self) -> str:
@@ -81,7 +86,7 @@ class HeadsTrainer(FeatureTrainer):
         return super().measure(batches) | {"rank_rates": rank_rates(self, batches)}
 
     def _save(self, notes: dict) -> Path:
-        return save(self.draft, self.embedding, self.out, self.target_name, self.config.format, notes)
+        return save(self.draft, self.target.get_input_embeddings().weight, self.out, self.target_name, self.config.format, notes)
 
 
 def rank_rates(trainer: Trainer, batches: int) -> list[list[float]]:

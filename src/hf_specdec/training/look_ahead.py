@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from ..hints import check_int
 from . import heads
 from .batches import Batch
 from .feature_trainer import weighted
+from .shared import frozen
 from .trainer import RunConfig, Trainer, no_begin
 
 
@@ -81,19 +80,6 @@ def layout(length: int, n: int, target: PreTrainedModel) -> tuple[torch.Tensor, 
             near = positions // size == positions[:, None] // size
         masks[key] = torch.zeros(seen.shape, device=device).masked_fill(~(seen & near), torch.finfo(torch.float32).min)[None, None]
     return positions[None], masks.get(None, masks)
-
-
-@contextmanager
-def frozen(model: nn.Module) -> Iterator[None]:
-    """Inside, what is computed keeps no gradient for the model's own weights."""
-    learning = [p for p in model.parameters() if p.requires_grad]
-    try:
-        for p in learning:
-            p.requires_grad_(False)
-        yield
-    finally:
-        for p in learning:
-            p.requires_grad_(True)
 
 
 class LookAheadTrainer(Trainer):

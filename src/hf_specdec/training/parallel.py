@@ -61,7 +61,7 @@ class ParallelTrainer(HeadsTrainer):
         return tuple(config.reads) or tuple(dict.fromkeys((count // 4, count // 2, count)))
 
     def _build(self, target, layers: list[int], ids: torch.Tensor | None) -> BlockDrafter:
-        self.embedding = target.get_input_embeddings().weight
+        self.target = target
         return build(target, self.config.heads, self.config.blocks, self.reads, self.config.window, ids, self.config.seed)
 
     def _student(self) -> nn.Module:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -79,6 +82,19 @@ def own_parameters(draft: PreTrainedModel) -> list[nn.Parameter]:
     """What the draft does not share."""
     shared = shared_names(draft)
     return [p for name, p in draft.named_parameters() if name not in shared]
+
+
+@contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """Inside, what is computed keeps no gradient for the model's own weights."""
+    learning = [p for p in model.parameters() if p.requires_grad]
+    try:
+        for p in learning:
+            p.requires_grad_(False)
+        yield
+    finally:
+        for p in learning:
+            p.requires_grad_(True)
 
 
 def dense(layer: nn.Module) -> dict[str, torch.Tensor]:
