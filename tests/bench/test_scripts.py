@@ -59,7 +59,7 @@ def test_structured_output_names_what_fails_and_checks_the_others():
     module = script("structured_output")
     module.ARMS = {arm: options for arm, options in module.ARMS.items() if arm in ("plain", "stock lookup", "mixture, jump-forward knows the tokenizer")}
     module.TEXTS, module.LISTS, module.ONE = ({kind: own[kind] for kind in ("orders", "flight") if kind in own} for own in (module.TEXTS, module.LISTS, module.ONE))
-    table = module.measure(hf_specdec.enable(model), tokenizer, 30, 1)
+    table = module.measure(hf_specdec.enable(model), tokenizer, 16, 1)
     assert "Assertion" in table["stock lookup"]["failed"]
     assert all(row["same"] == 2 and row["speed-up, objects"] > 0 and row["valid"] in (0, 1, 2) for arm, row in table.items() if arm != "stock lookup")
 
