@@ -31,7 +31,6 @@ def test_training_computes_what_the_target_says_behind_its_text(target, sliding)
 
 
 def test_a_run_learns_goes_on_after_a_stop_and_gives_a_draft(target, data, tmp_path):
-    learning = [p.requires_grad for p in target.parameters()]
     config = LookAheadRunConfig(heads=2, steps=60, batch_tokens=256, lr=3e-2, warmup=3, precision="float32")
     before = {name: tensor.clone() for name, tensor in target.state_dict().items()}
     for p in target.parameters():
@@ -45,7 +44,7 @@ def test_a_run_learns_goes_on_after_a_stop_and_gives_a_draft(target, data, tmp_p
     end = trainer.measure()
     assert end["sampling_acceptance"] > start["sampling_acceptance"] + 0.02, (start, end)
     assert all(torch.equal(tensor, before[name]) for name, tensor in target.state_dict().items())
-    assert [(p.requires_grad, None) for p in target.parameters()] == [(own, p.grad) for own, p in zip(learning, target.parameters())]
+    assert all(p.requires_grad and p.grad is None for p in target.parameters())
     trainer.finish()
     assert (tmp_path / "model.safetensors").stat().st_size < 1000
     draft = load_drafter(tmp_path, target)
