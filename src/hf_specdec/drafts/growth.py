@@ -12,9 +12,9 @@ import torch
 
 from ..hints import check_int
 from ..proposal import Proposal
+from ..schedule import AutoSchedule
 from ..tree import Tree
 from ..uploads import upload
-from ..schedule import AutoSchedule
 from .base import Context, Draft
 
 Source = tuple[Draft, Any]  # a draft, and the place where a row stands in it
