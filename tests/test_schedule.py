@@ -223,6 +223,22 @@ def test_a_slow_first_round_does_not_end_drafting(slow):
     assert with_slow_rounds(slow, alpha=0.7) > 0.75 * with_slow_rounds((), alpha=0.7) > 1.6
 
 
+def test_a_wide_round_in_a_bad_moment_does_not_end_narrow_ones():
+    cost = RoundCost()
+    for k, seconds in ((4, 1.1), (0, 1.0), (11, 40.0)):
+        cost.update(k, seconds)
+    assert cost(4) < 1.3 and cost(7) < 1.5 and cost(11) > 10
+
+    schedule, asked, room = AutoSchedule(16, None), [], 96
+    while room:
+        k = schedule.next_k([0], [room])[0]
+        schedule.observe([k], [k], (40.0 if k > 7 else 1 + 0.03 * k) if asked else None)
+        asked.append(k)
+        room -= k + 1
+    dear = next(i for i, k in enumerate(asked) if k > 7)
+    assert len(asked) > dear + 5 and all(0 < k <= 7 for k in asked[dear + 1 :])
+
+
 def test_a_plain_step_timed_in_a_bad_moment_is_found_out():
     assert with_slow_rounds((3, 3), alpha=0.02) > 0.9
 

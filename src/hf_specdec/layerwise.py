@@ -46,14 +46,15 @@ def from_start(layer, at, args, kwargs):
 
 
 def kinds(layers: list[nn.Module]) -> list[Hashable]:
-    """What layers have in common when one function can run them."""
-    return [tuple(_traits(name, part) for name, part in layer.named_modules()) for layer in layers]
+    """What layers have in common when one function can run them. Asked in every call, because settings may have changed since the last one."""
+    return [_traits(layer) for layer in layers]
 
 
-def _traits(name: str, part: nn.Module) -> tuple:
-    settings = sorted((key, repr(value)) for key, value in vars(part).items() if key[0] != "_" and key not in NUMBERS and isinstance(value, PLAIN))
-    tensors = [(key, tensor.shape, tensor.dtype) for key, tensor in [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]]
-    return name, type(part), part.extra_repr(), tuple(settings), tuple(tensors)
+def _traits(part: nn.Module) -> tuple:
+    settings = [(key, repr(value)) for key, value in vars(part).items() if key[0] != "_" and key not in NUMBERS and issubclass(type(value), PLAIN)]
+    tensors = [(key, None if own is None else (own.shape, own.dtype)) for key, own in [*part._parameters.items(), *part._buffers.items()]]
+    below = [(name, None if child is None else _traits(child)) for name, child in part._modules.items()]
+    return type(part), part.extra_repr(), tuple(settings), tuple(tensors), tuple(below)
 
 
 class NotCompiled(Exception):

@@ -103,7 +103,7 @@ class RoundCost:
     WORST = 0.12, 0.9  # and what it may: per row, and of all rows, since a pass twice as wide takes less than two
     NARROW = 8
     MEMORY, ELSEWHERE = 0.95, 0.99  # what a round leaves of those before it, on its own line and on the other one
-    TRUST = 0.5                     # of the other line, in rounds
+    TRUST, FAR = 0.5, 1.25          # of the other line, in rounds; how far a wide one may raise what is timed of narrow rounds
     SLOW, DOUBT = 0.75, 0.25        # a round by so much faster than expected leaves little of those before it
 
     def __init__(self, timed: bool = True, rows: int = 1, drafting: float = 0.0):
@@ -176,6 +176,8 @@ class RoundCost:
         n, here, there = self.sums[wide][0], own[0] + own[1] * k, other[0] + other[1] * k
         if wide:
             here = max(here, other[0] + other[1] * (self.NARROW // self.rows - 1))  # no less than the widest narrow one
+        else:
+            there = min(there, self.FAR * here)  # a wide pass that takes long says little of a narrow one
         return (n * here + self.TRUST * there) / (n + self.TRUST)
 
 
