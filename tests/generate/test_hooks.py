@@ -164,17 +164,14 @@ def test_a_draft_proposes_num_assistant_tokens_to_stock_decoding(target):
 # --- a user's own draft -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_draft_of_ten_lines_is_enough(target, expected):
-    class Echo(Draft):
-        """Says the last token again."""
-
-        def propose(self, context, k):
-            from hf_specdec.proposal import Proposal
-
-            return Proposal.from_lists([[row[-1]] * own for row, own in zip(context.rows, k)], context.device, "echo")
-
-    out = hf_specdec.enable(target).generate(**padded(ROWS), assistant_model=Echo(), speculative=True, **OPTIONS)
-    assert out[:, 13:].tolist() == expected
+def test_the_draft_that_the_documents_show_drafts_and_changes_nothing(target, expected):
+    text = (ROOT / "docs" / "drafts.md").read_text(encoding="utf-8")
+    program = text.split("## A draft of your own")[1].split("```python\n")[1].split("model.generate(")[0]
+    names: dict = {}
+    exec(compile(program, "drafts.md", "exec"), names)  # noqa: S102
+    out = hf_specdec.enable(target).generate(**padded(ROWS), assistant_model=names["EchoDraft"](), speculative=True, return_dict_in_generate=True, **OPTIONS)
+    assert out.sequences[:, 13:].tolist() == expected and out.speculation.proposed > 0
+    assert names["after_the_last"]([5, 1, 7, 5, 2, 5]) == [2, 5] and names["after_the_last"]([5]) == []
 
 
 def test_what_a_draft_is_told_of_the_call(target):
