@@ -153,6 +153,27 @@ def test_a_streamer_that_nobody_can_call_is_named():
         call(model, streamer=3)
 
 
+@pytest.mark.parametrize("streamer", [lambda: None, lambda tokens: None, lambda row, tokens, drafted, more: None])
+def test_a_streamer_of_other_values_is_refused_before_any_work(streamer):
+    model = enabled(tiny_llama())
+    with refused(model, words=("called with three values, streamer(row, tokens, drafted), and takes (",), error=TypeError):
+        call(model, streamer=streamer)
+
+
+class PutsTwo:
+    def put(self, value, more):
+        raise AssertionError
+
+    def end(self):
+        raise AssertionError
+
+
+def test_a_put_of_other_values_is_what_python_says_before_any_work():
+    model = enabled(tiny_llama())
+    with refused(model, words=("put() missing 1 required positional argument: 'more'",), error=TypeError):
+        call(model, streamer=PutsTwo())
+
+
 def test_an_unknown_argument_of_generate_is_named():
     model = enabled(tiny_llama())
     with refused(model, words=("temprature", "typos")):
@@ -168,6 +189,26 @@ def test_an_unknown_argument_that_is_like_one_of_ours_is_told_which(name, meant)
         call(model, **{name: 4})
     with refused(model, words=(name, "typos")):
         call(model, speculative=None, **{name: 4})
+
+
+@pytest.mark.parametrize(("given", "words"), [
+    ({"speculation": True}, "speculation is no argument of generate() (did you mean 'speculative'?)."),
+    ({"speculate": True}, "(did you mean 'speculative'?)"), ({"speculativ": True}, "(did you mean 'speculative'?)"),
+    ({"assistant": PromptLookupDraft()}, "(did you mean 'assistant_model'?)"), ({"draft": PromptLookupDraft()}, "(did you mean 'assistant_model'?)"),
+    ({"num_assistant_token": 4}, "(did you mean 'num_assistant_tokens'?)"),
+    ({"draft": "mixture"}, "draft is an option of speculative calls: pass speculative=True, too."),
+    ({"acceptance": "block"}, "acceptance is an option of speculative calls: pass speculative=True, too."),
+], ids=str)
+def test_a_plain_call_of_an_enabled_model_is_told_what_of_ours_was_meant(given, words):
+    model = enabled(tiny_llama())
+    with refused(model, words=("are not used by the model", words)):
+        call(model, speculative=None, **given)
+
+
+def test_speculative_misspelt_beside_itself_is_named():
+    model = enabled(tiny_llama())
+    with refused(model, words=("speculation is no argument of generate() (did you mean 'speculative'?)",)):
+        call(model, speculation=True)
 
 
 @pytest.mark.parametrize(("name", "one", "other"), [("num_assistant_tokens", 3, 7), ("acceptance", "greedy", "threshold"), ("lenience", 0.5, 1.0)])

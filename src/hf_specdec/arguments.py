@@ -59,7 +59,7 @@ def check_said_once(speculative: Any, options: dict[str, Any]) -> None:
 
 def check_names(kwargs: dict[str, Any], model) -> None:
     """ValueError for an argument that neither `generate` nor the model has but that resembles one of ours: transformers would only say that it is unknown."""
-    ours = [*_OPTIONS, "assistant_model", "max_new_tokens"]
+    ours = ["speculative", *_OPTIONS, "assistant_model", "max_new_tokens"]
     taken = {*ours, *inspect.signature(GenerationMixin.generate).parameters, *inspect.signature(model.forward).parameters}
     for name in kwargs:
         if name not in taken and not hasattr(model.generation_config, name) and nearest(name, ours):
@@ -162,7 +162,7 @@ def check_vocabulary(draft: Draft, traits: compat.ModelTraits) -> None:
     if min(own, traits.vocab_size) < 0.9 * max(own, traits.vocab_size):
         raise ValueError(f"assistant_model has a vocabulary of {own} tokens, the target one of {traits.vocab_size}: not the same "
                          f"tokenizer. Speculative decoding needs a draft with the target's tokenizer; one with another is translated where both are "
-                         f"passed, tokenizer= and assistant_tokenizer=.")
+                         f"passed to generate(), tokenizer= and assistant_tokenizer=, and as a TranslatedDraft(model, tokenizer, draft_tokenizer).")
 
 
 def check_draft_stop(draft: Draft, config: SpeculativeConfig) -> None:

@@ -27,6 +27,7 @@ from .drafts.base import Draft
 from .hints import by_name, meant, what
 from .loading import as_draft, loaded, source_of
 from .probe import check_weights
+from .sequences import check_streamer
 from .trace import SpeculationTrace
 
 _OPTIONS = ("num_assistant_tokens", "lenience", "acceptance")
@@ -127,7 +128,8 @@ def _generate(model, stock, *args, began=None, speculative=None, assistant_model
         if isinstance(assistant_model, Draft):
             raise ValueError("assistant_model is a hf_specdec Draft, which plain generate() does not know; pass speculative=True too.")
         given = {} if assistant_model is None else {"assistant_model": assistant_model}
-        return stock(*args, **given, **kwargs)
+        with standing.explained(named):
+            return stock(*args, **given, **kwargs)
     kwargs = dict(named)
     by_position = kwargs.pop("assistant_model", None)
     assistant_model = assistant_model if by_position is None else by_position
@@ -194,8 +196,7 @@ class SpeculativeDecoder:
         self.began = threading.Event()  # set as the first round begins: what a call refuses, it has refused
         self.trace: SpeculationTrace | None = None
         self._give_back = _nothing  # to the model, when transformers has prepared the call
-        if streamer is not None and not hasattr(streamer, "put") and not callable(streamer):
-            raise TypeError(f"streamer: expected a transformers streamer or a callable streamer(row, tokens, drafted), got {type(streamer).__name__}.")
+        check_streamer(streamer)
         if stop_strings is not None and tokenizer is None:
             raise ValueError("stop_strings needs tokenizer=, the target's tokenizer, beside it.")
 

@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from transformers import StoppingCriteria
 from transformers.generation import BaseStreamer, EosTokenCriteria, MaxLengthCriteria
 
+from .hints import what
 from .uploads import upload
 
 Callback = Callable[[int, list[int], list[bool]], None]
+
+
+def check_streamer(streamer: Any) -> None:
+    """TypeError for what is neither a transformers streamer nor a callable of three values. Of a streamer's own `put` Python says it as well, before any pass."""
+    if streamer is None or hasattr(streamer, "put"):
+        return
+    if not callable(streamer):
+        raise TypeError(f"streamer: expected a transformers streamer or a callable streamer(row, tokens, drafted), got {what(streamer)}.")
+    try:
+        signature = inspect.signature(streamer)
+    except ValueError:  # of some builtins nothing is known
+        return
+    try:
+        signature.bind(0, [], [])
+    except TypeError as error:
+        raise TypeError(f"streamer: it is called with three values, streamer(row, tokens, drafted), and takes {signature}: {error}.") from error
 
 
 @dataclass

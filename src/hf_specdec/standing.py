@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from functools import partial
 from threading import Event
 from typing import Any
 
-from .arguments import check_draft
+from . import compat
+from .arguments import check_draft, check_vocabulary
 from .config import SpeculativeConfig
 from .drafts.base import Draft
+from .hints import meant
+from .loading import as_draft
 
+_UNKNOWN = "not used by the model"  # what transformers says of arguments that it does not know
+_OPTIONS = [field.name for field in fields(SpeculativeConfig)]
+_OURS = ("speculative", "assistant_model", "num_assistant_tokens")
 _ATTRIBUTE = "_hf_specdec_standing"  # in the model's __dict__, past torch, which would make the draft a part of the model
 
 
@@ -29,14 +36,15 @@ class Standing:
 
 def say(model, speculative: bool | dict | SpeculativeConfig | None, assistant_model: Any) -> None:
     """Set what calls do from now on. What is None stays as it was; speculative=False takes all back. ValueError and TypeError for options that no call
-    could have."""
+    could have, and for a draft with another vocabulary."""
     before = said(model)
     if speculative is False:
         unsay(model)
         return
-    if speculative is not None:
-        SpeculativeConfig.resolve(speculative)
+    config = SpeculativeConfig.resolve(before.speculative or True if speculative is None else speculative)
     check_draft(assistant_model, "assistant_model", "speculative")
+    if assistant_model is not None:
+        check_vocabulary(as_draft(assistant_model, config), compat.traits_of(compat.unwrap(model), "model"))
     vars(model)[_ATTRIBUTE] = Standing(before.speculative if speculative is None else speculative, before.assistant_model if assistant_model is None else assistant_model)
 
 
@@ -71,3 +79,18 @@ def _attempt(speculate: Callable[..., Any], stock: Callable[[], Any]) -> Any:
         why = str(error)
     warnings.warn(f"This call runs without speculation, which enable(speculative=...) asked for: {why}", stacklevel=4)
     return stock()
+
+
+@contextmanager
+def explained(arguments: dict[str, Any]) -> Iterator[None]:
+    """Around plain `generate`: what transformers says of an argument that it does not know ends with the one of ours that was meant."""
+    try:
+        yield
+    except ValueError as error:
+        unknown = [name for name in arguments if f"'{name}'" in str(error)] if _UNKNOWN in str(error) else []
+        for name in unknown:
+            if name in _OPTIONS and (name != "draft" or isinstance(arguments[name], str)):
+                raise ValueError(f"{error}. {name} is an option of speculative calls: pass speculative=True, too.") from error
+            if near := meant(name, _OURS):
+                raise ValueError(f"{error}. {name} is no argument of generate(){near}.") from error
+        raise

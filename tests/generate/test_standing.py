@@ -58,6 +58,16 @@ def test_with_a_draft(rounds):
     assert set(rounds) == {"uniform"}
 
 
+@pytest.mark.parametrize("wrapped", [False, True], ids=["model", "draft"])
+def test_a_draft_with_another_vocabulary_is_refused_as_it_is_said(wrapped):
+    model, other = hf_specdec.enable(tiny_llama()), tiny_llama(2, vocab_size=31)
+    with pytest.raises(ValueError, match=r"vocabulary of 31 tokens, the target one of 61.*TranslatedDraft\(model, tokenizer, draft_tokenizer\)"):
+        hf_specdec.enable(model, speculative=True, assistant_model=ModelDraft(other) if wrapped else other)
+    with pytest.raises(ValueError, match="vocabulary of 31 tokens"):
+        hf_specdec.enable(model, assistant_model=other)
+    assert torch.equal(call(model), call(hf_specdec.disable(model)))
+
+
 def test_a_draft_alone_is_that_of_calls_which_ask_for_speculation(rounds):
     target = tiny_llama()
     model = hf_specdec.enable(tiny_llama(), assistant_model=perturbed(target))
