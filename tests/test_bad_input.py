@@ -450,6 +450,12 @@ def test_what_the_constructor_of_a_draft_does_not_take_is_told_what_it_takes(mak
         make()
 
 
+@pytest.mark.parametrize("value", [0, True, 2.0, "3", None])
+def test_a_match_length_that_is_none_is_refused(value):
+    with refused(words=(f"min_match={value!r} must be an int in 1..",)):
+        PromptLookupDraft(min_match=value)
+
+
 def test_a_draft_that_takes_any_keyword_gets_them():
     class Own(UniformDraft):
         def __init__(self, *args, **options):

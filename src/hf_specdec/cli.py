@@ -239,7 +239,7 @@ def train(
     target: Target = "smollm2",
     out: Annotated[Path, typer.Option("--out", help="Folder of the drafter; the same command again goes on where it was stopped.")] = Path("drafter"),
     data: Annotated[Path | None, typer.Option("--data", help="Folder of training text, OUT/data without it; what it lacks of --tokens is made.")] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of training text that the target writes.")] = 500_000,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of training text, prompts included; it is made in whole shards of 48 texts, so there may be more.")] = 500_000,
     prompts: Annotated[str | None, typer.Option(help="A .txt or .jsonl file, a folder that datasets wrote, or hub:NAME[:SPLIT]; without it the target makes them up.")] = None,
     column: Annotated[str | None, typer.Option(help="With --prompts: the prompt's column; without it, the first of prompt, text, instruction and turns.")] = None,
     features: Annotated[bool, typer.Option("--features", help="A drafter that reads the target's hidden states (EAGLE-3).")] = False,

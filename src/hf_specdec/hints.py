@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from functools import wraps
+from importlib import metadata
 from typing import Any
 
 # words for the same thing, here and in other libraries
@@ -39,6 +40,15 @@ def short(value: Any) -> str:
 def what(value: Any) -> str:
     """Its type in a message, or "the class X" where it is a class itself."""
     return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+
+
+def install(extra: str) -> str:
+    """How to install what the extra of that name holds: from an index if the package came from one, else from its source."""
+    try:
+        source = metadata.distribution("hf-specdec").read_text("direct_url.json")  # what pip notes of a folder or a repository
+    except metadata.PackageNotFoundError:
+        source = "on the path"
+    return f"pip install 'hf-specdec[{extra}]'" if source is None else f"pip install '.[{extra}]' in a checkout of hf_specdec"
 
 
 def check_int(name: str, value: Any, least: int, most: int, also: str = "") -> None:

@@ -1,5 +1,6 @@
 import importlib.machinery
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,18 @@ def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
     assert embedded.cache_dir() == tmp_path / "xdg" / "hf_specdec"
     monkeypatch.setenv("HF_SPECDEC_CACHE", str(tmp_path / "own"))
     assert embedded.cache_dir() == tmp_path / "own"
+
+
+def test_a_user_without_a_home_is_told_to_name_a_folder(monkeypatch):
+    for name in ("HF_SPECDEC_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", home)
+    with pytest.raises(FileNotFoundError, match=r"converted weights: Could not determine home directory\. Name a folder in \$HF_SPECDEC_CACHE"):
+        embedded.cache_dir()
 
 
 def test_without_the_package_the_error_names_the_remedy(monkeypatch, tmp_path):

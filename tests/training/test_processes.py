@@ -35,4 +35,4 @@ def test_two_processes_make_one_drafter(target, tokenizer, tmp_path):
     assert load_drafter(tmp_path / "out", target) is not None
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         "README.md", "checkpoint.safetensors", "config.json", "data", "drafter.json", "model.safetensors", "on_policy", "results.json"}
-    assert done.stderr.count("Tokens written by the target 600 of 600, took") == 1 and done.stderr.count("Held out") == 1 and "How to use it: " in done.stderr
+    assert done.stderr.count("Tokens of training text 600 of 600, took") == 1 and done.stderr.count("Held out") == 1 and "How to use it: " in done.stderr

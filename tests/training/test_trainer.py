@@ -184,8 +184,9 @@ def test_the_command_trains_goes_on_and_refuses(target, tokenizer, tmp_path):
     assert run.exit_code == 0, run.output
     assert load_drafter(tmp_path / "out", target) is not None
     lines = run.stderr.splitlines()  # no terminal: lines in the place of bars
-    assert [line for line in lines if re.fullmatch(r"Tokens written by the target 400 of 400, took \d+ s", line)]
-    assert [line for line in lines if re.fullmatch(r"Tokens written by the target \d+ of 400, about \d+ s left", line)]  # inside of a shard
+    (made,) = [found[1] for line in lines if (found := re.fullmatch(r"Tokens of training text 400 of 400, took \d+ s \(([\d,]+) with prompts, in whole shards of 48 texts\)", line))]
+    assert f"| training text | {made} tokens with their prompts, held-out ones included; " in (tmp_path / "out" / "README.md").read_text()
+    assert [line for line in lines if re.fullmatch(r"Tokens of training text \d+ of 400, about \d+ s left", line)]  # inside of a shard
     (last,) = [line for line in lines if line.startswith("Training, tvd 4 of 4, took ")]
     assert re.search(r"\(loss \d+\.\d{3}, held out \d\.\d{3}\)$", last)
     bad = CliRunner().invoke(app, [*arguments, "guess"])

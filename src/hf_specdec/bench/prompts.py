@@ -13,6 +13,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from ..hints import install
+
 SHIPPED = ("code_edit", "summary", "chat")
 
 
@@ -95,7 +97,7 @@ def _from_hub(name: str) -> list[Prompt]:
     try:
         from datasets import load_dataset
     except ImportError:
-        raise ImportError("prompts from the hub need the package datasets: pip install 'hf-specdec[train]'") from None
+        raise ImportError(f"prompts from the hub need the package datasets: {install('train')}") from None
 
     data = load_dataset(name)
     split = split or ("test" if "test" in data else next(iter(data)))

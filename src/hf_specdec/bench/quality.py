@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from . import guard
+from ..hints import install
 
 ISOLATION = ("namespace", "audit")
 ENDS = ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint(", "\n@", "\nassert ", "\n```")  # what follows a finished function
@@ -39,7 +40,7 @@ def rouge(ours: Sequence[str | Sequence[int]], plain: Sequence[str | Sequence[in
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError:
-        raise ImportError("ROUGE needs the package rouge_score: pip install 'hf-specdec[quality]'") from None
+        raise ImportError(f"ROUGE needs the package rouge_score: {install('quality')}") from None
     if len(ours) != len(plain) or not len(ours):
         raise ValueError(f"rouge compares as many outputs on both sides, at least one: {len(ours)} and {len(plain)} were given.")
     names = ["rouge1", "rouge2", "rougeL"]

@@ -10,6 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ..hints import install
+
 COLUMNS = (
     "arm",
     "tokens/s",
@@ -114,7 +116,7 @@ def save_plot(report: dict[str, Any], path: str | Path) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise ImportError("the plot needs matplotlib: pip install 'hf-specdec[demo]'") from None
+        raise ImportError(f"the plot needs matplotlib: {install('demo')}") from None
 
     rows = report["results"]
     categories, arms = (list(dict.fromkeys(row[key] for row in rows)) for key in ("category", "arm"))

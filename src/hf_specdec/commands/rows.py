@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..bench.prompts import Prompt
+from ..hints import install
 
 COLUMNS = ("prompt", "turns", "messages", "text")
 KINDS = (".jsonl", ".json", ".csv", ".parquet")
@@ -132,7 +133,7 @@ def _parquet(path: Path) -> Iterator[Any]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError:
-        raise ImportError(f"{path}: .parquet files need the package datasets: pip install 'hf-specdec[train]'") from None
+        raise ImportError(f"{path}: .parquet files need the package datasets: {install('train')}") from None
     try:
         with parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(256):
@@ -148,7 +149,7 @@ def _hub(name: str) -> Iterator[Any]:
     try:
         from datasets import load_dataset
     except ImportError:
-        raise ImportError("data sets of the hub need the package datasets: pip install 'hf-specdec[train]'") from None
+        raise ImportError(f"data sets of the hub need the package datasets: {install('train')}") from None
 
     if split:
         return iter(load_dataset(name, split=split))

@@ -5,6 +5,7 @@ Saxena 2023 (prompt lookup decoding), Yang et al. 2023 (LLMA). The proposal is a
 
 from __future__ import annotations
 
+from ..hints import check_int
 from ..proposal import Proposal
 from .base import Context, Draft
 
@@ -48,8 +49,7 @@ class PromptLookupDraft(Draft):
     LONGEST, CANDIDATES = 32, 16
 
     def __init__(self, min_match: int = 1):
-        if not isinstance(min_match, int) or min_match < 1:
-            raise ValueError(f"min_match={min_match!r} must be an int of at least 1.")
+        check_int("min_match", min_match, 1, 2**31)
         self.orders = tuple(sorted({max(3, min_match), max(2, min_match), min_match}, reverse=True))
 
     def start(self, context: Context) -> None:

@@ -25,7 +25,7 @@ The draft decides how fast the target decodes, never what it says: every token i
 
 | | |
 | --- | --- |
-| training text | {tokens:,} tokens written by the target itself ({texts}) |{on_policy}
+| training text | {tokens:,} tokens with their prompts, held-out ones included; the answers are the target's own ({texts}) |{on_policy}
 | loss, steps, tokens a step, learning rate | {loss}, {steps}, {batch_tokens}, {lr} |
 | held out: the draft's likeliest token is the target's | {greedy:.3f} |
 | held out: acceptance rate when sampling | {sampling:.3f} |{agreement}

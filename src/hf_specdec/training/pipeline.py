@@ -36,9 +36,13 @@ KINDS = {RunConfig: Trainer, FeatureRunConfig: FeatureTrainer, Eagle3RunConfig: 
 def prepare(folder: str | Path, model, tokenizer, tokens: int, prompts: Sequence[str] | Mapping[str, str] | None = None,
             new_tokens: int = 160, rows: int = 48, seed: int = 0, console: Console | None = None) -> list[Path]:
     """`make_data` with its progress on `console`, standard error without it."""
-    with main_first(model.device), counting("Tokens written by the target", tokens, console=console) as count:
-        tell = chain([count.start], repeat(count.reach))
-        return make_data(folder, model, tokenizer, tokens, rows, new_tokens, seed, prompts, lambda done, _: next(tell)(min(done, tokens)))
+    with main_first(model.device), counting("Tokens of training text", tokens, console=console) as count:
+        tell = chain([lambda done, note: count.start(done)], repeat(count.reach))
+
+        def told(done: int, _: int) -> None:
+            next(tell)(min(done, tokens), f"{done:,} with prompts, in whole shards of {rows} texts" if done > tokens else "")
+
+        return make_data(folder, model, tokenizer, tokens, rows, new_tokens, seed, prompts, told)
 
 
 def train(target, tokenizer, data: str | Path, out: str | Path, config: RunConfig, losses: Sequence[str] = (), target_name: str = "",

@@ -8,6 +8,8 @@ from datetime import timedelta
 
 import torch
 
+from ..hints import install
+
 PATIENCE = timedelta(days=7)  # for what the main process makes, such as all of the training text
 
 
@@ -16,7 +18,7 @@ def need_accelerate():
     try:
         import accelerate
     except ImportError:
-        raise ImportError("training needs the package accelerate: pip install 'hf-specdec[train]'") from None
+        raise ImportError(f"training needs the package accelerate: {install('train')}") from None
     return accelerate
 
 

@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 
 from ..bench.prompts import read_text
+from ..hints import install
 
 MARK = "\x00here\x00"
 
@@ -118,7 +119,7 @@ def _of_dataset(name: str, column: str | None, split: str) -> dict[str, str]:
     try:
         import datasets
     except ImportError as error:
-        raise ImportError('prompts: reading data sets needs the extra "train": pip install "hf-specdec[train]".') from error
+        raise ImportError(f"prompts: reading data sets needs the package datasets: {install('train')}") from error
     on_disk = Path(name).is_dir() and any((Path(name) / kept).is_file() for kept in ("dataset_dict.json", "state.json"))  # what save_to_disk leaves
     try:
         data = datasets.load_from_disk(name) if on_disk else datasets.load_dataset(name, split=split or "train")

@@ -6,7 +6,7 @@
     viz.figures.expected_tokens()                    # and the other figures of Leviathan et al. 2023
     viz.race([viz.racer("plain", model, inputs), viz.racer("speculative", model, inputs, speculative=True)], tokenizer)
 
-Figures need matplotlib (`pip install 'hf-specdec[demo]'`), which is imported when one is drawn.
+Figures need matplotlib (the extra `demo`), which is imported when one is drawn.
 """
 
 from . import figures

@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 from io import BytesIO
 
+from ..hints import install
+
 # Okabe and Ito's colours, which people who do not see all colours can tell apart
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 
@@ -20,7 +22,7 @@ def _kind() -> type:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise ImportError("this figure needs matplotlib, which is not installed: pip install 'hf-specdec[demo]'") from None
+        raise ImportError(f"this figure needs matplotlib, which is not installed: {install('demo')}") from None
 
     class ShownFigure(Figure):
         """A figure that draws itself where it is the result of a notebook's cell."""
