@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_specdec.drafts import EarlyExitDraft, ModelDraft, PromptLookupDraft
+from hf_specdec.drafts import EarlyExitDraft, MixtureDraft, ModelDraft, ModelTreeDraft, PromptLookupDraft, SuffixAutomatonDraft
 from hf_specdec.drafts.feature import FeatureDraft
 from hf_specdec.drafts.online import OnlineDraft
 from hf_specdec.training import build_drafter
 
 from ..conformance import law
 from ..conformance.builders import feature_drafter
-from ..helpers import generated, perturbed, plain, prompts, small_vocabulary_llama, speculate, tiny_llama
+from ..helpers import generated, perturbed, plain, prompts, repetitive, small_vocabulary_llama, speculate, tiny_llama
 
 ROWS = prompts(8, 5, 6, seed=3)
 
@@ -129,6 +129,34 @@ def test_a_drafter_of_the_targets_parts_learns_its_own_layers_only():
     before = [p.detach().clone() for p in shared]
     assert accepted(target, draft, 4) and draft.steps > 2
     assert all(torch.equal(p, old) for p, old in zip(shared, before))
+
+
+def test_it_stops_where_its_draft_stops():
+    target = tiny_llama(3)
+    text = plain(target, ROWS, max_new_tokens=24)
+    outs = [speculate(target, ROWS, OnlineDraft(ModelDraft(perturbed(target, 0.3)), target), 8, max_new_tokens=24, speculative={"draft_stop": kind})
+            for kind in ("constant", "confidence")]
+    assert all(generated(out, ROWS) == text for out in outs)
+    assert outs[1].speculation.proposed < outs[0].speculation.proposed
+
+
+class Told(ModelTreeDraft):
+    """Notes how long the path is that it is told of."""
+
+    def commit(self, verdict):
+        self.paths += [len(path) for path in verdict.paths()]
+        super().commit(verdict)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_its_draft_is_told_of_its_own_proposal_wherever_it_stands(alone):
+    target, rows = tiny_llama(3), repetitive(12)
+    inner = Told(perturbed(target, 0.1), (2, 1))
+    inner.paths = []
+    draft = OnlineDraft(inner, target, every=10**6)
+    out = speculate(target, rows, draft if alone else MixtureDraft([SuffixAutomatonDraft(), draft]), 6, max_new_tokens=24)
+    assert generated(out, rows) == plain(target, rows, max_new_tokens=24)
+    assert inner.paths and set(inner.paths) <= {1, 3, 5}
 
 
 def test_what_cannot_learn_is_refused():

@@ -18,11 +18,11 @@ from ..probe import check_batch, check_mode, check_trees
 from ..proposal import Proposal, fetched
 from ..uploads import upload
 from .base import Context, Draft, Run
-from .inner import Inner, chains, refuse_encoder
+from .inner import Holder, Inner, chains, refuse_encoder
 from .vocabulary import fitted, readable
 
 
-class CascadeDraft(Draft):
+class CascadeDraft(Holder):
     """Drafts K tokens that follow the law of `model`, in fewer than K of its passes.
 
     model:  the middle model, with the target's tokenizer.
@@ -42,7 +42,6 @@ class CascadeDraft(Draft):
         refuse_encoder(model, "model")
         self.model, self.draft, self.tokens, self.parts = model, draft, tokens, (draft,)
         self.traits = compat.traits_of(compat.unwrap(model), "model")
-        self.cached: CachedModel | None = None
 
     def watching(self) -> tuple[int, ...]:
         """None of the target's: the draft inside reads the states of the model between them."""
@@ -127,15 +126,8 @@ class CascadeDraft(Draft):
         """By size, for a middle model that is not accelerated at all: at most."""
         return parts.parameters_per_token(self.model) / max(parts.parameters_per_token(target), 1)
 
-    @property
-    def calls(self) -> int:
-        return (self.cached.calls if self.cached else 0) + self.draft.calls
-
-    @property
-    def forward_seconds(self) -> float:
-        return (self.cached.seconds if self.cached else 0.0) + self.draft.forward_seconds
-
     def keep(self, rows: list[int]) -> None:
+        super().keep(rows)
         self.cached.keep(rows)
         self.inner.keep(rows)
 
@@ -143,10 +135,7 @@ class CascadeDraft(Draft):
         """The rows are compared at every `propose`, whatever happened to them."""
 
     def finish(self) -> None:
-        if self.cached is not None:
-            self.cached.cache.release()
         self.inner = None
-        self.draft.finish()
         super().finish()
 
     def _stock_vocab_size(self) -> int:

@@ -6,18 +6,17 @@ from __future__ import annotations
 import torch
 
 from ..hints import check_int
-from ..proposal import Proposal, Verdict
+from ..proposal import Proposal
 from .base import Context, Draft
-from .inner import Inner, Judged, chains
+from .inner import Composed, Inner, chains
 
 
-class HorizontalCascadeDraft(Draft):
+class HorizontalCascadeDraft(Composed):
     """first: drafts at most `after` tokens a round. then: goes on from there, up to K. Both propose chains (ValueError otherwise);
     every token keeps the law that it was drawn from."""
 
     name = "horizontal_cascade"
     trusted = True
-    reads_pass = True
 
     def __init__(self, first: Draft, then: Draft, after: int = 2):
         for name, draft in (("first", first), ("then", then)):
@@ -26,18 +25,19 @@ class HorizontalCascadeDraft(Draft):
         if first is then:
             raise ValueError("then: is the same object as first; make two.")
         check_int("after", after, 1, 64)
-        self.first, self.then, self.after, self.parts = first, then, after, (first, then)
-        self.reads_prompt = first.reads_prompt or then.reads_prompt
+        super().__init__((first, then))
+        self.first, self.then, self.after = first, then, after
 
     def start(self, context: Context) -> None:
-        self.context, self.early = context, None  # what the first draft proposed in the last round
+        self.context = context
         self.own = context.of(0)
         self.first.start(self.own)
         self.inner = Inner(self.then, context, turn=1)
 
     def evidence(self, context: Context) -> list[int]:
         """That of the first draft; 0 where only the second may have something to say."""
-        self.strengths, self.early = self.first.evidence(self.own), None
+        self.strengths = self.first.evidence(self.own)
+        self.forget_asked()
         return [max(strength, 0) for strength in self.strengths]
 
     def propose(self, context: Context, k: list[int]) -> Proposal:
@@ -45,7 +45,7 @@ class HorizontalCascadeDraft(Draft):
         early = self.first.propose(self.own, own)
         if not self.first.trusted:
             Proposal.check(early, len(k), context.vocab_size, self.first.name)
-        self.early = early = _chain(early.within(own), "first", self.first)
+        self.asked[0] = early = _chain(early.within(own), "first", self.first)  # the second draft sees by its rows what stands
         rows = [row + tokens[:size] for row, tokens, size in zip(context.rows, early.listed(), early.sizes)]
         self.inner.follow(rows)
         self.inner.context.barred = {b for b, (row, own) in enumerate(zip(rows, context.rows)) if not self.own.allows(b, row[len(own):])}
@@ -58,53 +58,20 @@ class HorizontalCascadeDraft(Draft):
         return chains(tokens, laws, context, self.name)
 
     def observe(self, proposal: Proposal, logits: torch.Tensor) -> None:
-        self.judged = proposal
-        self.first.observe(proposal, logits)
         self.inner.follow(self.context.rows)  # the second draft sees the root where the first one does
-        self.then.observe(proposal, logits)
-
-    def commit(self, verdict: Verdict) -> None:
-        """The first draft learns of its own tokens, or both of the whole pass; the second one sees by its rows what stands."""
-        if all(type(draft).commit is Draft.commit for draft in self.parts):
-            return
-        judged = Judged(self.judged, verdict)
-        judged.tell(self.first, self.early)
-        judged.tell(self.then, None)
+        super().observe(proposal, logits)
 
     def keep(self, rows: list[int]) -> None:
-        self.first.keep(rows)
+        super().keep(rows)
         self.inner.keep(rows)
 
     def rewind(self, context: Context, lengths: list[int]) -> None:
-        self.early = None
+        self.forget_asked()
         self.first.rewind(self.own, lengths)
 
     def finish(self) -> None:
-        self.context = self.own = self.inner = self.early = self.judged = None
-        for draft in self.parts:
-            draft.finish()
+        self.context = self.own = self.inner = None
         super().finish()
-
-    # --- what is asked of it between ----------------------------------------------------------------------------------
-
-    @property
-    def stops(self) -> bool:
-        """The second draft's tokens count as many as were asked for."""
-        return self.first.stops
-
-    def prior(self, strength: int) -> tuple[float, float]:
-        return self.first.prior(strength)
-
-    def relative_cost(self, target) -> float | None:
-        return self.first.relative_cost(target)
-
-    @property
-    def calls(self) -> int:
-        return self.first.calls + self.then.calls
-
-    @property
-    def forward_seconds(self) -> float:
-        return self.first.forward_seconds + self.then.forward_seconds
 
 
 def _chain(proposal: Proposal, argument: str, draft: Draft) -> Proposal:

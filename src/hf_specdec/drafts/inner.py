@@ -1,10 +1,11 @@
-"""A draft inside another one: it has rows of its own, which may run ahead of what is committed, and streams of its own; and what it learns of
-a verdict on a pass whose nodes others have proposed, too."""
+"""Drafts that hold others, or a model. A draft inside another one has rows of its own, which may run ahead of what is committed, and streams of
+its own; and it learns of verdicts on passes whose nodes others have proposed, too."""
 
 from __future__ import annotations
 
 from copy import copy
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
@@ -14,6 +15,85 @@ from ..hints import what
 from ..proposal import Proposal, Verdict
 from ..uploads import upload
 from .base import Context, Draft
+
+if TYPE_CHECKING:
+    from ..cached_model import CachedModel
+
+
+class Holder(Draft):
+    """A draft that holds a model with its cache, or other drafts, its `parts`: their forwards count as its own, and they are kept and end with it.
+
+    cached: the model, from the start of a call on; its cache is None where it is somebody else's to release.
+    """
+
+    cached: CachedModel | None = None
+
+    @property
+    def calls(self) -> int:
+        return (self.cached.calls if self.cached else 0) + sum(part.calls for part in self.parts)
+
+    @property
+    def forward_seconds(self) -> float:
+        return (self.cached.seconds if self.cached else 0.0) + sum(part.forward_seconds for part in self.parts)
+
+    def keep(self, rows: list[int]) -> None:
+        for part in self.parts:
+            part.keep(rows)
+
+    def finish(self) -> None:
+        if self.cached is not None and self.cached.cache is not None:
+            self.cached.cache.release()
+        for part in self.parts:
+            part.finish()
+        super().finish()
+
+
+class Composed(Holder):
+    """A draft whose parts look at the target's passes with it. `prior`, `stops` and `relative_cost` are those of the first of them.
+
+    asked:  of every part, what it has proposed in this round, if anything; a subclass says so.
+    judged: what the target's last pass was about in place of that.
+    """
+
+    reads_pass = True
+
+    def __init__(self, parts: tuple[Draft, ...]):
+        self.parts, self.judged = parts, None
+        self.forget_asked()
+
+    def forget_asked(self) -> None:
+        self.asked: list[Proposal | None] = [None] * len(self.parts)
+
+    def observe(self, proposal: Proposal, logits: torch.Tensor) -> None:
+        self.judged = proposal
+        for part in self.parts:
+            part.observe(proposal, logits)
+
+    def commit(self, verdict: Verdict) -> None:
+        """Every part learns which nodes of the pass are on the accepted path, or which of its own, if it has proposed any."""
+        if any(type(part).commit is not Draft.commit for part in self.parts):
+            judged = Judged(self.judged, verdict)
+            for part, proposal in zip(self.parts, self.asked):
+                judged.tell(part, proposal)
+
+    def finish(self) -> None:
+        self.judged = None
+        self.forget_asked()
+        super().finish()
+
+    @property
+    def reads_prompt(self) -> bool:
+        return any(part.reads_prompt for part in self.parts)
+
+    @property
+    def stops(self) -> bool:
+        return self.parts[0].stops
+
+    def prior(self, strength: int) -> tuple[float, float]:
+        return self.parts[0].prior(strength)
+
+    def relative_cost(self, target) -> float | None:
+        return self.parts[0].relative_cost(target)
 
 
 class Inner:
@@ -50,20 +130,20 @@ class Inner:
         return proposal.within(k)
 
     def keep(self, rows: list[int]) -> None:
+        """Only these rows go on; the draft is told by the one that holds it."""
         self.rows[:] = [self.rows[row] for row in rows]
-        self.draft.keep(rows)
 
 
 class Judged:
     """The verdict on a pass over `shown`: which tokens of each row were taken."""
 
     def __init__(self, shown: Proposal, verdict: Verdict):
-        self.verdict = verdict
+        self.shown, self.verdict = shown, verdict
         self.taken = [[token for token, on in zip(tokens, path[1:]) if on] for tokens, path in zip(shown.listed(), verdict.paths())]
 
     def tell(self, draft: Draft, proposal: Proposal | None) -> None:
         """Let the draft learn of the pass, if it `reads_pass`, or of its own proposal from the root, if it has made one."""
-        if draft.reads_pass:
+        if draft.reads_pass or proposal is self.shown:
             draft.commit(self.verdict)
         elif proposal is not None:
             own = copy(self.verdict)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from ..config import instead_of
 from ..hints import check_int, what
-from ..proposal import Proposal, Verdict
+from ..proposal import Proposal
 from ..registry import DRAFTS, load
 from .base import Context, Draft
 from .choosing import Choose
 from .earning import Experience, PlannedSchedule
 from .growth import together
-from .inner import Judged
+from .inner import Composed
 from .merging import Merge
 
 MODES = ("merge", "choose")
@@ -28,7 +26,7 @@ def _made(name: str) -> Draft:
         raise ValueError(f"drafts: {name!r} has to be made first: put {draft.__name__}(...) into the list.") from error
 
 
-class MixtureDraft(Draft):
+class MixtureDraft(Composed):
     """Several drafts; what each earns is measured during the call, and what calls without a seed have measured is where the next one on the
     same target with as many rows begins: keep the object.
 
@@ -51,7 +49,6 @@ class MixtureDraft(Draft):
 
     name = "mixture"
     trusted = True
-    reads_pass = True
     learns_in_stock = True
 
     def __init__(self, drafts: Sequence[Draft | str] = ("suffix_automaton", "ngram_recycling", "jump_forward"), mode: str = "merge", tokens: int = 5,
@@ -70,8 +67,8 @@ class MixtureDraft(Draft):
             raise TypeError(f"drafts: expected drafts, got {what(wrong[0])}.{instead_of(wrong[0]) or ' Make a model one with ModelDraft(model).'}")
         if len({id(draft) for draft in made}) < len(made):
             raise ValueError("drafts: the same object is in the list twice; make two.")
-        self.parts, self.mode, self.tokens, self.branches = made, mode, tokens, branches
-        self.reads_prompt = any(draft.reads_prompt for draft in made)
+        super().__init__(made)
+        self.mode, self.tokens, self.branches = mode, tokens, branches
         whole = [draft for draft in made if mode == "choose" or type(draft).place is Draft.place]  # the others are asked token by token
         self.may_branch = mode == "merge" and branches > 1 or any(draft.may_branch for draft in whole)
         self.experience: Experience | None = None
@@ -79,7 +76,7 @@ class MixtureDraft(Draft):
     # --- the life of a call -----------------------------------------------------------------------------------------
 
     def start(self, context: Context) -> None:
-        self.context, self.asked = context, [None] * len(self.parts)  # of every draft, what it proposed in the last round
+        self.context = context
         self.lengths = [len(row) for row in context.rows]
         self.contexts = [context.of(d) for d in range(len(self.parts))]  # each draws from streams of its own
         for draft, own in zip(self.parts, self.contexts):
@@ -89,7 +86,7 @@ class MixtureDraft(Draft):
     def evidence(self, context: Context) -> list[int]:
         self.way.learn([row[length:] for row, length in zip(context.rows, self.lengths)])
         self.lengths = [len(row) for row in context.rows]
-        self.asked = [None] * len(self.parts)
+        self.forget_asked()
         return self.way.evidence([draft.evidence(own) for draft, own in zip(self.parts, self.contexts)])
 
     def propose(self, context: Context, k: list[int]) -> Proposal:
@@ -110,36 +107,21 @@ class MixtureDraft(Draft):
         self.asked[d] = proposal
         return proposal
 
-    def observe(self, proposal: Proposal, logits: torch.Tensor) -> None:
-        self.judged = proposal
-        for draft in self.parts:
-            draft.observe(proposal, logits)
-
-    def commit(self, verdict: Verdict) -> None:
-        """Every draft learns which nodes of the pass are on the accepted path, or which of its own, if it has proposed any."""
-        if all(type(draft).commit is Draft.commit for draft in self.parts):
-            return
-        judged = Judged(self.judged, verdict)
-        for draft, proposal in zip(self.parts, self.asked):
-            judged.tell(draft, proposal)
-
     def keep(self, rows: list[int]) -> None:
         self.lengths = [self.lengths[row] for row in rows]
         self.way.keep(rows)
-        for draft in self.parts:
-            draft.keep(rows)
+        super().keep(rows)
 
     def rewind(self, context: Context, lengths: list[int]) -> None:
         self.way.forget()
-        self.lengths, self.asked = list(lengths), [None] * len(self.parts)
+        self.lengths = list(lengths)
+        self.forget_asked()
         for draft, own in zip(self.parts, self.contexts):
             draft.rewind(own, lengths)
 
     def finish(self) -> None:
-        self.context = self.way = self.judged = None
-        self.asked, self.contexts = [], []
-        for draft in self.parts:
-            draft.finish()
+        self.context = self.way = None
+        self.contexts = []
         super().finish()
 
     # --- what is asked of it between ----------------------------------------------------------------------------------
@@ -156,11 +138,3 @@ class MixtureDraft(Draft):
 
     def relative_cost(self, target) -> float:
         return max(draft.relative_cost(target) or 0.0 for draft in self.parts)
-
-    @property
-    def calls(self) -> int:
-        return sum(draft.calls for draft in self.parts)
-
-    @property
-    def forward_seconds(self) -> float:
-        return sum(draft.forward_seconds for draft in self.parts)

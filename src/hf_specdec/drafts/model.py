@@ -15,11 +15,12 @@ from ..media import Media
 from ..probe import check_batch, check_mode
 from ..proposal import Proposal, Verdict
 from ..seq2seq import Source
-from .base import Context, Draft, Run
+from .base import Context, Run
+from .inner import Holder
 from .vocabulary import fitted, readable
 
 
-class ModelDraft(Draft):
+class ModelDraft(Holder):
     """Drafts K tokens one by one with `model`: its argmax where the target decodes greedily, else draws from its own law after
     the same processors as the target's. The model may have another dtype, another device, and a vocabulary padded to another
     size; only ids that both have are proposed. An encoder-decoder reads what the target's encoder reads: with its own encoder, or the
@@ -39,7 +40,6 @@ class ModelDraft(Draft):
     def __init__(self, model: PreTrainedModel):
         self.model = model
         self.traits = compat.traits_of(compat.unwrap(model), "assistant_model")
-        self.cached: CachedModel | None = None
         self.source: Source | None = None
         self.reads = ""
 
@@ -171,15 +171,6 @@ class ModelDraft(Draft):
         """c by size: decoding reads every weight once a token."""
         return parts.parameters_per_token(self.model) / max(parts.parameters_per_token(target), 1)
 
-    @property
-    def calls(self) -> int:
-        """Forwards of the draft model in this call, its prompt pass included."""
-        return self.cached.calls if self.cached else 0
-
-    @property
-    def forward_seconds(self) -> float:
-        return self.cached.seconds if self.cached else 0.0
-
     def commit(self, verdict: Verdict) -> None:
         if self.stop is not None:
             self.stop.learn([sum(path) - 1 for path in verdict.paths()])
@@ -196,8 +187,6 @@ class ModelDraft(Draft):
         self.cached.crop([length - 1 for length in lengths])
 
     def finish(self) -> None:
-        if self.cached is not None:
-            self.cached.cache.release()
         self.context = self.source = None
         self.drafted = []
         super().finish()

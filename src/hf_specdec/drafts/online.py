@@ -17,9 +17,10 @@ from transformers import PreTrainedModel
 from ..hints import check_int
 from ..proposal import Proposal, Verdict
 from ..uploads import upload
-from .base import Context, Draft
+from .base import Context
 from .feature import FeatureDraft
 from .features import inputs
+from .inner import Composed
 from .model import ModelDraft
 
 FORMAT = "hf_specdec online 1"
@@ -44,7 +45,7 @@ class Lesson:
         return replace(self, ids=self.ids.clone(), probs=self.probs.clone(), states=None if self.states is None else self.states.clone())
 
 
-class OnlineDraft(Draft):
+class OnlineDraft(Composed):
     """`draft`, learning: where a round ends with a rejected token, the target's law there is kept, and every `every` rounds, before the next
     round drafts, the draft's model takes one step of Adam towards it (forward KL). Every proposal is reported with the law it was drawn from, so
     the output is the target's own whatever has been learnt; only the speed changes, from call to call and within one.
@@ -61,7 +62,6 @@ class OnlineDraft(Draft):
 
     name = "online"
     trusted = True
-    reads_pass = True
 
     def __init__(self, draft: ModelDraft, target: PreTrainedModel, every: int = 16, lr: float = 1e-4, rows: int = 8, window: int = 512, top: int = 64):
         if not isinstance(draft, ModelDraft) or draft.model is target:
@@ -70,7 +70,8 @@ class OnlineDraft(Draft):
             check_int(name, value, 1, most)
         if isinstance(lr, bool) or not isinstance(lr, (int, float)) or not 0 < lr < 1:
             raise ValueError(f"lr={lr!r} must be a number between 0 and 1.")
-        self.draft, self.model, self.parts, self.may_branch = draft, draft.model, (draft,), draft.may_branch
+        super().__init__((draft,))
+        self.draft, self.model, self.may_branch = draft, draft.model, draft.may_branch
         self.every, self.lr, self.window, self.top = every, lr, window, top
         self.own = _own(draft.model, target)
         self.moments = [(torch.zeros_like(p, dtype=torch.float32), torch.zeros_like(p, dtype=torch.float32), p.detach().float().clone())
@@ -83,10 +84,9 @@ class OnlineDraft(Draft):
     # --- learning -----------------------------------------------------------------------------------------------------
 
     def commit(self, verdict: Verdict) -> None:
-        proposal, logits = self.judged
-        if self.draft.reads_pass or proposal is self.proposed:
-            self.draft.commit(verdict)
-        self.judged, self.rounds = None, self.rounds + 1
+        super().commit(verdict)
+        proposal, logits = self.judged, self.logits
+        self.judged, self.logits, self.rounds = None, None, self.rounds + 1
         for b, path in enumerate(verdict.paths()):
             node = max(i for i, taken in enumerate(path) if taken)
             if node in proposal.tree.parents[: proposal.sizes[b]]:  # something was proposed there, and rejected
@@ -212,41 +212,28 @@ class OnlineDraft(Draft):
     def start(self, context: Context) -> None:
         if context.source is not None:
             raise ValueError("assistant_model: online distillation is for decoder-only targets. Pass the draft itself with an encoder-decoder.")
-        self.texts, self.judged, self.proposed, self.pending = list(context.rows), None, None, [[] for _ in context.rows]
+        self.texts, self.pending = list(context.rows), [[] for _ in context.rows]
         self.draft.start(context)
 
     def propose(self, context: Context, k: list[int]) -> Proposal:
         if self.rounds >= self.every:
             self.learn()
-        self.proposed = self.draft.propose(context, k)
-        return self.proposed
+        self.asked[0] = proposal = self.draft.propose(context, k)
+        return proposal
 
     def observe(self, proposal: Proposal, logits: torch.Tensor) -> None:
-        self.judged = proposal, logits
-        self.draft.observe(proposal, logits)
+        self.logits = logits
+        super().observe(proposal, logits)
 
     def evidence(self, context: Context) -> list[int]:
+        self.forget_asked()
         return self.draft.evidence(context)
-
-    def prior(self, strength: int) -> tuple[float, float]:
-        return self.draft.prior(strength)
-
-    def relative_cost(self, target) -> float | None:
-        return self.draft.relative_cost(target)
-
-    @property
-    def calls(self) -> int:
-        return self.draft.calls
-
-    @property
-    def forward_seconds(self) -> float:
-        return self.draft.forward_seconds
 
     def keep(self, rows: list[int]) -> None:
         for b in set(range(len(self.pending))) - set(rows):
             self._gather(b)
         self.texts, self.pending = [self.texts[row] for row in rows], [self.pending[row] for row in rows]
-        self.draft.keep(rows)
+        super().keep(rows)
 
     def rewind(self, context: Context, lengths: list[int]) -> None:
         self.pending = [[item for item in own if item[0] < length] for own, length in zip(self.pending, lengths)]
@@ -257,8 +244,7 @@ class OnlineDraft(Draft):
             for b in range(len(self.pending)):
                 self._gather(b)
         finally:
-            self.texts, self.judged, self.proposed, self.pending = [], None, None, []
-            self.draft.finish()
+            self.texts, self.logits, self.pending = [], None, []
             super().finish()
 
 

@@ -16,7 +16,7 @@ from ..tree import Tree
 from ..tree_shapes import DynamicTree
 from ..uploads import upload
 from .base import Context
-from .inner import refuse_encoder
+from .inner import Holder, refuse_encoder
 from .one_pass import OnePassDraft
 
 
@@ -43,7 +43,7 @@ class LookAhead(nn.Module):
         return {"kind": "pass", "heads": len(self.embeddings)}
 
 
-class PassDraft(OnePassDraft):
+class PassDraft(OnePassDraft, Holder):
     """One pass of `target` over the root token and the look-ahead embeddings behind it, on the target's own cache: the first token comes from
     the target's own law, the others from what it says at the look-ahead places. Nothing of the pass stays: what it writes to the
     cache lies at the root's slot and behind it, and the next pass of the target overwrites it before it is read.
@@ -68,7 +68,6 @@ class PassDraft(OnePassDraft):
         self.target, self.traits = target, compat.traits_of(compat.unwrap(target), "target")
         if self.traits.own_positions:
             raise ValueError(compat.own_mask_refusal(target, "target", branches=True))
-        self.cached: CachedModel | None = None
         self.context: Context | None = None
 
     def start(self, context: Context) -> None:
@@ -92,15 +91,6 @@ class PassDraft(OnePassDraft):
         first = upload(self.cached.fresh, inputs.device)[:, None] + torch.arange(n, device=inputs.device)
         rows = torch.arange(len(first), device=inputs.device)[:, None]
         return inputs.index_put((rows, first), self.heads.embeddings[:n].to(inputs).expand(len(first), -1, -1))
-
-    @property
-    def calls(self) -> int:
-        """Passes of the target that the draft has run in this call."""
-        return self.cached.calls if self.cached else 0
-
-    @property
-    def forward_seconds(self) -> float:
-        return self.cached.seconds if self.cached else 0.0
 
     def relative_cost(self, target: PreTrainedModel) -> float:
         """c: one target pass for K tokens."""

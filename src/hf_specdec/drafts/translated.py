@@ -12,12 +12,12 @@ from ..law import draw, likeliest
 from ..probe import check_batch, check_mode
 from ..proposal import Proposal
 from ..uploads import upload
-from .base import Context, Draft
-from .inner import chains, common, refuse_encoder
+from .base import Context
+from .inner import Holder, chains, common, refuse_encoder
 from .vocabulary import fitted
 
 
-class TranslatedDraft(Draft):
+class TranslatedDraft(Holder):
     """Drafts with `model`, whose `draft_tokenizer` is not the target's `tokenizer`.
 
     Greedy: the draft writes K tokens of its own, and their text, in the target's tokens, is proposed (at most K): point masses.
@@ -44,7 +44,6 @@ class TranslatedDraft(Draft):
         if not shared:
             raise ValueError("draft_tokenizer: shares no token with tokenizer; take a draft whose vocabulary overlaps the target's.")
         self.shared = torch.tensor(shared)  # int64 [n, 2]: the target's id, the draft's id
-        self.cached: CachedModel | None = None
 
     def start(self, context: Context) -> None:
         check_mode(self.model, "assistant_model")
@@ -122,14 +121,6 @@ class TranslatedDraft(Draft):
     def relative_cost(self, target: PreTrainedModel) -> float:
         return parts.parameters_per_token(self.model) / max(parts.parameters_per_token(target), 1)
 
-    @property
-    def calls(self) -> int:
-        return self.cached.calls if self.cached else 0
-
-    @property
-    def forward_seconds(self) -> float:
-        return self.cached.seconds if self.cached else 0.0
-
     def keep(self, rows: list[int]) -> None:
         self.cached.keep(rows)
         self.held = [self.held[row] for row in rows]
@@ -138,8 +129,6 @@ class TranslatedDraft(Draft):
         """The texts are compared at every `propose`."""
 
     def finish(self) -> None:
-        if self.cached is not None:
-            self.cached.cache.release()
         self.held = []
         super().finish()
 
