@@ -176,23 +176,24 @@ class Branches:
         return cls(list(zip(proposal.tree.parents[:size], proposal.listed()[b][:size])), laws)
 
 
-def together(rows: list[Branches], vocab_size: int, device, source: str | list[str]) -> Proposal:
+def together(rows: list[Branches], vocab_size: int, device, source: str | list[str], most: list[int] | None = None) -> Proposal:
     """Trees of different shapes as one proposal: a node is known by the ranks of the siblings on the way to it, so that siblings keep
     their order and every node its own law. A row that lacks a node before its last one has token 0 there, a point mass like any
     other, judged after the siblings that it has. Coins are numbered by node: what is drawn for a row then depends on its
-    neighbours' shapes (its law does not)."""
+    neighbours' shapes (its law does not). most: per row, how many nodes it may get, those first that most rows have; None: all."""
     ranked = [by_ranks(row.nodes) for row in rows]
     wanted = Counter(path for own in ranked for path in own)
     order = ranked[0] if len(rows) == 1 else sorted(wanted, key=lambda path: (-wanted[path], len(path), path))
     number = {(): 0} | {path: node for node, path in enumerate(order, start=1)}
-    tree = Tree(tuple(number[path[:-1]] for path in order))
-    columns = [[number[path] - 1 for path in own] for own in ranked]
+    columns = [{number[path] - 1: i for i, path in enumerate(own) if number[path] <= n} for own, n in zip(ranked, most or [len(order)] * len(rows))]
+    sizes = [max(own, default=-1) + 1 for own in columns]
+    tree = Tree(tuple(number[path[:-1]] for path in order[: max(sizes, default=0)]))
     shape = len(rows), len(tree)
     tokens, fillers = torch.zeros(shape, dtype=torch.long, device="cpu"), torch.ones(shape, dtype=torch.bool, device="cpu")
-    for b, row in enumerate(rows):
-        tokens[b, columns[b]] = torch.tensor([token for _, token in row.nodes], dtype=torch.long, device="cpu")
-        fillers[b, columns[b]] = False
-    known, tokens, sizes = tokens.tolist(), upload(tokens, device), [max(own, default=-1) + 1 for own in columns]
+    for b, (row, own) in enumerate(zip(rows, columns)):
+        tokens[b, [*own]] = torch.tensor([row.nodes[i][1] for i in own.values()], dtype=torch.long, device="cpu")
+        fillers[b, [*own]] = False
+    known, tokens = tokens.tolist(), upload(tokens, device)
     return Proposal(tree, tokens, _laws(rows, tokens, columns, vocab_size), sizes, source, fillers=upload(fillers, device), on_host=known)
 
 
@@ -205,15 +206,16 @@ def by_ranks(nodes: list[tuple[int, int]]) -> list[tuple[int, ...]]:
     return paths[1:]
 
 
-def _laws(rows: list[Branches], tokens: torch.Tensor, columns: list[list[int]], vocab_size: int) -> torch.Tensor | None:
-    """probs float [B, N, V]: each node's own law, else the one-hot of its token; None where there is no law at all."""
+def _laws(rows: list[Branches], tokens: torch.Tensor, columns: list[dict[int, int]], vocab_size: int) -> torch.Tensor | None:
+    """probs float [B, N, V]: each node's own law, else the one-hot of its token; None where there is no law at all. columns: of every row,
+    which of its nodes is in which column."""
     if all(row.laws is None for row in rows):
         return None
     probs = torch.nn.functional.one_hot(tokens, vocab_size).float()
     for b, row in enumerate(rows):
-        for column, law in zip(columns[b], row.laws or ()):
-            if law is not None:
-                probs[b, column] = law.to(probs)
+        for column, i in columns[b].items() if row.laws else ():
+            if row.laws[i] is not None:
+                probs[b, column] = row.laws[i].to(probs)
     return probs
 
 

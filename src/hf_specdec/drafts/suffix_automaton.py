@@ -6,18 +6,13 @@ of Blumer et al. 1985, built online. Proposals are point masses.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush, nlargest
 
-import torch
-
 from ..hints import check_int
 from ..proposal import Proposal
-from ..tree import Tree
-from ..uploads import upload
 from .base import Context, Draft, Guess
-from .growth import by_ranks
+from .growth import Branches, together
 
 SEPARATOR = -1  # between texts; no row has it, so no match crosses it
 AFTER_FIRST = (1.0, 0.2, 0.1, 0.05)  # of the most frequent continuation's rate, that of the next ones
@@ -199,7 +194,7 @@ class SuffixAutomatonDraft(Draft):
                  for row, own in zip(self.rows, k)]
         if self.branches == 1 or context.stock:
             return Proposal.from_lists([_first_branch(nodes) for nodes in trees], context.device, self.name, context.vocab_size)
-        return _one_shape(trees, k, context.device, self.name)
+        return together([Branches(nodes) for nodes in trees], context.vocab_size, context.device, self.name, k)
 
     def place(self, b: int) -> tuple | None:
         """The row's automaton, and length and state of the match in it and in the texts."""
@@ -243,16 +238,3 @@ def _first_branch(nodes: list[Node]) -> list[int]:
             path.append(token)
             last = node
     return path
-
-
-def _one_shape(trees: list[list[Node]], k: list[int], device, source: str) -> Proposal:
-    """Trees of different shapes in one: a node is known by the ranks of the siblings on the way to it; the max(k) nodes that most
-    rows have are kept. A row that lacks one before its last has token 0 there, a guess like any other."""
-    rows = [{path: token for path, (_, token) in zip(by_ranks(nodes), nodes)} for nodes in trees]
-    wanted = Counter(path for row in rows for path in row)
-    order = sorted(wanted, key=lambda path: (-wanted[path], len(path), path))[: max(k, default=0)]
-    number = {(): 0} | {path: node for node, path in enumerate(order, start=1)}
-    sizes = [max((i for i, path in enumerate(order[:most], start=1) if path in row), default=0) for row, most in zip(rows, k)]
-    tokens = upload([[row.get(path, 0) for path in order] for row in rows], device, torch.long)
-    tree, n = Tree(tuple(number[path[:-1]] for path in order)), max(sizes, default=0)
-    return Proposal(tree.truncate(n), tokens.reshape(len(rows), len(order))[:, :n], None, sizes, source)
