@@ -19,10 +19,10 @@ LEAVES = {"__main__", "bench", "cli", "commands", "mx", "viz", "training"}
 # what may be imported by what comes after it; modules of one line know nothing of each other
 LINES = [
     {"uploads"},
-    {"tree", "registry", "theory", "noise", "compat", "kv_cache", "draft_stop", "head", "lengths", "parts", "passes", "method", "memory", "budget",
+    {"tree", "registry", "theory", "noise", "compat", "kv_cache", "draft_stop", "head", "parts", "passes", "method", "memory", "budget",
      "law", "nucleus", "lazy_law", "caches", "states", "media", "checkpoint", "positions", "fixed_cache", "hints", "flash"},
     {"proposal", "sequences", "tree_shapes", "distributions", "config", "schedule", "trace", "seq2seq", "tap", "masks", "layerwise", "kept"},
-    {"compiled", "following"},
+    {"compiled", "following", "lengths"},
     {"forward"},
     {"cached_model", "acceptance.base", "acceptance.primitive"},
     {"probe", "acceptance.*", "drafts.base"},

@@ -10,6 +10,7 @@ import typer
 from . import __version__
 from .commands.common import check_sampling, draft_name, dtype_name
 from .commands.leaving import PROGRAM, guarded
+from .config import MAX_ASSISTANT_TOKENS
 
 app = typer.Typer(
     help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
@@ -278,7 +279,7 @@ def export(
     draft: Annotated[str, typer.Argument(help="The draft: prompt_lookup, a drafter's name or folder, a published checkpoint, a model's folder or hub id.")],
     out: Annotated[Path, typer.Option("--out", help="A new or empty folder.")],
     target: Annotated[str, typer.Option("--target", help="The model that the draft is for: smollm2, a folder, or a hub id.")] = "smollm2",
-    k: Annotated[int, typer.Option("--k", min=1, max=64, help="Tokens drafted per round.")] = 4,
+    k: Annotated[int, typer.Option("--k", min=1, max=MAX_ASSISTANT_TOKENS, help="Tokens drafted per round.")] = 4,
     dtype: DType = "bfloat16",
 ):
     """Write a target's draft as a vLLM speculative_config, with weights in the layout that vLLM loads."""

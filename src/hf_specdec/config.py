@@ -14,7 +14,7 @@ from .hints import by_name, check_int, meant, nearest, short
 from .registry import ACCEPTANCE, DRAFTS, shipped
 
 CONFIG_NAME = "speculative_config.json"
-MAX_ASSISTANT_TOKENS = 64
+MAX_ASSISTANT_TOKENS = 64  # drafted in one round, by any draft
 ALONE = ("jump_forward", "lookahead", "mixture", "ngram_recycling", "prompt_lookup", "recycling", "suffix_automaton", "uniform")  # drafts that a name is enough for
 WITH_WEIGHTS = ("model", "model_tree", "ngram", "retrieval", "feature", "feature_tree", "medusa", "parallel", "pass")
 # what newcomers put among the options, and is an argument of `generate`

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-MOST_NODES, MOST_DRAFTED = 256, 64  # nodes of a pass; tokens that may be drafted beyond the text
+from .config import MAX_ASSISTANT_TOKENS
+from .tree import MAX_NODES
+
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 
@@ -27,10 +29,10 @@ def check_rope(model: PreTrainedModel, max_length: int, role: str) -> None:
 def check_selection(model: PreTrainedModel, max_length: int, role: str) -> None:
     """Refuse a text in which Doge attends to the `keep_window_size` keys that it selects among all of a pass, drafted ones included."""
     kept = getattr(model.config.get_text_config(), "keep_window_size", None)
-    if kept is not None and max_length + MOST_NODES > kept:
+    if kept is not None and max_length + MAX_NODES > kept:
         raise ValueError(
             f"{role}: {type(model).__name__} attends to {kept} tokens (keep_window_size) that it selects among all of a pass, so in longer texts a pass "
-            f"over drafted tokens would differ from plain decoding. Keep max_length at {max(kept - MOST_NODES, 0)} or below (here {max_length}), or use "
+            f"over drafted tokens would differ from plain decoding. Keep max_length at {max(kept - MAX_NODES, 0)} or below (here {max_length}), or use "
             f"speculative=False."
         )
 
@@ -39,7 +41,7 @@ def counts_itself(model: PreTrainedModel, length: int) -> bool:
     """Whether a pass over a text of `length` tokens may reach the positions from which on Llama 4 scales its attention, by places that it
     counts itself: the same for all rows, and along the nodes of a tree."""
     config = model.config.get_text_config()
-    return bool(getattr(config, "attn_temperature_tuning", False)) and length + MOST_NODES > config.floor_scale
+    return bool(getattr(config, "attn_temperature_tuning", False)) and length + MAX_NODES > config.floor_scale
 
 
 def check_counting(model: PreTrainedModel, length: int, role: str) -> None:
@@ -48,6 +50,6 @@ def check_counting(model: PreTrainedModel, length: int, role: str) -> None:
         raise ValueError(
             f"{role}: {type(model).__name__} scales its attention by positions that it counts itself in long texts (attn_temperature_tuning), so rows "
             f"that accept different numbers of tokens, or branches of a tree, cannot share a pass. Keep max_length at "
-            f"{max(model.config.get_text_config().floor_scale - MOST_NODES - MOST_DRAFTED, 0)} or below, generate the rows one by one (batch size 1) "
+            f"{max(model.config.get_text_config().floor_scale - MAX_NODES - MAX_ASSISTANT_TOKENS, 0)} or below, generate the rows one by one (batch size 1) "
             f"with chains, or use speculative=False."
         )

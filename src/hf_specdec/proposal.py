@@ -7,10 +7,8 @@ from dataclasses import dataclass, field
 import torch
 
 from .law import draw
-from .tree import Tree
+from .tree import MAX_NODES, Tree
 from .uploads import upload
-
-MAX_NODES = 256  # of one proposal; with them go a mask and logits for every node
 
 
 @dataclass

@@ -11,6 +11,8 @@ from functools import cached_property, lru_cache
 
 import torch
 
+MAX_NODES = 256  # of one proposal; with them go a mask and logits for every node
+
 
 @dataclass(frozen=True)
 class Tree:

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from .hints import check_int
-from .tree import Tree
-
-MAX_NODES = 256
+from .tree import MAX_NODES, Tree
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from ..config import MAX_ASSISTANT_TOKENS as MOST
 from ..tree import Tree
 from ..tree_shapes import best_tree
 
-MOST = 64  # tokens of a proposal
 RANKS = 8
 BUDGETS = (2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64)
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)

@@ -14,6 +14,8 @@ from .. import compat, parts
 from ..acceptance.greedy import GreedyMatching
 from ..acceptance.sampling import SpeculativeSampling
 from ..cached_model import CachedModel
+from ..config import MAX_ASSISTANT_TOKENS
+from ..hints import check_int
 from ..probe import check_batch, check_mode, check_trees
 from ..proposal import Proposal, fetched
 from ..uploads import upload
@@ -37,8 +39,7 @@ class CascadeDraft(Holder):
     def __init__(self, model: PreTrainedModel, draft: Draft, tokens: int = 4):
         if not isinstance(draft, Draft):
             raise TypeError(f"draft: expected a draft, got {type(draft).__name__}; make a model one with ModelDraft(model).")
-        if isinstance(tokens, bool) or not isinstance(tokens, int) or not 1 <= tokens <= 64:
-            raise ValueError(f"tokens={tokens!r} must be an int in 1..64.")
+        check_int("tokens", tokens, 1, MAX_ASSISTANT_TOKENS)
         refuse_encoder(model, "model")
         self.model, self.draft, self.tokens, self.parts = model, draft, tokens, (draft,)
         self.traits = compat.traits_of(compat.unwrap(model), "model")
@@ -55,7 +56,7 @@ class CascadeDraft(Holder):
         check_batch(compat.unwrap(self.model), self.traits, len(context.rows), "model")
         check_trees(self.draft, self.model, self.traits, context.max_length, "model")
         self.rule = (SpeculativeSampling if context.sampler.do_sample else GreedyMatching)()
-        self.cached = CachedModel(self.model, context.max_length + 2 * 64, "model", self.traits, compile=context.compiles)
+        self.cached = CachedModel(self.model, context.max_length + 2 * MAX_ASSISTANT_TOKENS, "model", self.traits, compile=context.compiles)
         self.cached.lengths = [0] * len(context.rows)
         self.cached.look(context.media and context.media.for_draft(self.model))
         if self.draft.reads_prompt:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from ..config import MAX_ASSISTANT_TOKENS
 from ..hints import check_int
 from ..proposal import Proposal
 from .base import Context, Draft
@@ -24,7 +25,7 @@ class HorizontalCascadeDraft(Composed):
                 raise TypeError(f"{name}: expected a draft, got {type(draft).__name__}; make a model one with ModelDraft(model).")
         if first is then:
             raise ValueError("then: is the same object as first; make two.")
-        check_int("after", after, 1, 64)
+        check_int("after", after, 1, MAX_ASSISTANT_TOKENS)
         super().__init__((first, then))
         self.first, self.then, self.after = first, then, after
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..config import instead_of
+from ..config import MAX_ASSISTANT_TOKENS, instead_of
 from ..hints import check_int, what
 from ..proposal import Proposal
 from ..registry import DRAFTS, load
@@ -57,7 +57,7 @@ class MixtureDraft(Composed):
             raise TypeError("drafts: expected a list of drafts; put them into one: MixtureDraft([first, second]).")
         if mode not in MODES:
             raise ValueError(f"mode={mode!r} must be one of {list(MODES)}.")
-        for name, value, most in (("tokens", tokens, 64), ("branches", branches, 16)):
+        for name, value, most in (("tokens", tokens, MAX_ASSISTANT_TOKENS), ("branches", branches, 16)):
             check_int(name, value, 1, most)
         if not isinstance(drafts, Sequence) or isinstance(drafts, str) or not len(drafts):
             raise ValueError("drafts: expected a list of at least one draft (or names of registered drafts).")

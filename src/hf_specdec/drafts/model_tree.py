@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from .. import compat
 from ..law import Law, draw
-from ..proposal import MAX_NODES, Proposal, Verdict
-from ..tree import Tree
+from ..proposal import Proposal, Verdict
+from ..tree import MAX_NODES, Tree
 from ..tree_shapes import DynamicTree, branching, by_depth, from_json, most_nodes
 from ..uploads import upload
 from .base import Context

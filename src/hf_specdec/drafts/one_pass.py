@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from ..law import draw
-from ..proposal import MAX_NODES, Proposal
-from ..tree import Tree
+from ..proposal import Proposal
+from ..tree import MAX_NODES, Tree
 from ..tree_shapes import DynamicTree, branching, by_depth, most_nodes, rank_tree
 from ..uploads import upload
 from .base import Context, Draft

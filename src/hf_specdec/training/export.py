@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from ..config import MAX_ASSISTANT_TOKENS
 from ..drafts.medusa import MedusaDraft
 from ..drafts.one_pass import OnePassDraft
 from ..hints import check_int
@@ -44,7 +45,7 @@ def export(name: str, target: PreTrainedModel, out: str | Path, k: int) -> dict:
 
 def check(name: str, out: Path, k: int) -> None:
     """What `export` refuses before it reads any weights."""
-    check_int("k", k, 1, 64)
+    check_int("k", k, 1, MAX_ASSISTANT_TOKENS)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"out: {out} is not an empty folder; name a new one.")
     if name == LOOKUP or Path(name).is_dir() or drafter.is_drafter(name):
