@@ -15,6 +15,7 @@ from hf_specdec.schedule import Rates, RoundCost
 from hf_specdec.drafts.medusa import MedusaDraft
 from hf_specdec.training import build_drafter
 from hf_specdec.tree import Tree
+from hf_specdec.tree import MAX_NODES
 from hf_specdec.tree_shapes import DynamicTree
 from tests.conformance import law
 from tests.conformance.builders import medusa_heads
@@ -131,6 +132,13 @@ def test_trees_of_different_shapes_keep_their_tokens_their_order_and_their_laws(
             expected = row.laws[i] if row.laws[i] is not None else torch.eye(VOCAB)[row.nodes[i][1]]
             assert found.tokens[b, node - 1] == row.nodes[i][1] and torch.equal(found.probs[b, node - 1], expected)
     assert found.sizes[2] == 0
+
+
+def test_trees_of_many_rows_stay_within_what_a_pass_takes():
+    rows = [Branches([(0, 5 + i) for i in range(b + 1)] + [(b + 1, 9 + i) for i in range(8)]) for b in range(40)]
+    found = together(rows, VOCAB, "cpu", "some")
+    found.check(len(rows), VOCAB, "some")
+    assert len(found.tree) == MAX_NODES and all(found.tokens[b, found.tree.parents.index(0)] == 5 for b in range(len(rows)))
 
 
 def test_the_best_of_a_row_of_logits_are_found_in_groups():

@@ -13,7 +13,7 @@ import torch
 from ..hints import check_int
 from ..proposal import Proposal
 from ..schedule import AutoSchedule
-from ..tree import Tree
+from ..tree import MAX_NODES, Tree
 from ..uploads import upload
 from .base import Context, Draft
 
@@ -180,12 +180,12 @@ def together(rows: list[Branches], vocab_size: int, device, source: str | list[s
     """Trees of different shapes as one proposal: a node is known by the ranks of the siblings on the way to it, so that siblings keep
     their order and every node its own law. A row that lacks a node before its last one has token 0 there, a point mass like any
     other, judged after the siblings that it has. Coins are numbered by node: what is drawn for a row then depends on its
-    neighbours' shapes (its law does not). most: per row, how many nodes it may get, those first that most rows have; None: all."""
+    neighbours' shapes (its law does not). most: per row, how many nodes it may get, those first that most rows have; None: MAX_NODES."""
     ranked = [by_ranks(row.nodes) for row in rows]
     wanted = Counter(path for own in ranked for path in own)
     order = ranked[0] if len(rows) == 1 else sorted(wanted, key=lambda path: (-wanted[path], len(path), path))
     number = {(): 0} | {path: node for node, path in enumerate(order, start=1)}
-    columns = [{number[path] - 1: i for i, path in enumerate(own) if number[path] <= n} for own, n in zip(ranked, most or [len(order)] * len(rows))]
+    columns = [{number[path] - 1: i for i, path in enumerate(own) if number[path] <= n} for own, n in zip(ranked, most or [MAX_NODES] * len(rows))]
     sizes = [max(own, default=-1) + 1 for own in columns]
     tree = Tree(tuple(number[path[:-1]] for path in order[: max(sizes, default=0)]))
     shape = len(rows), len(tree)
