@@ -54,6 +54,7 @@ def test_raw_text_and_targets_without_a_template_are_tokenized_as_they_are(tmp_p
     ("content", "message"),
     [
         ("{not json}\n", "broken.jsonl:1: not JSON"),
+        ('{"turns": ["x"]}\n' + "[" * 10**5, "broken.jsonl:2: not JSON"),
         ('{"turns": ["x"]}\n[1, 2]\n', "broken.jsonl:2: expected a JSON object"),
         ('{"question": "x"}\n', "broken.jsonl:1: no prompt found"),
         ('{"turns": [" "]}\n', "broken.jsonl:1: no prompt found"),

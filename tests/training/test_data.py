@@ -173,10 +173,13 @@ def test_prompts_come_from_lines_columns_and_turns(tmp_path):
         find_prompts(str(tmp_path / "latin.txt"))
     with pytest.raises(ValueError, match="name is missing"):
         find_prompts("hub:")
+    (tmp_path / "d.jsonl").write_text('{"prompt": "good"}\n\nnot json\n')
+    with pytest.raises(ValueError, match="d.jsonl:3: not JSON"):
+        find_prompts(str(tmp_path / "d.jsonl"))
 
 
 @pytest.mark.parametrize(("row", "what"), [
-    ("not json", "is not JSON"), ('"a prompt"', "no JSON object, but str"), ("5", "but int"), ('["prompt"]', "but list"),
+    ('"a prompt"', "no JSON object, but str"), ("5", "but int"), ('["prompt"]', "but list"),
     ('{"prompt": 5}', "no text in 'prompt'"), ('{"prompt": null}', "no text"), ('{"prompt": " "}', "no text"), ('{"turns": []}', "no text in 'turns'"),
     ('{"turns": [{"role": "user"}]}', "no text in 'turns'"),
 ])

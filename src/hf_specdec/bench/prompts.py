@@ -7,7 +7,7 @@ continued, or MT-Bench on the hub: a list of turns), or `text`.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -43,7 +43,7 @@ def load_prompts(source: str = "shipped", limit: int | None = None) -> list[Prom
         lines = files(__package__).joinpath("prompts.jsonl").read_text(encoding="utf-8").splitlines()
         prompts = [prompt for prompt in _read(lines, "shipped") if source in ("shipped", prompt.category)]
     elif source.startswith("hub:"):
-        prompts = _from_hub(source.removeprefix("hub:"))
+        prompts = _from_hub(source)
     elif Path(source).is_file():
         prompts = _read(read_text(Path(source), "prompts").split("\n"), source)
     else:
@@ -63,6 +63,29 @@ def read_text(path: Path, argument: str) -> str:
         raise ValueError(f"{argument} {path}: not text in UTF-8 ({error}); store it in UTF-8.") from None
 
 
+def json_lines(lines: Iterable[str | bytes], source: str | Path) -> Iterator[tuple[int, Any]]:
+    """(number, record) of every line that is not blank; lines of bytes are in UTF-8. ValueError, which names `source` and line, without JSON."""
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                record = json.loads(line if isinstance(line, str) else line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{source}:{number}: not JSON ({error}); a .jsonl file has one object per line.") from None
+            yield number, record
+
+
+def data_set(source: str, argument: str) -> tuple[Any, str, str]:
+    """The package `datasets`, and name and split, "" for none, of hub:NAME[:SPLIT], or of a folder. ValueError or ImportError, which name `argument`."""
+    name, _, split = source.removeprefix("hub:").partition(":") if source.startswith("hub:") else (source, "", "")
+    if not name:
+        raise ValueError(f"{argument} {source}: the data set's name is missing; give hub:NAME[:SPLIT].")
+    try:
+        import datasets
+    except ImportError:
+        raise ImportError(f"{argument} {source}: data sets need the package datasets: {install('train')}") from None
+    return datasets, name, split
+
+
 def by_category(prompts: Iterable[Prompt]) -> dict[str, list[Prompt]]:
     groups: dict[str, list[Prompt]] = {}
     for prompt in prompts:
@@ -76,30 +99,12 @@ def _first_of_each(prompts: list[Prompt], limit: int) -> Iterable[Prompt]:
 
 
 def _read(lines: list[str], source: str) -> list[Prompt]:
-    prompts = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{source}:{number}: not JSON ({error.msg}); a prompt file has one JSON object per line."
-            ) from None
-        prompts.append(_prompt(record, f"{source}:{number}", Path(source).stem))
-    return prompts
+    return [_prompt(record, f"{source}:{number}", Path(source).stem) for number, record in json_lines(lines, source)]
 
 
-def _from_hub(name: str) -> list[Prompt]:
-    name, _, split = name.partition(":")
-    if not name:
-        raise ValueError("prompts='hub:': the data set's name is missing; give hub:NAME[:SPLIT].")
-    try:
-        from datasets import load_dataset
-    except ImportError:
-        raise ImportError(f"prompts from the hub need the package datasets: {install('train')}") from None
-
-    data = load_dataset(name)
+def _from_hub(source: str) -> list[Prompt]:
+    datasets, name, split = data_set(source, "prompts")
+    data = datasets.load_dataset(name)
     split = split or ("test" if "test" in data else next(iter(data)))
     return [_prompt(record, f"{name}:{split}:{i}", name.rsplit("/", 1)[-1]) for i, record in enumerate(data[split])]
 
@@ -108,8 +113,7 @@ def _prompt(record: Any, place: str, category: str) -> Prompt:
     """The prompt in one record of any of the accepted kinds."""
     if not isinstance(record, dict):
         raise ValueError(f"{place}: expected a JSON object with 'turns', 'prompt' or 'text'.")
-    field = next((name for name in ("turns", "prompt", "text") if record.get(name)), None)
-    value = record.get(field) if field else None
+    field, value = next(((name, record[name]) for name in ("turns", "prompt", "text") if record.get(name)), (None, None))
     chat = isinstance(value, (list, tuple)) or field == "text"
     text = value[0] if isinstance(value, (list, tuple)) else value
     if not isinstance(text, str) or not text.strip():

@@ -5,7 +5,6 @@ Nothing a model wrote is ever run in this process.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import secrets
@@ -18,8 +17,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from . import guard
 from ..hints import install
+from . import guard
+from .prompts import json_lines, read_text
 
 ISOLATION = ("namespace", "audit")
 ENDS = ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint(", "\n@", "\nassert ", "\n```")  # what follows a finished function
@@ -94,13 +94,10 @@ class Outcome:
 def load_problems(path: str | Path) -> list[Problem]:
     """The tasks of a JSONL file of HumanEval; ValueError naming file, line and field otherwise."""
     problems = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8-sig").split("\n"), start=1):
-        if not line.strip():
-            continue
+    for number, record in json_lines(read_text(Path(path), "tasks").split("\n"), path):
         try:
-            record = json.loads(line)
             fields = {name: record[name] for name in FIELDS}
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+        except (KeyError, TypeError) as error:
             raise ValueError(f"{path}:{number}: not a task of HumanEval ({error}); a line has {', '.join(FIELDS)}.") from None
         if not all(isinstance(value, str) for value in fields.values()) or not fields["entry_point"].isidentifier():
             raise ValueError(f"{path}:{number}: {', '.join(FIELDS)} must be texts, and entry_point a name.")

@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ..bench.prompts import Prompt
+from ..bench.prompts import Prompt, data_set, json_lines
 from ..hints import install
 
 COLUMNS = ("prompt", "turns", "messages", "text")
@@ -89,7 +89,7 @@ def _row(index: int, value: Any) -> Row:
 
 def _records(source: str) -> Iterable[Any]:
     if source.startswith("hub:"):
-        return _hub(source.removeprefix("hub:"))
+        return _hub(source)
     path = Path(source)
     kind = path.suffix.lower()
     if kind not in KINDS:
@@ -101,13 +101,7 @@ def _records(source: str) -> Iterable[Any]:
 
 def _jsonl(path: Path) -> Iterator[Any]:
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                yield json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{path}:{number}: not JSON ({error}); a .jsonl file has one object per line.") from None
+        yield from (record for _, record in json_lines(file, path))
 
 
 def _json(path: Path) -> Iterator[Any]:
@@ -142,18 +136,11 @@ def _parquet(path: Path) -> Iterator[Any]:
         raise ValueError(f"{path}: not a whole Parquet file ({error}).") from None
 
 
-def _hub(name: str) -> Iterator[Any]:
-    name, _, split = name.partition(":")
-    if not name:
-        raise ValueError("--dataset hub: the data set's name is missing; give hub:NAME[:SPLIT].")
-    try:
-        from datasets import load_dataset
-    except ImportError:
-        raise ImportError(f"data sets of the hub need the package datasets: {install('train')}") from None
-
+def _hub(source: str) -> Iterator[Any]:
+    datasets, name, split = data_set(source, "--dataset")
     if split:
-        return iter(load_dataset(name, split=split))
-    data = load_dataset(name)
+        return iter(datasets.load_dataset(name, split=split))
+    data = datasets.load_dataset(name)
     if len(data) > 1:
         raise ValueError(f"hub:{name} has the splits {list(data)}: name one, hub:{name}:SPLIT.")
     return iter(next(iter(data.values())))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 
-from ..bench.prompts import read_text
-from ..hints import install
+from ..bench.prompts import data_set, json_lines, read_text
 
 MARK = "\x00here\x00"
 
@@ -69,30 +67,23 @@ def find_prompts(source: str, column: str | None = None) -> dict[str, str]:
     Raises ValueError or OSError naming what is missing.
     """
     if source.startswith("hub:") or Path(source).is_dir():
-        name, _, split = source.removeprefix("hub:").partition(":") if source.startswith("hub:") else (source, "", "")
-        return _of_dataset(name, column, split)
+        return _of_dataset(source, column)
     return _of_file(Path(source), column)
 
 
 def _of_file(path: Path, column: str | None) -> dict[str, str]:
     if not path.is_file():
         raise ValueError(f"prompts: {path} is not a file; name one that there is, a folder that `datasets` wrote, or hub:NAME.")
-    lines = {number: line for number, line in enumerate(read_text(path, "prompts").split("\n"), start=1) if line.strip()}
-    if not lines:
+    text = read_text(path, "prompts")
+    if not text.strip():
         raise ValueError(f"prompts: {path} is empty; write one prompt a line, or leave prompts out.")
-    places = {f"{path}, line {number}": line for number, line in lines.items()}
     if path.suffix == ".txt" and column:
         raise ValueError(f"column: {path} has none, its lines are the prompts; leave column={column!r} out.")
+    lines = text.split("\n")
     if path.suffix == ".txt":
-        return places
-    return {place: _prompt(_record(line, place), column, place) for place, line in places.items()}
-
-
-def _record(line: str, place: str) -> object:
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"prompts: {place} is not JSON ({error.msg}); write one object a line, {{\"prompt\": TEXT}}.") from None
+        return {f"{path}, line {number}": line for number, line in enumerate(lines, start=1) if line.strip()}
+    records = {f"{path}, line {number}": record for number, record in json_lines(lines, path)}
+    return {place: _prompt(record, column, place) for place, record in records.items()}
 
 
 def _prompt(row: object, column: str | None, source) -> str:
@@ -112,14 +103,9 @@ def _prompt(row: object, column: str | None, source) -> str:
                      f"Name one with --column.")
 
 
-def _of_dataset(name: str, column: str | None, split: str) -> dict[str, str]:
+def _of_dataset(source: str, column: str | None) -> dict[str, str]:
     """The prompts of a data set of the hub, or of a folder that `datasets` wrote; of its split "train", or of its only one, unless one is named."""
-    if not name:
-        raise ValueError("prompts: the data set's name is missing; give hub:NAME, a folder or a file.")
-    try:
-        import datasets
-    except ImportError as error:
-        raise ImportError(f"prompts: reading data sets needs the package datasets: {install('train')}") from error
+    datasets, name, split = data_set(source, "prompts")
     on_disk = Path(name).is_dir() and any((Path(name) / kept).is_file() for kept in ("dataset_dict.json", "state.json"))  # what save_to_disk leaves
     try:
         data = datasets.load_from_disk(name) if on_disk else datasets.load_dataset(name, split=split or "train")
