@@ -5,7 +5,7 @@ import torch
 
 from hf_specdec import SpeculativeConfig
 from hf_specdec.draft_stop import CHOICES, Calibration, DraftStop, StopRule
-from hf_specdec.drafts import CascadeDraft, HorizontalCascadeDraft, ModelDraft, PromptLookupDraft
+from hf_specdec.drafts import CascadeDraft, EarlyExitDraft, HorizontalCascadeDraft, ModelDraft, PromptLookupDraft
 from hf_specdec.proposal import Proposal
 from hf_specdec.schedule import HeuristicSchedule
 from tests.conformance import law
@@ -72,6 +72,18 @@ def test_a_row_stops_as_it_does_alone(kind):
     alone = speculate(target, ROWS[1:2], Cheap(perturbed(target, 0.2)), **options).speculation
     sizes = [entry.proposed for entries in together.rounds for entry in entries if entry.row == 1]
     assert sizes == [entry.proposed for entries in alone.rounds for entry in entries] and len(set(sizes)) > 2
+
+
+def test_a_row_whose_cache_is_the_targets_learns_from_its_own_rounds_after_others_have_ended():
+    target = tiny_llama(3, num_hidden_layers=4)
+    options = dict(k=6, do_sample=True, max_new_tokens=40)
+    stop = dict(draft_confidence=0.3)
+    together = speculate(target, ROWS, EarlyExitDraft(target, 3), **options, **with_stop("confidence", seed=[5, 6, 7], **stop)).speculation
+    last = [max(i for i, entries in enumerate(together.rounds) if any(entry.row == row for entry in entries)) for row in range(len(ROWS))]
+    row = max(range(1, len(ROWS)), key=lambda row: last[row] - min(last[:row]))
+    alone = speculate(target, ROWS[row : row + 1], EarlyExitDraft(target, 3), **options, **with_stop("confidence", seed=5 + row, **stop)).speculation
+    sizes = [entry.proposed for entries in together.rounds for entry in entries if entry.row == row]
+    assert last[row] > min(last[:row]) + 3 and sizes == [entry.proposed for entries in alone.rounds for entry in entries] and len(set(sizes)) > 2
 
 
 @pytest.mark.filterwarnings("ignore:assistant_model")

@@ -65,13 +65,10 @@ class EarlyExitDraft(ModelDraft):
         self.cached.lengths, self.cached.ahead = list(context.target.lengths), list(context.target.ahead)
         self.base, self.drafted = [len(row) for row in context.rows], [[] for _ in context.rows]
 
-    def keep(self, rows: list[int]) -> None:
-        """The target drops the rows of the cache."""
+    def _keep_cached(self, rows: list[int]) -> None:
+        """The target drops the rows of its own cache; where they begin is asked before every pass."""
         if not self.shared:
-            super().keep(rows)
-            return
-        self.cached.lengths = [self.cached.lengths[row] for row in rows]
-        self.base, self.drafted = [self.base[row] for row in rows], [[] for _ in rows]
+            super()._keep_cached(rows)
 
     def finish(self) -> None:
         if self.own_cache is not None:  # start() has come so far

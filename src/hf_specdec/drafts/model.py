@@ -176,11 +176,14 @@ class ModelDraft(Holder):
             self.stop.learn([sum(path) - 1 for path in verdict.paths()])
 
     def keep(self, rows: list[int]) -> None:
-        self.cached.keep(rows)
+        self._keep_cached(rows)
         if self.stop is not None:
             self.stop.keep(rows)
         drafted = self._drafted()
         self.drafted, self.base = [drafted[row] for row in rows], [self.base[row] for row in rows]
+
+    def _keep_cached(self, rows: list[int]) -> None:
+        self.cached.keep(rows)
 
     def rewind(self, context: Context, lengths: list[int]) -> None:
         self._forget_what_was_rejected(context)
