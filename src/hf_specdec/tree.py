@@ -54,6 +54,15 @@ class Tree:
         return tuple(depths)
 
     @cached_property
+    def first_branch(self) -> tuple[int, ...]:
+        """The root's first child, its first child, and so on."""
+        branch = [0]
+        for node, parent in enumerate(self.parents, start=1):
+            if parent == branch[-1]:
+                branch.append(node)
+        return tuple(branch[1:])
+
+    @cached_property
     def ranks(self) -> tuple[int, ...]:
         """Sibling rank of the nodes 1..N: 0 is judged first."""
         seen: dict[int, int] = {}

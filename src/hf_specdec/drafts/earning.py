@@ -185,12 +185,8 @@ class Earnings:
 
 def path_of(proposal: Proposal, b: int) -> list[int]:
     """The tokens of the first branch of row b."""
-    path, last = [], 0
-    for node, (parent, token) in enumerate(zip(proposal.tree.parents[: proposal.sizes[b]], proposal.listed()[b]), start=1):
-        if parent == last:
-            path.append(token)
-            last = node
-    return path
+    tokens = proposal.listed()[b]
+    return [tokens[node - 1] for node in proposal.tree.first_branch if node <= proposal.sizes[b]]
 
 
 class PlannedSchedule:

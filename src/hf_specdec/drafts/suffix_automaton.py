@@ -11,6 +11,7 @@ from heapq import heappop, heappush, nlargest
 
 from ..hints import check_int
 from ..proposal import Proposal
+from ..tree import Tree
 from .base import Context, Draft, Guess
 from .growth import Branches, together
 
@@ -232,9 +233,4 @@ def _group(n: int) -> int:
 
 def _first_branch(nodes: list[Node]) -> list[int]:
     """The tokens of the likeliest path of a tree."""
-    path, last = [], 0
-    for node, (parent, token) in enumerate(nodes, start=1):
-        if parent == last:
-            path.append(token)
-            last = node
-    return path
+    return [nodes[node - 1][1] for node in Tree(tuple(parent for parent, _ in nodes)).first_branch]
