@@ -5,10 +5,12 @@ import torch
 
 from hf_specdec import SpeculativeConfig
 from hf_specdec.draft_stop import CHOICES, Calibration, DraftStop, StopRule
-from hf_specdec.drafts import CascadeDraft, EarlyExitDraft, HorizontalCascadeDraft, ModelDraft, PromptLookupDraft
+from hf_specdec.drafts import CascadeDraft, EarlyExitDraft, HorizontalCascadeDraft, MixtureDraft, ModelDraft, PromptLookupDraft, SuffixAutomatonDraft
+from hf_specdec.drafts.feature import FeatureDraft
 from hf_specdec.proposal import Proposal
 from hf_specdec.schedule import HeuristicSchedule
 from tests.conformance import law
+from tests.conformance.builders import feature_drafter
 from tests.helpers import FULL, generated, perturbed, plain, prompts, repetitive, small_vocabulary_llama, speculate, tiny_llama
 
 ROWS = repetitive(12) + prompts(5, 9, seed=4)
@@ -84,6 +86,19 @@ def test_a_row_whose_cache_is_the_targets_learns_from_its_own_rounds_after_other
     alone = speculate(target, ROWS[row : row + 1], EarlyExitDraft(target, 3), **options, **with_stop("confidence", seed=5 + row, **stop)).speculation
     sizes = [entry.proposed for entries in together.rounds for entry in entries if entry.row == row]
     assert last[row] > min(last[:row]) + 3 and sizes == [entry.proposed for entries in alone.rounds for entry in entries] and len(set(sizes)) > 2
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_feature_drafter_learns_how_far_its_own_tokens_were_accepted(alone, monkeypatch):
+    target, told = tiny_llama(3), []
+    draft = FeatureDraft(feature_drafter(target), target)
+    monkeypatch.setattr(DraftStop, "learn", lambda stop, accepted: told.append((stop.round[0], accepted[0])) or stop.begin())
+    mixture = MixtureDraft([SuffixAutomatonDraft(), draft])
+    out = speculate(target, ROWS[:1], draft if alone else mixture, 4, max_new_tokens=40, **with_stop("confidence", draft_confidence=0.2))
+    drafted = [(len(seen), hits) for seen, hits in told if seen]
+    assert generated(out, ROWS[:1]) == plain(target, ROWS[:1], max_new_tokens=40)
+    assert any(hits < n for n, hits in drafted) and all(hits <= n for n, hits in drafted)
+    assert not alone or sum(hits for _, hits in drafted) == out.speculation.accepted > 0
 
 
 @pytest.mark.filterwarnings("ignore:assistant_model")

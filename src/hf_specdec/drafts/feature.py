@@ -11,6 +11,7 @@ from ..tap import Tap
 from ..uploads import upload
 from .base import Context, Run
 from .features import fused, inputs, rows_at, tapped
+from .inner import Judged, common
 from .model import ModelDraft
 
 
@@ -70,10 +71,12 @@ class FeatureDraft(ModelDraft):
             states = fused(self.model, states.to(self.model.device))
             for b, (row, start) in enumerate(zip(self.context.rows, starts)):
                 self._store(b, start, states[b, : len(row) - start])
-        self.judged = states, [len(row) - 1 - start for row, start in zip(self.context.rows, starts)]
+        self.judged = proposal, states, [len(row) - 1 - start for row, start in zip(self.context.rows, starts)]
 
     def commit(self, verdict: Verdict) -> None:
-        states, roots = self.judged
+        proposal, states, roots = self.judged
+        if self.stop is not None:
+            self.stop.learn(list(map(common, self._drafted(), Judged(proposal, verdict).taken)))
         for b, (path, root) in enumerate(zip(verdict.paths(), roots)):
             nodes = [node for node, taken in enumerate(path) if taken and node]
             self._store(b, len(self.context.rows[b]), rows_at(states[b], [root + node for node in nodes]))
