@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from . import compat, passes
+from .block import Block
 from .fixed_cache import FixedCache, why_not_compiled
 from .kv_cache import SlotCache
 from .layerwise import TRIAL, Layerwise, Made, NotCompiled
@@ -41,9 +42,7 @@ _refusals: WeakKeyDictionary = WeakKeyDictionary()  # model -> {why it runs with
 
 
 def forward(model, tokens, embeds, positions, mask, slots, keys, values):
-    """One pass: tokens int64 [B, W], or embeds [B, W, H] in their place, positions int64 [B, W], mask float [B, 1, W, S] or one per layer type, slots
-    int64 [W] or [B, W], and per layer keys and values [B, H, S, D], which are written; logits [B, W, V], and what the layers that are
-    watched put out. Compiled as a whole."""
+    """One pass over a `Block`: logits [B, W, V], and what the layers that are watched put out. Compiled as a whole."""
     return over(FixedCache(keys, values, slots), model, tokens, embeds, positions, mask)
 
 
@@ -59,9 +58,8 @@ def over(cache: FixedCache, model, tokens, embeds, positions, mask):
 
 def several(model, tokens, embeds, positions, mask, slots, keys, values, vocab, drawing, uniform):
     """Passes over one token each, every one over that of the first `vocab` tokens which `drawing` (a `distributions.Drawing`) takes after the one
-    before, with uniform float64 [B, n]: int64 [B, n], their laws [B, n, vocab] or None, and the last states that were noted. tokens int64 [B, 1]
-    is the first; positions int64 [B, n], mask [B, 1, n, S] or one per layer type, slots [n] or [B, n]; embeds: None, or (make, states [B, 1, H]),
-    what makes the inputs of a pass of the states noted in the one before and the tokens."""
+    before, with uniform float64 [B, n]: int64 [B, n], their laws [B, n, vocab] or None, and the last states that were noted. The others are those of a
+    `Block`; make(model, states, tokens) makes the inputs of a pass of the states noted in the one before."""
     drawn, laws, (make, states) = [], [], embeds or (None, None)
     for i in range(positions.shape[1]):
         given = {"input_ids": tokens} if make is None else {"inputs_embeds": make(model, states, tokens)}
@@ -124,17 +122,13 @@ class CompiledPasses:
         `reads` put out, each [B, n, H]; None where the model does not compile."""
         width, plan = tokens.shape[1], cache.plan
         more = plan.width - width
-        layers = [layer.settled() for layer in cache.layers]
-        keys, values = [layer.keys for layer in layers], [layer.values for layer in layers]
-        slots = plan.slots if len(tokens) > 1 else plan.slots[0]
         masks = attention_mask if isinstance(attention_mask, dict) else {None: attention_mask}
         masks = {name: _longer(mask, 2, more) for name, mask in masks.items()}
         embeds = None if embeds is None else _longer(embeds, 1, more)
-        given = (pad(tokens, (0, more)), embeds, _longer(position_ids, 1, more), masks.get(None, masks), slots)
-        key = (tokens.shape[0], plan.width, tokens.device, keys[0].dtype, len(keys), type(self.model), embeds is None, reads)
-        given = (self.model, *_dense(given), keys, values)
+        block = Block.laid_out(cache, pad(tokens, (0, more)), embeds, _longer(position_ids, 1, more), masks.get(None, masks))
+        key = (tokens.shape[0], plan.width, tokens.device, block.keys[0].dtype, len(block.keys), type(self.model), embeds is None, reads)
         run = self._run_by_layers if self.by_layers else self._run
-        done = run(key, forward, tokens.shape[0] * plan.width, plan.capacity, reads, given)
+        done = run(key, forward, tokens.shape[0] * plan.width, plan.capacity, reads, block)
         if done is None:
             return None
         logits, states = done
@@ -177,18 +171,14 @@ class CompiledPasses:
     def several(self, tokens: torch.Tensor, embeds: tuple[Callable, torch.Tensor] | None, cache: SlotCache, reads: tuple[int, ...], vocab: int,
                 drawing: Drawing, uniform: torch.Tensor, position_ids: torch.Tensor, attention_mask) -> tuple | None:
         """What the function `several` gives for the n tokens that `cache.plan` has laid out; None where the model does not compile."""
-        plan, layers = cache.plan, [layer.settled() for layer in cache.layers]
-        keys, values = [layer.keys for layer in layers], [layer.values for layer in layers]
-        slots = plan.slots if len(tokens) > 1 else plan.slots[0]
-        key = (tokens.shape[0], -plan.width, tokens.device, keys[0].dtype, len(keys), type(self.model), vocab, embeds and embeds[0],
+        block = Block.laid_out(cache, tokens, embeds, position_ids, attention_mask)
+        key = (tokens.shape[0], -cache.plan.width, tokens.device, block.keys[0].dtype, len(block.keys), type(self.model), vocab, embeds and embeds[0],
                drawing.settings, reads)
-        tokens, embeds, positions, mask, slots, uniform = _dense((tokens, embeds, position_ids, attention_mask, slots, uniform))
-        given = (self.model, tokens, embeds, positions, mask, slots, keys, values, vocab, drawing, uniform)
-        return self._run(key, several, tokens.shape[0], plan.capacity, reads, given)
+        return self._run(key, several, tokens.shape[0], cache.plan.capacity, reads, block, vocab, drawing, uniform.contiguous())
 
-    def _run(self, key: tuple, function: Callable, places: int, capacity: int, reads: tuple[int, ...], given: tuple):
+    def _run(self, key: tuple, function: Callable, places: int, capacity: int, reads: tuple[int, ...], block: Block, *more):
         """The compiled `function` of these arguments, while the layers `reads` are noted; None where it does not compile."""
-        device = given[1].device
+        device, given = block.tokens.device, (self.model, *block, *more)
         key, own = key if device.type == "cpu" else (key, capacity), (key, capacity)  # a CUDA graph is for one number of slots
         self.untried = own not in self.functions.tried
         if device.type == "cuda":
@@ -196,7 +186,7 @@ class CompiledPasses:
         try:
             with watched(read_at(compat.unwrap(self.model), reads), note):
                 if own not in self.checked:
-                    sizes = _sizes(given[4], *given[6:8]) if device.type == "cpu" else ()
+                    sizes = _sizes(block) if device.type == "cpu" else ()
                     self.checked[own], done = self.functions.ask(key, capacity, lambda _: passes.alone(function, device, places, sizes=sizes), given)
                 else:
                     run = self.checked[own]
@@ -207,15 +197,14 @@ class CompiledPasses:
         self.functions.tried.add(own)
         return tree_map_only(torch.Tensor, torch.clone, done) if device.type == "cuda" else done  # the next graph writes where this one did
 
-    def _run_by_layers(self, key: tuple, function: Callable, places: int, capacity: int, reads: tuple[int, ...], given: tuple):
+    def _run_by_layers(self, key: tuple, function: Callable, places: int, capacity: int, reads: tuple[int, ...], block: Block):
         """`_run` of `forward`, whose layers are compiled."""
-        model, tokens, embeds, positions, mask, slots, keys, values = given
-        cache = FixedCache(keys, values, slots)
+        cache = FixedCache(block.keys, block.values, block.slots)
         self.untried = (key, capacity) not in self.layerwise.tried
         try:
-            with watched(read_at(compat.unwrap(model), reads), note), self.layerwise.running(key, cache, places, capacity):
+            with watched(read_at(compat.unwrap(self.model), reads), note), self.layerwise.running(key, cache, places, capacity):
                 team = places <= self.most and not self.untried
-                arguments = (cache, model, tokens, embeds, positions, mask)
+                arguments = (cache, self.model, block.tokens, block.embeds, block.positions, block.mask)
                 done = self.runner(over, *arguments) if team else over(*arguments)
             self.layerwise.tried.add((key, capacity))
             return done
@@ -275,14 +264,10 @@ class FixedBuffers:
         return self.role, purpose, tuple(shape), like.dtype, like.device, torch.is_inference_mode_enabled()  # such tensors are of no use outside
 
 
-def _sizes(mask, keys: list[torch.Tensor], values: list[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
+def _sizes(block: Block) -> list[tuple[torch.Tensor, int]]:
     """The tensors of a pass that have a dimension of the cache's slots, each with the number of that dimension."""
-    return [(part, 3) for part in (mask.values() if isinstance(mask, dict) else [mask])] + [(part, 2) for part in (*keys, *values)]
-
-
-def _dense(given: tuple) -> tuple:
-    """The same tensors, contiguous: a compiled function is made for the strides of its arguments, which are not checked again (`unguarded`)."""
-    return tree_map_only(torch.Tensor, torch.Tensor.contiguous, given)
+    masks = block.mask.values() if isinstance(block.mask, dict) else [block.mask]
+    return [(part, 3) for part in masks] + [(part, 2) for part in (*block.keys, *block.values)]
 
 
 def free(model: PreTrainedModel) -> None:
