@@ -50,6 +50,22 @@ def branching(branches: Sequence[int]) -> Tree:
     return Tree(tuple(parents))
 
 
+def shape_of(tree: Tree | DynamicTree | Sequence[int], also: str = "") -> Tree | DynamicTree:
+    """What a draft was given for its tree: branches per depth as the tree they make; nodes come in order of depth. also: what else the draft takes.
+
+    Raises ValueError for what is none of these and for trees of no node or of more than 256.
+    """
+    if isinstance(tree, DynamicTree):
+        return tree
+    if not isinstance(tree, Tree):
+        if isinstance(tree, (str, bytes)) or not isinstance(tree, Sequence):
+            raise ValueError(f"tree={tree!r} must be {also}branches per depth such as (4, 2, 1), a Tree or a DynamicTree.")
+        tree = branching(tree)
+    if not 1 <= len(tree) <= MAX_NODES:
+        raise ValueError(f"tree: {len(tree)} nodes; a tree has 1 to {MAX_NODES}.")
+    return by_depth(tree)
+
+
 def from_json(shape):
     """{"parents": [...]} as a `Tree`, {"nodes": ...} and so on as a `DynamicTree`; anything else as it is.
 

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from .. import compat
 from ..law import Law, draw
 from ..proposal import Proposal, Verdict
-from ..tree import MAX_NODES, Tree
-from ..tree_shapes import DynamicTree, branching, by_depth, from_json, most_nodes
+from ..tree import Tree
+from ..tree_shapes import DynamicTree, from_json, most_nodes, shape_of
 from ..uploads import upload
 from .base import Context
 from .model import ModelDraft
@@ -42,22 +42,15 @@ class ModelTreeDraft(ModelDraft):
         super().__init__(model)
         if self.traits.own_positions:
             raise ValueError(compat.own_mask_refusal(model, "assistant_model", branches=True))
-        tree = from_json(tree)
-        dynamic = isinstance(tree, DynamicTree)
-        if not dynamic and not isinstance(tree, Tree):
-            if isinstance(tree, (str, bytes)) or not isinstance(tree, Sequence):
-                raise ValueError(f"tree={tree!r} must be branches per depth such as (4, 2, 1), a Tree or a DynamicTree.")
-            tree = branching(tree)
-        if not dynamic and not 1 <= len(tree) <= MAX_NODES:
-            raise ValueError(f"tree: {len(tree)} nodes; a tree has 1 to {MAX_NODES}.")
+        self.shape = shape_of(from_json(tree))
+        dynamic = isinstance(self.shape, DynamicTree)
         siblings = siblings or ("likeliest" if dynamic else "distinct")
         if siblings not in SIBLINGS:
             raise ValueError(f"siblings={siblings!r} must be one of {list(SIBLINGS)}.")
         if dynamic and siblings != "likeliest":
             raise ValueError(f'siblings={siblings!r}: a DynamicTree chooses its nodes by what they are, which would bias draws. Use "likeliest", or '
                              "give the tree a fixed shape.")
-        self.shape, self.siblings = tree if dynamic else by_depth(tree), siblings
-        self.may_branch = not self.shape.is_chain
+        self.siblings, self.may_branch = siblings, not self.shape.is_chain
 
     def start(self, context: Context) -> None:
         super().start(context)

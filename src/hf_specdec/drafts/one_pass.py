@@ -13,7 +13,7 @@ from torch import nn
 from ..law import draw
 from ..proposal import Proposal
 from ..tree import MAX_NODES, Tree
-from ..tree_shapes import DynamicTree, branching, by_depth, most_nodes, rank_tree
+from ..tree_shapes import DynamicTree, by_depth, most_nodes, rank_tree, shape_of
 from ..uploads import upload
 from .base import Context, Draft
 from .vocabulary import fitted
@@ -113,8 +113,6 @@ def _at(tokens: torch.Tensor, tree: Tree, ranks: Sequence[int]) -> torch.Tensor:
 
 def _shape(tree, heads: nn.Module) -> Tree | DynamicTree:
     """The tree that the draft fills, its nodes in order of depth."""
-    if isinstance(tree, DynamicTree):
-        return tree
     if tree is None:
         return Tree.chain(heads.depth)
     if isinstance(tree, int) and not isinstance(tree, bool):
@@ -123,12 +121,7 @@ def _shape(tree, heads: nn.Module) -> Tree | DynamicTree:
         if not 1 <= tree <= MAX_NODES:
             raise ValueError(f"tree={tree!r} must be 1..{MAX_NODES} nodes.")
         tree = rank_tree(heads.rates, tree)
-    elif not isinstance(tree, Tree):
-        if isinstance(tree, (str, bytes)) or not isinstance(tree, Sequence):
-            raise ValueError(f"tree={tree!r} must be a number of nodes, branches per depth such as (4, 2, 1), a Tree or a DynamicTree.")
-        tree = branching(tree)
-    if not 1 <= len(tree) <= MAX_NODES:
-        raise ValueError(f"tree: {len(tree)} nodes; a tree has 1 to {MAX_NODES}.")
-    if max(tree.depths) > heads.depth:
-        raise ValueError(f"tree: {max(tree.depths)} levels, and there are {heads.depth} heads; take no more levels than heads.")
-    return by_depth(tree)
+    shape = shape_of(tree, "a number of nodes, ")
+    if isinstance(shape, Tree) and max(shape.depths) > heads.depth:
+        raise ValueError(f"tree: {max(shape.depths)} levels, and there are {heads.depth} heads; take no more levels than heads.")
+    return shape

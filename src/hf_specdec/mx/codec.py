@@ -10,7 +10,6 @@ import torch
 from .formats import BLOCK, DEFAULT_RULE, FORMATS, SCALE_BIAS, SCALE_NAN, Format, check_rule
 
 _MANTISSA = 23  # float32
-_NORMAL = 2.0**-126
 
 
 def encode(weight: torch.Tensor, fmt: Format, rule: str = DEFAULT_RULE) -> tuple[torch.Tensor, torch.Tensor]:
