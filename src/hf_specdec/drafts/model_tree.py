@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -18,6 +19,16 @@ from .base import Context
 from .model import ModelDraft
 
 SIBLINGS = ("distinct", "independent", "likeliest")
+
+
+class Seen(NamedTuple):
+    """A node that a `DynamicTree` may have. parent: a node of the fed tree; tokens int64 [B]; sure float [B]: log of the confidence in it and all
+    above it; value: that confidence, the mean over the rows."""
+
+    parent: int
+    tokens: torch.Tensor
+    sure: torch.Tensor
+    value: float
 
 
 class ModelTreeDraft(ModelDraft):
@@ -113,9 +124,7 @@ class ModelTreeDraft(ModelDraft):
     # --- a shape by confidence --------------------------------------------------------------------------------------------
 
     def _dynamic(self, context: Context, k: list[int], shape: DynamicTree) -> tuple[Tree, torch.Tensor, None, torch.Tensor]:
-        """Pool: parent (a node of the fed tree), tokens [B], log-confidence [B] and place in the fed tree of every node seen."""
-        pool: list[tuple[int, torch.Tensor, torch.Tensor]] = []
-        values: list[float] = []  # of the pool: confidence, the mean over the rows
+        pool: list[Seen] = []
         fed_tokens = torch.zeros((len(k), 0), dtype=torch.long, device=context.device)
         fed_parents: list[int] = []
         above, place_in_pool = torch.zeros((len(k), 1), device=context.device), {0: -1}
@@ -124,30 +133,29 @@ class ModelTreeDraft(ModelDraft):
             law = self._law(context, logits, Tree(tuple(fed_parents)), fed_tokens, level, k)
             best = law.ranking[..., : context.vocab_size].topk(min(shape.branches, context.vocab_size)).indices
             sure = above[..., None] + law.scores.float().log_softmax(-1).gather(-1, best)
-            seen = list(enumerate(sure.exp().mean(0).flatten().tolist(), start=len(pool)))
-            values += [value for _, value in seen]
-            pool += [(node, best[:, place, rank], sure[:, place, rank]) for place, node in enumerate(level) for rank in range(best.shape[-1])]
+            values, new = sure.exp().mean(0).tolist(), len(pool)
+            pool += [Seen(node, best[:, place, rank], sure[:, place, rank], value)
+                     for place, node in enumerate(level) for rank, value in enumerate(values[place])]
             if depth == max(k):
                 break
-            chosen = sorted(index for index, _ in sorted(seen, key=lambda pair: -pair[1])[: shape.width])
+            chosen = sorted(sorted(range(new, len(pool)), key=lambda index: -pool[index].value)[: shape.width])
             level = range(len(fed_parents) + 1, len(fed_parents) + 1 + len(chosen))
-            fed_parents += [pool[index][0] for index in chosen]
+            fed_parents += [pool[index].parent for index in chosen]
             place_in_pool |= dict(zip(level, chosen))
-            above = torch.stack([pool[index][2] for index in chosen], dim=1)
-            fed_tokens = torch.cat([fed_tokens, torch.stack([pool[index][1] for index in chosen], dim=1)], dim=1)
+            above = torch.stack([pool[index].sure for index in chosen], dim=1)
+            fed_tokens = torch.cat([fed_tokens, torch.stack([pool[index].tokens for index in chosen], dim=1)], dim=1)
             logits = self._grow(fed_tokens[:, level.start - 1 :], Tree(tuple(fed_parents)), level.start, context)
-        return self._best(pool, values, Tree(tuple(fed_parents)), place_in_pool, shape.nodes)
+        return self._best(pool, Tree(tuple(fed_parents)), place_in_pool, shape.nodes)
 
-    def _best(self, pool: list, values: list[float], fed: Tree, place_in_pool: dict[int, int],
-              nodes: int) -> tuple[Tree, torch.Tensor, None, torch.Tensor]:
+    def _best(self, pool: list[Seen], fed: Tree, place_in_pool: dict[int, int], nodes: int) -> tuple[Tree, torch.Tensor, None, torch.Tensor]:
         """The `nodes` surest of the pool. A node is never surer than its parent, and comes after it."""
-        kept = sorted(sorted(range(len(pool)), key=lambda index: -values[index])[:nodes])
+        kept = sorted(sorted(range(len(pool)), key=lambda index: -pool[index].value)[:nodes])
         number = {-1: 0, **{index: node for node, index in enumerate(kept, start=1)}}
-        tree = Tree(tuple(number[place_in_pool[pool[index][0]]] for index in kept))
+        tree = Tree(tuple(number[place_in_pool[pool[index].parent]] for index in kept))
         self.fed, self.passed = fed, {number[index]: node for node, index in place_in_pool.items() if node and index in number}
-        sure = torch.stack([pool[index][2] for index in kept], dim=1)
+        sure = torch.stack([pool[index].sure for index in kept], dim=1)
         above = torch.cat([torch.zeros_like(sure[:, :1]), sure], dim=1)[:, upload(tree.parents, sure.device)]
-        return tree, torch.stack([pool[index][1] for index in kept], dim=1), None, (sure - above).exp()
+        return tree, torch.stack([pool[index].tokens for index in kept], dim=1), None, (sure - above).exp()
 
     # --- the model --------------------------------------------------------------------------------------------------------
 
