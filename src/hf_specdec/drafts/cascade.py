@@ -13,10 +13,9 @@ from transformers import PreTrainedModel
 from .. import compat, parts
 from ..acceptance.greedy import GreedyMatching
 from ..acceptance.sampling import SpeculativeSampling
-from ..cached_model import CachedModel
 from ..config import MAX_ASSISTANT_TOKENS
 from ..hints import check_int
-from ..probe import check_batch, check_mode, check_trees
+from ..probe import check_trees
 from ..proposal import Proposal, fetched
 from ..uploads import upload
 from .base import Context, Draft, Run
@@ -52,12 +51,9 @@ class CascadeDraft(Holder):
         return [Run(self.model, reads=self.draft.watching()), *super().models()]
 
     def start(self, context: Context) -> None:
-        check_mode(self.model, "model")
-        check_batch(compat.unwrap(self.model), self.traits, len(context.rows), "model")
+        self.hold(self.model, self.traits, context, context.max_length + 2 * MAX_ASSISTANT_TOKENS, "model")
         check_trees(self.draft, self.model, self.traits, context.max_length, "model")
         self.rule = (SpeculativeSampling if context.sampler.do_sample else GreedyMatching)()
-        self.cached = CachedModel(self.model, context.max_length + 2 * MAX_ASSISTANT_TOKENS, "model", self.traits, compile=context.compiles)
-        self.cached.lengths = [0] * len(context.rows)
         self.cached.look(context.media and context.media.for_draft(self.model))
         if self.draft.reads_prompt:
             self.cached.reader = lambda firsts, logits: self.draft.read(firsts, self._fit(logits))

@@ -5,19 +5,18 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
 
 from .. import compat
+from ..cached_model import CachedModel
 from ..hints import what
+from ..probe import check_batch, check_mode
 from ..proposal import Proposal, Verdict
+from ..seq2seq import Source
 from ..uploads import upload
 from .base import Context, Draft
-
-if TYPE_CHECKING:
-    from ..cached_model import CachedModel
 
 
 class Holder(Draft):
@@ -27,6 +26,14 @@ class Holder(Draft):
     """
 
     cached: CachedModel | None = None
+
+    def hold(self, model: PreTrainedModel, traits: compat.ModelTraits, context: Context, limit: int, role: str = "assistant_model",
+             source: Source | None = None) -> None:
+        """`model` with an empty cache of at most `limit` slots a row. ValueError naming `role` if it cannot score the rows of the call."""
+        check_mode(model, role)
+        check_batch(compat.unwrap(model), traits, len(context.rows), role)
+        self.cached = CachedModel(model, limit, role, traits, source, compile=context.compiles)
+        self.cached.lengths = [0] * len(context.rows)
 
     @property
     def calls(self) -> int:

@@ -9,10 +9,8 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from .. import compat, parts
-from ..cached_model import CachedModel
 from ..law import draw
 from ..media import Media
-from ..probe import check_batch, check_mode
 from ..proposal import Proposal, Verdict
 from ..seq2seq import Source
 from .base import Context, Run
@@ -47,13 +45,10 @@ class ModelDraft(Holder):
         self.context = context
         self.source = self._source(context)
         self.reads = "" if self.source is None else f"the target's: {self.source.shared}" if self.source.shared else "its own"
-        self.cached = CachedModel(self.model, context.max_length, "assistant_model", self.traits, self.source, compile=context.compiles)
+        self.hold(self.model, self.traits, context, context.max_length, source=self.source)
         self.drawing = context.sampler.traceable(self.cached.device) if self.cached.compiled is not None else None
         self.drafted: Proposal | list[list[int]] = [[] for _ in context.rows]
         self.base = [len(row) for row in context.rows]
-        check_mode(self.model, "assistant_model")
-        check_batch(compat.unwrap(self.model), self.traits, len(context.rows), "assistant_model")
-        self.cached.lengths = [0] * len(context.rows)
         self.cached.look(self._pictures(context))
         self.stop = context.stop.start(len(context.rows)) if context.stop is not None and self.stops else None
 

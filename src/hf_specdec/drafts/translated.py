@@ -7,10 +7,8 @@ import torch
 from transformers import PreTrainedModel
 
 from .. import compat, parts
-from ..cached_model import CachedModel
 from ..config import MAX_ASSISTANT_TOKENS
 from ..law import draw, likeliest
-from ..probe import check_batch, check_mode
 from ..proposal import Proposal
 from ..uploads import upload
 from .base import Context
@@ -47,11 +45,7 @@ class TranslatedDraft(Holder):
         self.shared = torch.tensor(shared)  # int64 [n, 2]: the target's id, the draft's id
 
     def start(self, context: Context) -> None:
-        check_mode(self.model, "assistant_model")
-        check_batch(compat.unwrap(self.model), self.model_traits, len(context.rows), "assistant_model")
-        limit = 2 * min(context.max_length, 2**20) + MAX_ASSISTANT_TOKENS
-        self.cached = CachedModel(self.model, limit, "assistant_model", self.model_traits, compile=context.compiles)
-        self.cached.lengths = [0] * len(context.rows)
+        self.hold(self.model, self.model_traits, context, 2 * min(context.max_length, 2**20) + MAX_ASSISTANT_TOKENS)
         self.held: list[list[int]] = [[] for _ in context.rows]  # the draft's tokens that its cache holds, and maybe one more
         self.ids = self.shared[self.shared[:, 0] < context.vocab_size].to(context.device)
         self.own = dict(self.shared.tolist())
