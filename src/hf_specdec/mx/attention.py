@@ -10,7 +10,7 @@ from .kernels import attention as kernel
 from .kernels import cpu
 
 NAME, FEW_NAME = "hf_specdec_rows", "hf_specdec_few"
-FEW, FEW_COMPILED = 8, 64  # queries per row up to which the kernel is the faster one, but for products of pairs; compiled passes read many hidden slots
+FEW = 64  # queries per row up to which the kernel is the faster one; of products of pairs, for any number
 
 
 def rows_attention(
@@ -130,10 +130,8 @@ def _with_bias(bias: torch.Tensor, mask: torch.Tensor | None, causal: bool) -> t
 def forward_few(module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None, **kwargs) -> tuple[torch.Tensor, None]:
     """What "sdpa" computes: by the kernel on a CPU, for as many queries a row as it is the faster one for, by torch's
     `scaled_dot_product_attention` otherwise."""
-    if torch.compiler.is_compiling():  # of a prompt, one function serves every length: nothing may depend on it
-        few = kernel.by_pairs(query.dtype) if query.shape[2] == key.shape[2] else query.shape[2] <= FEW_COMPILED
-    else:
-        few = kernel.by_pairs(query.dtype) or query.shape[2] <= FEW
+    prompt = torch.compiler.is_compiling() and query.shape[2] == key.shape[2]  # one function serves every length: nothing may depend on it
+    few = kernel.by_pairs(query.dtype) or not prompt and query.shape[2] <= FEW
     few = few and query.device.type == "cpu" and query.dtype in cpu.DTYPES
     if few and not dropout and kwargs.get("position_bias") is None and kwargs.get("cache") is None and not torch.is_grad_enabled():
         return forward(module, query, key, value, attention_mask, scaling=scaling, is_causal=is_causal)

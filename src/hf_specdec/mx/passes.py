@@ -15,12 +15,13 @@ from torch.fx import GraphModule, Node
 from .. import compat
 from ..parts import decoder_layers
 from ..passes import ADDITIONS, PassAddition
-from .attention import FEW, FEW_COMPILED, FEW_NAME, NAME
+from .attention import FEW, FEW_NAME, NAME
 from .kernels import cpu
 from .linear import MXLinear
 from .ops import mx_tiles, mx_tiles2, mx_tiles3
 
-TOKENS = 16  # of a pass in which torch's own operators have no use for threads
+TOKENS = 16  # of a pass in which torch's own operators have no use for threads, and whose compiled loops (`passes.FEW`) have none
+GRAIN = 1 << 15  # numbers up to which torch runs an operator of one number in, one out on one thread anyway
 LARGE = 1 << 19  # weights of a dense layer that want all threads
 TOGETHER = {2: mx_tiles2, 3: mx_tiles3}
 HANDLE, INT = "AtenTensorHandle", "int64_t"
@@ -35,14 +36,14 @@ OUTPUTS = {"mx_tiles2": 2, "mx_tiles3": 3}
 
 class KernelPasses(PassAddition):
     def runner(self, model, compiled):
-        few = min(FEW_COMPILED if compiled else FEW, TOKENS)
-        attention = {NAME: TOKENS, FEW_NAME: few}.get(model.config.get_text_config()._attn_implementation, 0)
-        if not attention or model.device.type != "cpu" or torch.get_num_threads() < 2 or cpu.library() is None:
+        config = model.config.get_text_config()
+        if config._attn_implementation not in (NAME, FEW_NAME) or model.device.type != "cpu" or torch.get_num_threads() < 2 or cpu.library() is None:
             return None
         linear = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
         ours = [layer for layer in linear if isinstance(layer, MXLinear)]
         dense = any(layer.weight.numel() > LARGE for layer in linear if not isinstance(layer, MXLinear))
-        return (attention, cpu.together) if ours and not dense else None
+        most = TOKENS if compiled else max(TOKENS, min(2 * GRAIN // getattr(config, "hidden_size", GRAIN), FEW))
+        return (most, cpu.together) if ours and not dense else None
 
     def prepare(self, model):
         """One table of products for every decoder layer, which may be compiled alone, and one for the rest."""
