@@ -188,6 +188,17 @@ def test_an_mx_model_keeps_its_layers_and_gets_a_head_in_tiles(tmp_path):
     assert [answer(again, [row])[0] for row in texts(3)] == plain
 
 
+def test_an_mx_model_keeps_the_formats_of_its_layers_in_what_is_saved(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model = mx.row_invariant(mx.compress(tiny("llama", dtype=torch.bfloat16), "mxfp6_e2m3", layer_formats={"down_proj": "mxint8"}))
+    formats = {name: layer.format.name for name, layer in mx_layers(model).items()}
+    assert set(formats.values()) == {"mxfp6_e2m3", "mxint8", "bf16"}
+    model.save_pretrained(tmp_path)
+    again = mx.load(AutoModelForCausalLM, tmp_path)
+    assert {name: layer.format.name for name, layer in mx_layers(again).items()} == formats
+
+
 def test_copies_stay_row_invariant():
     model = copy.deepcopy(mx.row_invariant(bfloat16("gemma2")))
     assert all(layer.alike for layer in mx_layers(model).values()) and model.config._attn_implementation == "hf_specdec_rows"

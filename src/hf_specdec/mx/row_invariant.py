@@ -55,7 +55,7 @@ def _into_tiles(model: PreTrainedModel) -> None:
         model.mx_report.layers = [layer if old.name == layer.name else old for old in model.mx_report.layers]
     config = getattr(model.config, "quantization_config", None)
     if isinstance(config, MXConfig):
-        attach(model, MXConfig(config.format, config.scale_rule, config.skip, "bf16", activations=config.activations))
+        attach(model, MXConfig(config.format, config.scale_rule, config.skip, "bf16", activations=config.activations, layer_formats=config.layer_formats))
 
 
 def _has_mx(model: PreTrainedModel) -> bool:
