@@ -51,6 +51,13 @@ def test_a_run_learns_goes_on_after_a_stop_and_gives_a_draft(target, data, tmp_p
     assert generated(out, rows) == plain(target, rows)
 
 
+def test_steps_of_one_head_alone_are_none_of_theirs(target, data, tmp_path):
+    """`single` is of drafters that go on from their own output."""
+    settings = dict(heads=2, head=None, steps=2, batch_tokens=256, precision="float32", format="bf16")
+    one, both = (HeadsTrainer(target, data, tmp_path / str(single), HeadsRunConfig(single=single, **settings), "tiny") for single in (1, 0))
+    assert one.step() == both.step()
+
+
 @pytest.mark.parametrize(("format", "ids"), [("bf16", None), ("mxint8", torch.arange(40))], ids=["bf16, whole", "mxint8, pruned"])
 def test_what_is_stored_is_what_is_loaded(target, tmp_path, format, ids):
     heads = build(target, 3, 2, ids)

@@ -16,7 +16,7 @@ from ..drafts.pass_draft import PassDraft
 from ..hints import check_int
 from . import shared, storage
 from .batches import Batch
-from .feature_trainer import FeatureRunConfig, FeatureTrainer
+from .feature_trainer import FeatureRunConfig, FeatureTrainer, weighted
 from .trainer import Trainer, no_begin
 
 RANKS = 8  # of every head, the ranks whose rates are kept
@@ -25,7 +25,7 @@ RANKS = 8  # of every head, the ranks whose rates are kept
 @dataclass(frozen=True)
 class HeadsRunConfig(FeatureRunConfig):
     """A `RunConfig` with: heads, the tokens that are predicted at once; blocks, residual blocks of each head; decay, the weight of a head
-    relative to the one before it. `layers`, `reads` and `unroll` have no meaning here."""
+    relative to the one before it. `layers`, `reads`, `unroll` and `single` have no meaning here."""
 
     heads: int = 4
     blocks: int = 1
@@ -74,7 +74,7 @@ class HeadsTrainer(FeatureTrainer):
 
     def _loss(self, batch: Batch) -> torch.Tensor:
         with shared.frozen(self.target):
-            return super()._loss(batch)
+            return weighted(self, batch, self._logits(batch))
 
     @property
     def what(self) -> str:
