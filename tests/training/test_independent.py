@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, T5Config
@@ -9,6 +11,7 @@ from typer.testing import CliRunner
 
 from hf_specdec.cli import app
 from hf_specdec.training.independent import IndependentRunConfig, IndependentTrainer
+from hf_specdec.training.shards import Shard, shard_files
 from tests.helpers import enabled, generated, plain, speculate
 
 SHORT = {"steps": 3, "batch_tokens": 128, "warmup": 1}
@@ -67,6 +70,16 @@ def test_configs_that_cannot_be_its_are_refused(target, data, tmp_path, kind, mo
     with pytest.raises(ValueError, match=words):
         run(target, data, tmp_path / "out", model=config_of(target, tmp_path / "shape", kind, **more))
     assert not (tmp_path / "out").exists()
+
+
+def test_positions_have_to_do_for_the_texts_that_are_held_out_too(target, data, tmp_path):
+    longest = {path: int(Shard.load(path).starts.diff().max()) for path in shard_files(data)}
+    *_, before, last = sorted(longest, key=longest.get)
+    (tmp_path / "data").mkdir()
+    for name, path in (("0", before), ("1", last)):  # the last shard is held out
+        shutil.copy(path, tmp_path / "data" / f"{name}.safetensors")
+    with pytest.raises(ValueError, match=f"texts up to {longest[last]}"):
+        run(target, tmp_path / "data", tmp_path / "out", model=config_of(target, tmp_path / "shape", n_positions=longest[before]))
 
 
 @pytest.mark.parametrize(("options", "words"), [

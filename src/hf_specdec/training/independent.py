@@ -58,7 +58,7 @@ class IndependentTrainer(Trainer):
 
     def _build(self, target, layers: list[int], ids: torch.Tensor | None) -> nn.Module:
         config = draft_config(self.config.model)
-        check_config(config, target, self.config.model, max((b - a for _, a, b in self.corpus.texts), default=0))
+        check_config(config, target, self.config.model, max((b - a for _, a, b in [*self.corpus.texts, *self.held.texts]), default=0))
         if not self.config.fresh:
             try:
                 return AutoModelForCausalLM.from_pretrained(self.config.model, dtype=torch.float32).to(target.device)
