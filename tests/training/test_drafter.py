@@ -17,6 +17,7 @@ from hf_specdec.mx.packed import quantize
 from hf_specdec.training import build_drafter, load_drafter
 from hf_specdec.training.drafter import save
 from hf_specdec.training.shared import PrunedHead, own_parameters
+from hf_specdec.training.storage import pack, stored
 
 from ..helpers import build, tiny_llama
 
@@ -69,8 +70,8 @@ def test_what_is_stored_comes_back(target, draft, tmp_path, format):
 def test_stored_in_16_bit_the_weights_are_bit_for_bit_those_in_bfloat16(target, draft, tmp_path):
     save(draft, tmp_path, "tiny")
     again = load_drafter(tmp_path, target)
-    for mine, stored in zip(own_parameters(draft), own_parameters(again)):
-        assert torch.equal(mine.bfloat16().float(), stored)
+    for mine, read in zip(own_parameters(draft), own_parameters(again)):
+        assert torch.equal(mine.bfloat16().float(), read)
 
 
 @pytest.mark.skipif(cpu.library() is None, reason="the kernels are not available")
@@ -115,6 +116,13 @@ def test_another_target_is_refused(target, draft, tmp_path):
         load_drafter(tmp_path, tiny_llama(4))
     with pytest.raises(ValueError, match="drafter for tiny"):
         load_drafter(tmp_path, build("gpt2", vocab_size=61, n_embd=16, n_layer=1, n_head=2, n_positions=64))
+
+
+def test_packed_layers_are_made_where_the_dense_ones_were():
+    model = torch.nn.Sequential(torch.nn.Linear(32, 16))
+    tensors = stored(model, set(), "mxint8")
+    pack(model.to("meta"), tensors, "mxint8")
+    assert isinstance(model[0], MXLinear) and [p.device.type for p in model.parameters()] == ["meta"] * 3
 
 
 @pytest.mark.parametrize("harm", ["absent", "cut", "newer", "ids", "missing"])

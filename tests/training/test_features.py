@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 import hf_specdec
 from hf_specdec.compat import CACHE
 from hf_specdec.drafts.feature import FeatureDraft
-from hf_specdec.drafts.features import hidden_states
+from hf_specdec.drafts.features import hidden_states, start_blind
 from hf_specdec.drafts.medusa import MedusaDraft
 from hf_specdec.drafts.parallel import ParallelDraft
 from hf_specdec.training import FeatureRunConfig, FeatureTrainer, build_drafter, load_drafter
@@ -21,6 +21,7 @@ from hf_specdec.training.shards import Shard, shard_files
 from ..architectures import FAMILIES
 from ..conformance.builders import block_drafter, medusa_heads
 from ..helpers import generated, plain, prompts, speculate, tiny_llama
+from ..pretend_gpu import PretendGpu
 from .watched import Watched
 
 READS = (0, 1, 2)
@@ -201,6 +202,13 @@ def test_a_run_begins_with_a_drafter_that_reads_nothing(target, tmp_path):
     with torch.no_grad():
         logits = [FeatureStudent(draft, False, 2)(tokens, torch.randn(1, 5, 96), where) for _ in range(2)]
     torch.testing.assert_close(logits[0], logits[1])
+
+
+def test_it_begins_blind_where_its_weights_are():
+    draft = build_drafter(tiny_llama(3), [0], None, READS)
+    with PretendGpu() as gpu:
+        start_blind(gpu.put(draft))
+        assert draft.feature_join.weight.device.type == "cuda"
 
 
 def test_a_run_goes_on_from_another_feature_drafter(target, data, tmp_path):

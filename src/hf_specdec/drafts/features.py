@@ -71,7 +71,7 @@ def start_blind(draft: PreTrainedModel) -> None:
     width = draft.feature_join.weight.shape[0]
     scale = draft.get_input_embeddings().weight.float().square().mean(-1).sqrt().mean()
     draft.feature_join.weight[:, :width] = 0
-    draft.feature_join.weight[:, width:] = scale * torch.eye(width)
+    draft.feature_join.weight[:, width:] = scale * torch.eye(width).to(scale)
 
 
 def rows_at(states: torch.Tensor, places: list[int]) -> torch.Tensor:

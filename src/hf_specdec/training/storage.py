@@ -40,8 +40,9 @@ def write(folder: Path, tensors: dict[str, torch.Tensor], embedding: torch.Tenso
 
 
 def pack(draft: nn.Module, tensors: dict[str, torch.Tensor], format: str) -> None:
-    """MX layers where the file has codes."""
+    """MX layers where the file has codes, on the device of the dense ones."""
     for name, module in list(draft.named_modules()):
         if type(module) is nn.Linear and f"{name}.weight_scale" in tensors:
-            packed = MXLinear(module.in_features, module.out_features, module.bias is not None, format, dtype=module.weight.dtype)
+            weight = module.weight
+            packed = MXLinear(module.in_features, module.out_features, module.bias is not None, format, weight.device, weight.dtype)
             replace(draft, name, packed)
