@@ -156,3 +156,13 @@ def test_other_families_have_parts_too(family):
         family, dict(hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=2))
     model = build(family, vocab_size=61, **sizes)
     torch.testing.assert_close(logits_of(build_drafter(model, [0, 1, 2])), logits_of(model))
+
+
+@pytest.mark.parametrize("ids", [None, HEAD], ids=["whole head", "pruned head"])
+def test_a_head_keeps_its_bias(ids, tmp_path):
+    model = build("phi", vocab_size=61, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
+    torch.nn.init.normal_(model.lm_head.bias)
+    kept = slice(None) if ids is None else ids
+    torch.testing.assert_close(logits_of(build_drafter(model, [0], ids))[..., kept], logits_of(model)[..., kept])
+    save(build_drafter(model, [0], ids), tmp_path, "tiny")
+    torch.testing.assert_close(logits_of(load_drafter(tmp_path, model))[..., kept], logits_of(model)[..., kept], atol=0.1, rtol=0.1)

@@ -18,7 +18,7 @@ from hf_specdec.training.heads import build as build_heads
 from hf_specdec.training.heads import save as save_heads
 
 from .test_published import eagle3, medusa, write, write_medusa
-from ..helpers import tiny_llama
+from ..helpers import build, tiny_llama
 
 
 def heads_folder(target, folder, ids, format):
@@ -69,6 +69,14 @@ def test_a_drafter_becomes_a_plain_checkpoint(target, tmp_path, format):
     with torch.no_grad():
         expected = own.base_model(input_ids=ids).last_hidden_state @ target.get_output_embeddings().weight[:40].T  # the target's own rows, not packed
         torch.testing.assert_close(found(input_ids=ids).logits[..., :40], expected, atol=1e-3, rtol=1e-3)
+
+
+def test_the_head_of_a_plain_checkpoint_has_the_targets_bias(tmp_path):
+    target = build("phi", vocab_size=61, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
+    torch.nn.init.normal_(target.lm_head.bias)
+    save(build_drafter(target, [0]), tmp_path / "drafter", "tiny")
+    found = AutoModelForCausalLM.from_pretrained(export(str(tmp_path / "drafter"), target, tmp_path / "out", 4)["model"])
+    torch.testing.assert_close(found.lm_head.bias, target.lm_head.bias)
 
 
 def test_published_layers_and_models_are_named_where_they_are(tmp_path):

@@ -115,8 +115,10 @@ def _model(draft: PreTrainedModel, target: PreTrainedModel, folder: Path) -> str
     """The draft as a plain checkpoint: dense weights, with the target's embedding and whole output head, which vLLM does not share."""
     state = {name: tensor for name, tensor in shared.dense(draft).items() if not name.startswith("lm_head.")}
     plain = AutoModelForCausalLM.from_config(draft.config, dtype=target.dtype)
-    head = target.get_output_embeddings()
-    plain.get_output_embeddings().weight.data.copy_(head.dequantize(target.dtype) if isinstance(head, MXLinear) else head.weight)
+    head, own = target.get_output_embeddings(), plain.get_output_embeddings()
+    own.weight.data.copy_(head.dequantize(target.dtype) if isinstance(head, MXLinear) else head.weight)
+    if getattr(head, "bias", None) is not None:
+        own.bias.data.copy_(head.bias)
     missing, unexpected = plain.load_state_dict({name: tensor.to(target.dtype) for name, tensor in state.items()}, strict=False)
     wrong = [name for name in [*missing, *unexpected] if not name.startswith("lm_head.")]
     if wrong:

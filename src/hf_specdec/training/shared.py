@@ -15,13 +15,14 @@ from ..mx.linear import MXLinear
 
 
 class PrunedHead(nn.Module):
-    """An output head's rows [n, width], those of the tokens `ids` (int64 [n]); every other token gets minus infinity and is never drafted (FR-Spec,
+    """An output head's rows [n, width] and bias [n], if it has one, of the tokens `ids` (int64 [n]); every other token gets minus infinity and is never drafted (FR-Spec,
     arXiv 2502.14856). Exact by construction: q is the law that the token is drawn from."""
 
-    def __init__(self, rows: torch.Tensor, ids: torch.Tensor, vocab_size: int):
+    def __init__(self, rows: torch.Tensor, ids: torch.Tensor, vocab_size: int, bias: torch.Tensor | None = None):
         super().__init__()
         self.linear = nn.Linear(rows.shape[1], len(ids), bias=False, device="meta")
         self.linear.weight = nn.Parameter(rows, requires_grad=False)
+        self.linear.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         self.register_buffer("ids", ids.to(rows.device, copy=True))
         self.vocab_size = vocab_size
 
@@ -69,7 +70,8 @@ def output_head(target: PreTrainedModel, head_ids: torch.Tensor | None) -> nn.Mo
     if head_ids is None:
         return head
     weight = head.dequantize(target.dtype) if isinstance(head, MXLinear) else head.weight.detach()
-    return PrunedHead(weight[head_ids].clone(), head_ids, target.config.get_text_config().vocab_size)
+    bias = getattr(head, "bias", None)
+    return PrunedHead(weight[head_ids].clone(), head_ids, target.config.get_text_config().vocab_size, None if bias is None else bias.detach()[head_ids])
 
 
 def shared_names(draft: PreTrainedModel) -> set[str]:
