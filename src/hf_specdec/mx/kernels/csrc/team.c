@@ -143,7 +143,7 @@ static void work(unsigned job, int thread) {
         const int owner = (thread + i) % active;
         for (;;) {
             unsigned long long at = atomic_load_explicit(&team.range[owner].at, memory_order_acquire);
-            const long long last = atomic_load_explicit(&team.range[owner].last, memory_order_relaxed);
+            const long long last = atomic_load_explicit(&team.range[owner].last, memory_order_acquire);
             if (at >> 32 != job) return; /* late: the job is done */
             if ((long long)(at & 0xffffffff) >= last) break;
             if (!atomic_compare_exchange_weak_explicit(&team.range[owner].at, &at, at + 1, memory_order_acq_rel, memory_order_relaxed))
@@ -179,7 +179,9 @@ static void by_team(mx_piece piece, const void *context, int64_t items, int thre
     const unsigned job = atomic_load(&team.posted) + 1;
     atomic_store_explicit(&team.left, items, memory_order_relaxed);
     for (int t = 0; t < threads; t++) {
-        atomic_store_explicit(&team.range[t].last, items * (t + 1) / threads, memory_order_relaxed);
+        /* closed: a thread that is late with the job before must not take an item of this one for its own */
+        atomic_store_explicit(&team.range[t].at, (unsigned long long)job << 32 | 0xffffffff, memory_order_relaxed);
+        atomic_store_explicit(&team.range[t].last, items * (t + 1) / threads, memory_order_release);
         atomic_store_explicit(&team.range[t].at, (unsigned long long)job << 32 | (unsigned long long)(items * t / threads), memory_order_release);
     }
     atomic_store_explicit(&team.posted, job, memory_order_release);
