@@ -99,6 +99,12 @@ def test_the_folder_of_another_run_is_refused_and_left_alone(target, data, tmp_p
     assert (tmp_path / "checkpoint.safetensors").read_bytes() == before
 
 
+def test_what_learnt_of_the_target_before_learns_afterwards(tokenizer, data, tmp_path):
+    target = tiny_llama(3)
+    train(target, tokenizer, data, tmp_path, RunConfig(**{**vars(CONFIG), "steps": 1, "head": None}), target_name="tiny")
+    assert all(p.requires_grad for p in target.parameters())
+
+
 def test_one_drafter_per_loss_with_a_card_and_a_table(target, tokenizer, data, tmp_path):
     config = RunConfig(**{**vars(CONFIG), "steps": 6, "head": 40, "format": "mxint8"})
     results = train(target, tokenizer, data, tmp_path, config, ["forward_kl", "tvd++"], "tiny", every=3)

@@ -26,6 +26,7 @@ from .look_ahead import LookAheadRunConfig, LookAheadTrainer
 from .losses import LOSSES
 from .parallel import ParallelRunConfig, ParallelTrainer
 from .processes import is_main, main_first, need_accelerate
+from .shared import learning_again
 from .shards import Shard, shard_files
 from .trainer import RunConfig, Trainer
 
@@ -67,8 +68,9 @@ def train(target, tokenizer, data: str | Path, out: str | Path, config: RunConfi
     results = []
     for loss in losses:
         run = replace(config, loss=loss)
-        trainer = _trainer(target, data, _folder(out, loss, losses), run, target_name, console)
-        _run(trainer, console, every, _on_policy(trainer, target, tokenizer) if run.on_policy else None)
+        with learning_again(target):
+            trainer = _trainer(target, data, _folder(out, loss, losses), run, target_name, console)
+            _run(trainer, console, every, _on_policy(trainer, target, tokenizer) if run.on_policy else None)
         last = trainer.progress.history[-1]
         results.append({"loss": loss, "out": str(trainer.out), **last, "history": trainer.progress.history})
         if main:

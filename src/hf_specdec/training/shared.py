@@ -87,16 +87,22 @@ def own_parameters(draft: PreTrainedModel) -> list[nn.Parameter]:
 
 
 @contextmanager
-def frozen(model: nn.Module) -> Iterator[None]:
-    """Inside, what is computed keeps no gradient for the model's own weights."""
+def learning_again(model: nn.Module) -> Iterator[None]:
+    """Afterwards, the model's weights that learned before do so again: a draft that shares some of them is trained without them."""
     learning = [p for p in model.parameters() if p.requires_grad]
     try:
-        for p in learning:
-            p.requires_grad_(False)
         yield
     finally:
         for p in learning:
             p.requires_grad_(True)
+
+
+@contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """Inside, what is computed keeps no gradient for the model's own weights."""
+    with learning_again(model):
+        model.requires_grad_(False)
+        yield
 
 
 def dense(layer: nn.Module) -> dict[str, torch.Tensor]:
