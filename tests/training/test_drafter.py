@@ -14,7 +14,7 @@ from hf_specdec.mx.attention import FEW_NAME
 from hf_specdec.mx.kernels import cpu
 from hf_specdec.mx.linear import MXLinear
 from hf_specdec.mx.packed import quantize
-from hf_specdec.training import build_drafter, load_drafter
+from hf_specdec.training import build_drafter, load_drafter, storage
 from hf_specdec.training.drafter import save
 from hf_specdec.training.shared import PrunedHead, own_parameters
 from hf_specdec.training.storage import pack, stored
@@ -123,6 +123,19 @@ def test_packed_layers_are_made_where_the_dense_ones_were():
     tensors = stored(model, set(), "mxint8")
     pack(model.to("meta"), tensors, "mxint8")
     assert isinstance(model[0], MXLinear) and [p.device.type for p in model.parameters()] == ["meta"] * 3
+
+
+def test_what_is_overwritten_is_complete_or_absent(target, draft, tmp_path, monkeypatch):
+    save(draft, tmp_path, "tiny", "mxint8")
+
+    def stopped(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(storage, "save_whole", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        save(draft, tmp_path, "tiny", "mxfp8_e4m3")
+    with pytest.raises(ValueError, match="holds no drafter"):
+        load_drafter(tmp_path, target)
 
 
 @pytest.mark.parametrize("harm", ["absent", "cut", "newer", "ids", "missing"])

@@ -34,8 +34,10 @@ def stored(draft: nn.Module, shared: set[str], format: str) -> dict[str, torch.T
 def write(folder: Path, tensors: dict[str, torch.Tensor], embedding: torch.Tensor, target_name: str, format: str, more: dict) -> Path:
     about = {"format": FORMAT, "target": target_name, "weights": get_format(format).name, "vocab_size": embedding.shape[0],
              "hidden_size": embedding.shape[1], "probe": probe(embedding), **more}
-    (folder / "drafter.json").write_text(json.dumps(about, indent=1) + "\n")
+    made = folder / "drafter.json"
+    made.unlink(missing_ok=True)  # until all is there, the folder holds no drafter
     save_whole(tensors, folder / "model.safetensors", {"format": FORMAT})
+    made.write_text(json.dumps(about, indent=1) + "\n")
     return folder
 
 
