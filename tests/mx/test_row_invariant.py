@@ -159,6 +159,12 @@ def test_activations_are_row_invariant_or_become_tables(name):
     assert torch.equal(used(EVERY).nan_to_num(7), function(EVERY).nan_to_num(7))
 
 
+@pytest.mark.parametrize("module", [torch.nn.Softmax(-1), torch.nn.LogSoftmax(-1), torch.nn.GLU(), torch.nn.PReLU(4), torch.nn.MultiheadAttention(8, 2)],
+                         ids=lambda module: type(module).__name__)
+def test_functions_of_more_than_a_number_are_no_tables(module):
+    assert not needs_table(module)
+
+
 # --- the way in, and what it refuses ----------------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,8 @@ from torch import nn
 
 # in bfloat16, torch gives each number the same bits wherever it lies in a tensor: all 65,536 values were tried
 _ALIKE = ("SiLU", "SiLUActivation", "ReLU", "ReLU6", "Sigmoid", "Tanh", "Identity", "LinearActivation", "ReLUSquaredActivation")
+# of more than one number, or of where it is
+_WHOLE = ("Softmax", "Softmin", "LogSoftmax", "Softmax2d", "GLU", "PReLU", "RReLU", "MultiheadAttention")
 _ACTIVATIONS = ("transformers.activations", "torch.nn.modules.activation")
 
 
@@ -29,5 +31,5 @@ class RowActivation(nn.Module):
 
 
 def needs_table(module: nn.Module) -> bool:
-    """Whether it is an activation function that torch does not compute alike at every place."""
-    return type(module).__module__ in _ACTIVATIONS and type(module).__name__ not in _ALIKE
+    """Whether it is a function of each number alone that torch does not compute alike at every place."""
+    return type(module).__module__ in _ACTIVATIONS and type(module).__name__ not in (*_ALIKE, *_WHOLE)
