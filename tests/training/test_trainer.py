@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from hf_specdec.training import trainer as trainer_module
 from hf_specdec.training import LOSSES, FeatureRunConfig, FeatureTrainer, RunConfig, Trainer, drafter, feature_trainer, heads, load_drafter, train
 from hf_specdec.training.batches import Corpus, frequent_tokens, split
 from hf_specdec.training.shared import own_parameters
-from hf_specdec.training.look_ahead import LookAheadRunConfig
+from hf_specdec.training.heads import HeadsRunConfig, HeadsTrainer
+from hf_specdec.training.look_ahead import LookAheadRunConfig, LookAheadTrainer
 from hf_specdec.training.shards import shard_files
 from ..helpers import tiny_llama
 
@@ -156,6 +158,27 @@ def test_of_a_long_text_the_last_tokens_are_kept(data):
     whole, cut = (Corpus(parts, 61, 256, seed=1, longest=longest) for longest in (512, 10))
     assert [b for _, _, b in whole.texts] == [b for _, _, b in cut.texts]
     assert all(b - a <= 10 for _, a, b in cut.texts) and cut.tokens < whole.tokens
+
+
+def test_laws_that_no_place_predicts_are_left_out(data):
+    parts, _ = split(data)
+    whole, late = (Corpus(parts, 61, 256, seed=1, longest=24, first=first) for first in (0, 3))
+    places = []
+    for corpus in (whole, late):
+        batch = corpus.batch(list(range(len(corpus.texts))))
+        places.append([(place // batch.tokens.shape[1], place % batch.tokens.shape[1]) for place in batch.where.tolist()])
+    assert min(column for _, column in places[0]) == 0 and places[1] == [place for place in places[0] if place[1] >= 3]
+    short = Corpus(parts, 61, 256, seed=1, longest=3, first=3)  # a text without others keeps them
+    assert sorted(set((short.batch(list(range(len(short.texts)))).where // 3).tolist())) == list(range(len(short.texts)))
+
+
+@pytest.mark.parametrize(("kind", "config", "first"), [
+    (Trainer, RunConfig, 0), (FeatureTrainer, FeatureRunConfig, 1), (HeadsTrainer, partial(HeadsRunConfig, heads=3), 3),
+    (LookAheadTrainer, partial(LookAheadRunConfig, heads=2), 2),
+])  # fmt: skip
+def test_a_draft_learns_no_law_that_comes_before_its_first_place(target, data, tmp_path, kind, config, first):
+    trainer = kind(target, data, tmp_path, config(steps=1, head=None), "tiny")
+    assert trainer.corpus.first == trainer.held.first == first
 
 
 def test_the_head_keeps_what_the_target_likes_most(data):

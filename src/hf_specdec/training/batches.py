@@ -32,13 +32,13 @@ class Batch:
 
 class Corpus:
     """All texts of some shards in memory, the last `longest` tokens of each; `order(epoch)` cuts them into batches of about `size`
-    tokens."""
+    tokens. first: of a text's tokens, those before it are not asked about, unless there are no others to ask about."""
 
-    def __init__(self, parts: list[Part], vocab_size: int, size: int, seed: int, longest: int = 512, states: Path | None = None):
+    def __init__(self, parts: list[Part], vocab_size: int, size: int, seed: int, longest: int = 512, states: Path | None = None, first: int = 0):
         shards = [Shard.load(part.path, vocab_size) for part in parts]
         self.states = {} if states is None else {id(shard): read_features(states / part.path.name) for shard, part in zip(shards, parts)}
         self.texts = [(shard, max(a, b - longest), b) for shard, part in zip(shards, parts) for a, b in part.spans(shard)]
-        self.size, self.seed = size, seed
+        self.size, self.seed, self.first = size, seed, first
 
     @property
     def tokens(self) -> int:
@@ -70,6 +70,8 @@ class Corpus:
         for row, (shard, a, b) in enumerate(parts):
             tokens[row, : b - a] = shard.tokens[a:b]
             asked = torch.isfinite(shard.logprobs[a:b, 0]).nonzero()[:, 0]
+            late = asked[asked >= self.first]
+            asked = late if len(late) else asked
             where.append(row * width + asked)
             ids.append(shard.ids[a:b][asked].long())
             laws.append(shard.logprobs[a:b][asked])

@@ -73,6 +73,7 @@ class FeatureTrainer(Trainer):
     """A `Trainer` whose drafts read hidden states; these are computed once and kept in `data`/states."""
 
     config: FeatureRunConfig
+    first = 1  # behind a token and the state before it
 
     def __init__(self, target, data: str | Path, out: str | Path, config: FeatureRunConfig, target_name: str = "", progress=None):
         need_accelerate()

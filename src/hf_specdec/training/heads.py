@@ -59,6 +59,11 @@ class HeadsTrainer(FeatureTrainer):
 
     config: HeadsRunConfig
 
+    @property
+    def first(self) -> int:
+        """The first token of a text that every head can say something after."""
+        return self.config.heads
+
     def _reads(self, config: HeadsRunConfig, count: int) -> tuple[int, ...]:
         return (count,)
 

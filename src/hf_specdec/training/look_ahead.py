@@ -87,6 +87,11 @@ class LookAheadTrainer(Trainer):
 
     config: LookAheadRunConfig
 
+    @property
+    def first(self) -> int:
+        """The first token of a text that every look-ahead place can say something after."""
+        return self.config.heads
+
     def _build(self, target, layers: list[int], ids: torch.Tensor | None) -> LookAhead:
         refuse_encoder(target, "target")
         if compat.traits_of(target, "target").own_positions:

@@ -105,6 +105,7 @@ class Trainer:
     writes: tuple[str, ...] = ()  # beside what every run writes
     states: Path | None = None   # where those of the shards are
     of_the_target = True  # the draft is made of the target's parts
+    first = 0             # token of a text that the draft can say something after
 
     def __init__(self, target, data: str | Path, out: str | Path, config: RunConfig, target_name: str = ""):
         self.config, self.out, self.target_name = config, Path(out), target_name
@@ -121,7 +122,7 @@ class Trainer:
         self.shards = {path.name: digest(path) for path in shard_files(self.data)}
         self.probe = probe(target.get_input_embeddings().weight)
         vocab = target.config.get_text_config().vocab_size
-        self.corpus, self.held = (Corpus(texts, vocab, config.batch_tokens, config.seed, states=self.states) for texts in (parts, held))
+        self.corpus, self.held = (Corpus(texts, vocab, config.batch_tokens, config.seed, states=self.states, first=self.first) for texts in (parts, held))
         ids, self.coverage = (torch.arange(vocab), 1.0) if config.head is None else frequent_tokens(parts, vocab, config.head)
         self.ids = ids.to(target.device)
         self.place = torch.full((vocab,), -1).index_put((ids,), torch.arange(len(ids))).to(target.device)
