@@ -188,11 +188,11 @@ def test_the_head_keeps_what_the_target_likes_most(data):
     assert len(ids) == 30 and torch.equal(ids, ids.sort().values) and 0.3 < coverage < more == pytest.approx(1)
 
 
-@pytest.mark.parametrize("change", [{"loss": "guess"}, {"precision": "int4"}, {"steps": 0}, {"batch_tokens": 0},
+@pytest.mark.parametrize("change", [{"loss": "guess"}, {"precision": "int4"}, {"steps": 0}, {"batch_tokens": 0}, {"head": 0}, {"unroll": 0},
                                     {"lr": float("nan")}, {"lr": -1.0}, {"lr": 0.0}, {"lr": float("inf")}])
 def test_bad_settings_are_named(change):
     with pytest.raises(ValueError, match=next(iter(change))):
-        RunConfig(**change)
+        (FeatureRunConfig if "unroll" in change else RunConfig)(**change)
 
 
 def test_a_16_bit_target_and_a_folder_without_shards_are_refused(target, data, tmp_path):

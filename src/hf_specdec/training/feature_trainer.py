@@ -33,6 +33,11 @@ class FeatureRunConfig(RunConfig):
     decay: float = 0.8
     single: int = 0
 
+    def __post_init__(self):
+        super().__post_init__()
+        if self.unroll < 1:
+            raise ValueError(f"unroll={self.unroll!r} must be at least 1.")
+
 
 class FeatureStudent(nn.Module):
     """Logits of every unrolled step at some places."""

@@ -46,8 +46,8 @@ class RunConfig:
             raise ValueError(f"loss={self.loss!r} is not known; choose one of {sorted(LOSSES)}.")
         if self.precision not in ("bf16", "float32"):
             raise ValueError(f"precision={self.precision!r} must be \"bf16\" or \"float32\".")
-        for name in ("steps", "batch_tokens"):
-            if getattr(self, name) < 1:
+        for name in ("steps", "batch_tokens", "head"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be at least 1.")
         if not 0 < self.lr < math.inf:
             raise ValueError(f"lr={self.lr!r} must be a finite learning rate above 0.")
