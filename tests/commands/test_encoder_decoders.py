@@ -72,6 +72,20 @@ def test_a_data_set_is_answered_in_batches(pair, tmp_path):
     assert {line["index"]: line["tokens"] for line in lines if "tokens" in line} == {i: plain(pair[0], prompt) for i, prompt in enumerate(PROMPTS)}
 
 
+def test_a_data_set_is_answered_with_the_beams_that_the_model_asks_for(pair, tmp_path):
+    model, tokenizer = load_target(pair[0], encoder_decoders=True)
+    model.generation_config.num_beams = 3
+    folder = str(tmp_path / "model")
+    model.save_pretrained(folder), tokenizer.save_pretrained(folder)
+    data = tmp_path / "in.jsonl"
+    data.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    result = run("generate", folder, "--dataset", data, "--output", tmp_path / "out", "--batch", 3, "--max-new-tokens", 12, "--tokens")
+    assert result.exit_code == 0, result.stderr
+    lines = [json.loads(line) for file in (tmp_path / "out").glob("*.jsonl") for line in file.read_text().splitlines()]
+    assert {line["index"]: line["tokens"] for line in lines} == {i: plain(folder, prompt) for i, prompt in enumerate(PROMPTS)}
+    assert all(line["new_tokens"] == len(line["tokens"]) and line["block_efficiency"] is None for line in lines)
+
+
 def test_the_benchmark_compares_its_texts(pair, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": prompt, "category": "translation"}) + "\n" for prompt in PROMPTS[:2]))

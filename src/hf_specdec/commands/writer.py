@@ -152,7 +152,7 @@ class Writer:
     def _decode(self, rows: list[Row]) -> list[dict[str, Any]]:
         import torch
 
-        from ..bench.arms import columns_before, pad_token, padded
+        from ..bench.arms import pad_token, padded
 
         work, seeds = self.work, [row_seed(self.work.seed, row.index) for row in rows]
         inputs = padded(self.model, [row.ids(self.tokenizer, work.raw) for row in rows])
@@ -170,11 +170,17 @@ class Writer:
             raise ValueError(
                 f"rows {rows[0].index} to {rows[-1].index} do not fit into the device's memory: take a smaller --batch."
             ) from None
-        sequences = out.sequences[:, columns_before(self.model, inputs) :].tolist()
-        return [
-            self._line(sequence[:length], summary, seed)
-            for sequence, length, summary, seed in zip(sequences, out.speculation.new_tokens, _per_row(out.speculation), seeds)
-        ]
+        return [self._line(tokens, counts, seed) for tokens, counts, seed in zip(*self._answers(out, inputs), seeds)]
+
+    def _answers(self, out, inputs) -> tuple[list[list[int]], list[Counter]]:
+        """The new tokens of every row, and its counts, which the rounds of a beam search, of all rows together, do not tell."""
+        from ..bench.arms import columns_before, new_tokens
+
+        trace, width = out.speculation, columns_before(self.model, inputs)
+        if not trace.new_tokens:
+            answers = new_tokens(self.model, out.sequences, width)
+            return answers, [Counter(committed=len(tokens)) for tokens in answers]
+        return [tokens[:length] for tokens, length in zip(out.sequences[:, width:].tolist(), trace.new_tokens)], _per_row(trace)
 
     def _line(self, tokens: list[int], counts: Counter, seed: int) -> dict[str, Any]:
         self.totals.update(counts)
