@@ -91,6 +91,17 @@ def test_the_report_becomes_a_table_strict_json_and_a_plot(target_folder, tmp_pa
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_category_and_a_model_are_named_as_they_are_and_not_as_markup(target_folder):
+    report, _, _ = benchmark(target_folder)
+    report["environment"]["model"] = "base[/v2]"
+    for row in report["results"]:
+        row["category"], row["arm"] = f"[/{row['category']}]", f"ours [/bold]{row['arm']}"
+    console = Console(record=True, width=150)
+    print_report(report, console)
+    text = console.export_text()
+    assert all(name in text for name in ("base[/v2]", "[/abc]", "[/xyz]", "ours [/bold]ours lookup"))
+
+
 def test_the_meter_counts_forwards_and_leaves_no_hook():
     model = tiny_model()
     with measured(model) as cost:

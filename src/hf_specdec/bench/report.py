@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from ..hints import install
@@ -38,7 +39,7 @@ NOTES = (
 
 def print_report(report: dict[str, Any], console: Console) -> None:
     """Headline, one table per category, and what the columns mean."""
-    console.print(headline(report), soft_wrap=True)
+    console.print(headline(report), markup=False, soft_wrap=True)
     for table in tables(report):
         console.print(table)
     console.print(NOTES, style="dim")
@@ -48,12 +49,12 @@ def tables(report: dict[str, Any]) -> list[Table]:
     """One rich table per category."""
     result = []
     for category in dict.fromkeys(row["category"] for row in report["results"]):
-        table = Table(title=category, title_justify="left", header_style="bold", box=None, padding=(0, 1, 0, 0))
+        table = Table(title=escape(category), title_justify="left", header_style="bold", box=None, padding=(0, 1, 0, 0))
         for name in COLUMNS:
             table.add_column(name, justify="left" if name == "arm" else "right", no_wrap=True)
         for row in report["results"]:
             if row["category"] == category:
-                table.add_row(*cells(row))
+                table.add_row(*map(escape, cells(row)))
         result.append(table)
     return result
 

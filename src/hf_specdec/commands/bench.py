@@ -144,4 +144,4 @@ def _print_prediction(report: dict, tuned, console: Console) -> None:
     own = [row for row in report["results"] if row["arm"] == TUNED and row["decoding_speed_up"]]
     measured = ", ".join(f"{row['category']} {row['decoding_speed_up']:.2f}x" for row in own)
     predicted = "nothing" if tuned.predicted_speedup is None else f"{tuned.predicted_speedup:.2f}x"
-    console.print(f"{TUNED}: {tuned.draft}, K={tuned.num_assistant_tokens}; tune predicted {predicted} of decoding on its prompts; measured: {measured}")
+    console.print(f"{TUNED}: {tuned.draft}, K={tuned.num_assistant_tokens}; tune predicted {predicted} of decoding on its prompts; measured: {measured}", markup=False)

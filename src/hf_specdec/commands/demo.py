@@ -98,7 +98,7 @@ def _print_result(console: Console, report: dict, tokenizer) -> None:
     for row in (plain, *all_ours):
         output = "" if row is plain else "identical" if row["equal"] == row["outputs"] else "differs"
         table.add_row(row["arm"], f"{row['tokens_per_second']:.1f}", f"{row['speed_up']:.2f}x", output)
-    console.print(headline(report), style="dim", soft_wrap=True)
+    console.print(headline(report), style="dim", markup=False, soft_wrap=True)
     console.print(table)
     if report["settings"]["repetitions"] > 1:
         console.print("speed-up: over plain generate in the same turn; where other work disturbs the turns, it is not the ratio of the medians.", style="dim", soft_wrap=True)

@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from ..config import CONFIG_NAME
@@ -189,7 +190,7 @@ def _write(out: Path, config, report: dict) -> None:
 
 def _print_passes(costs, env: dict, console: Console) -> None:
     console.print(f"{env['model']} ({env['parameters'] / 1e6:.0f}M, {env['dtype']}, {env['device']}, threads: {env['threads']}), plain generate "
-                  f"{1 / costs.plain:.1f} tokens/s; a pass over n tokens, in ms:", soft_wrap=True)
+                  f"{1 / costs.plain:.1f} tokens/s; a pass over n tokens, in ms:", markup=False, soft_wrap=True)
     console.print("  " + "  ".join(f"{width}: {1000 * costs.verify(width):.1f}" for width in costs.widths), soft_wrap=True)
 
 
@@ -200,12 +201,12 @@ def _print_table(measured, found, by_position, console: Console) -> None:
     for label in dict.fromkeys(one.label for one in measured):
         own = [choice for choice in found if choice.label == label]
         if not own:
-            table.add_row(label, *["-"] * (len(SHOWN) + 7))
+            table.add_row(escape(label), *["-"] * (len(SHOWN) + 7))
             continue
         first = next(one for one in measured if one.label == label)
         speed = {choice.k: choice.speedup for choice in own if choice.tree is None}
         best = own[0]
-        table.add_row(label, *("-" if rate is None else f"{rate:.0%}" for rate in by_position(first.table, 4)),
+        table.add_row(escape(label), *("-" if rate is None else f"{rate:.0%}" for rate in by_position(first.table, 4)),
                       *(f"{speed[k]:.2f}x" if k in speed else "-" for k in SHOWN),
                       _name(best), f"{best.block_efficiency:.2f}", f"{best.speedup:.2f}x" + (" *" if best is found[0] else ""))
     console.print(table)
