@@ -11,7 +11,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from hf_specdec import SpeculativeConfig, __version__, compiled, passes
-from hf_specdec.bench import arms
+from hf_specdec.bench import arms, report
 from hf_specdec.bench.embedded import load_target, near
 from hf_specdec.cli import app
 from hf_specdec.commands import bench, leaving
@@ -152,6 +152,16 @@ def test_bench_writes_table_json_and_plot(target_folder, tmp_path):
     assert {row["category"] for row in rows} == {"code_edit", "summary", "chat"} and all(row["equal"] == 1 for row in rows)
     assert (tmp_path / "out" / "bench.png").stat().st_size > 1000
     check_overwrite(tmp_path / "out", "bench.json", ("bench.png",), {"environment", "settings", "results"})  # a second run may
+
+
+def test_what_bench_has_measured_is_written_although_its_reader_has_gone(target_folder, tmp_path, monkeypatch):
+    def gone(*_):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(report, "print_report", gone)
+    monkeypatch.setattr(leaving, "_write_nowhere", lambda: None)
+    result = run("bench", target_folder, "--limit", 1, "--repetitions", 1, "--max-new-tokens", 6, "--out", tmp_path / "out")
+    assert result.exit_code == leaving.GONE and json.loads((tmp_path / "out" / "bench.json").read_text())["results"]
 
 
 def test_verify_passes_on_a_sound_pair_and_says_what_it_checked(target_folder, draft_folder):

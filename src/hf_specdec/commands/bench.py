@@ -42,7 +42,6 @@ def bench(
     from ..bench.embedded import load_target
     from ..bench.meter import CLOCKS
     from ..bench.prompts import load_prompts
-    from ..bench.report import print_report
     from ..bench.runner import plan, run_benchmark
     from ..bench.terminal import counting
 
@@ -70,14 +69,26 @@ def bench(
         arms.append(_tuned_arm(model, tuned))
     with counting("Measuring", plan(chosen, arms, batch, repetitions)) as step:
         report = run_benchmark(model, tokenizer, chosen, arms, max_new_tokens=max_new_tokens, repetitions=repetitions, batch=batch, clock=clock, step=step)
+    compiled = any(arm.compiled for arm in arms)
+    _tell(report, tuned, (COMPILED if clock == "wall" else COMPILED_CPU) if compiled else None, out)
+
+
+def _tell(report: dict, tuned, note: str | None, out: Path | None) -> None:
+    """Write and print what was measured, and `note` beneath it."""
+    from ..bench.report import print_report, save_json, save_plot
+
+    if out is not None:  # first of all: who reads what is printed may go
+        out.mkdir(parents=True, exist_ok=True)
+        save_json(report, out / "bench.json")
     console = Console(highlight=False, width=max(Console().width, WIDTH))
     print_report(report, console)
-    if any(arm.compiled for arm in arms):
-        console.print(COMPILED if clock == "wall" else COMPILED_CPU, style="dim")
+    if note is not None:
+        console.print(note, style="dim")
     if tuned is not None:
         _print_prediction(report, tuned, console)
     if out is not None:
-        _write(report, out, console)
+        save_plot(report, out / "bench.png")
+        console.print(f"Written: {out / 'bench.json'}, {out / 'bench.png'}", markup=False)
 
 
 def in_tiles(target: str, draft: str | None, dtype: str):
@@ -91,15 +102,6 @@ def in_tiles(target: str, draft: str | None, dtype: str):
     if hasattr(assistant, "generate") and not any(isinstance(module, mx.MXLinear) for module in assistant.modules()):
         mx.to_tiles(assistant)
     return enable(model), assistant
-
-
-def _write(report: dict, out: Path, console: Console) -> None:
-    from ..bench.report import save_json, save_plot
-
-    out.mkdir(parents=True, exist_ok=True)
-    save_json(report, out / "bench.json")
-    save_plot(report, out / "bench.png")
-    console.print(f"Written: {out / 'bench.json'}, {out / 'bench.png'}", markup=False)
 
 
 def warm(pairs: list, k: int | str, batch: int, longest: int) -> None:
