@@ -65,6 +65,7 @@ def sample(
             ids,
             attention_mask=torch.ones_like(ids),
             do_sample=True,
+            num_beams=1,
             temperature=1.0,
             top_k=top_k,
             top_p=1.0,

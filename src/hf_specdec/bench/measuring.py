@@ -45,7 +45,7 @@ def timed(model, prompt: list[int], max_new_tokens: int, **options) -> tuple[lis
     """The greedy answer, and the seconds of the call."""
     inputs = padded(model, [prompt])
     begin = now(model)
-    out = model.generate(**inputs, do_sample=False, max_new_tokens=max_new_tokens, pad_token_id=pad_token(model), **options)
+    out = model.generate(**inputs, do_sample=False, num_beams=1, max_new_tokens=max_new_tokens, pad_token_id=pad_token(model), **options)
     return new_tokens(model, out, len(prompt))[0], now(model) - begin
 
 
@@ -200,7 +200,7 @@ def record(model, draft: Draft, texts: list[Text], k: int, step: Step) -> Run:
     records, drafting, levels, rest, rounds = [], 0.0, 0, 0.0, 0
     for text in texts:
         recorder = Recorder(draft)
-        out = model.generate(**padded(model, [text.prompt]), do_sample=False, max_new_tokens=len(text.answer), pad_token_id=pad_token(model),
+        out = model.generate(**padded(model, [text.prompt]), do_sample=False, num_beams=1, max_new_tokens=len(text.answer), pad_token_id=pad_token(model),
                              assistant_model=recorder, speculative={"num_assistant_tokens": k}, return_dict_in_generate=True)
         trace = out.speculation
         records += recorder.records[1:]

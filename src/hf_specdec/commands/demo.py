@@ -55,7 +55,7 @@ def demo(
         run_race(console, model, tokenizer, padded(model, [ids]), options, save_race)
         return
     console.print(Text.assemble("\n", ("drafted and accepted" if has_colour(console) else "[drafted and accepted]", DRAFTED), " | the target's own\n"))
-    out = model.generate(**padded(model, [ids]), do_sample=False, max_new_tokens=max_new_tokens, assistant_model=assistant,
+    out = model.generate(**padded(model, [ids]), do_sample=False, num_beams=1, max_new_tokens=max_new_tokens, assistant_model=assistant,
                          streamer=Highlighter(tokenizer, console, marks=True), **speculation)
     console.print()
 

@@ -15,7 +15,7 @@ MOST_PARAMETERS = 1_000_000_000  # above it no copy of the model is made for the
 
 def race(console: Console, model, tokenizer, inputs: dict[str, Any], options: dict[str, Any], save: Path | None) -> races.Race:
     """options: of the speculative call. save: a GIF of the replay."""
-    shared = {"do_sample": False, "max_new_tokens": options["max_new_tokens"]}
+    shared = {"do_sample": False, "num_beams": 1, "max_new_tokens": options["max_new_tokens"]}
     if tokenizer.pad_token_id is not None:
         shared["pad_token_id"] = tokenizer.pad_token_id
     packed, ours = _packed(console, model), {**shared, **options}
