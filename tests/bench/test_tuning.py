@@ -76,7 +76,7 @@ def test_every_k_of_every_draft_is_tried_and_the_fastest_comes_first():
         at = rounds = 0
         while at < 300:
             at, rounds = at + 1 + min(len(table.texts[0][at][1]), k), rounds + 1
-        return at / (rounds * (price.verify(k + 1) + 0.02 + per_round))
+        return 300 / (rounds * (price.verify(k + 1) + 0.02 + per_round))
 
     best = max(walked(table, k, 0.01 * i) for i, table in enumerate(tables) for k in range(1, MOST + 1))
     assert found[0].tokens_per_second == pytest.approx(best)
@@ -98,6 +98,12 @@ def test_acceptance_by_position_counts_what_was_judged():
     table = Recorded(((3, (1, 2)), (3, ()), (1, (1,)), (0, ())))
     assert by_position(table, 4) == [2 / 3, 1.0, 0.0, None]
     assert by_position(Ranked(((0, 0, 2, 0),)), 2) == [pytest.approx(3 / 4), pytest.approx(1 / 3)]
+
+
+def test_a_text_has_no_more_tokens_than_it_has():
+    right = Replayed((((4, (1, 2, 3)), (4, (1,)), (0, ())),))  # two rounds of K = 1; one of K = 4, which drafts to the end
+    assert right.rounds(1) == (3, {1: 1, 0: 1}) and right.rounds(4) == (3, {4: 1})
+    assert Ranked(((0, 0, 0, 0),)).rounds(4) == (4, {4: 1}) and Ranked(((0, 0, 0, 0, 1),)).rounds(4) == (5, {4: 1})
 
 
 # --- what is measured ---------------------------------------------------------------------------------------------------------

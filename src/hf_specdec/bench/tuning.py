@@ -71,7 +71,7 @@ class Replayed:
                 size, right = text[at]
                 sizes[min(size, k)] += 1
                 at += 1 + sum(node <= k for node in right)
-            tokens += at
+            tokens += len(text)  # the last round may have drafted to the end
         return tokens, sizes
 
 
@@ -111,7 +111,7 @@ class Ranked:
                 while at < len(text) and (node, text[at]) in child:
                     node, at = child[node, text[at]], at + 1
                 at += 1
-            tokens += at
+            tokens += len(text)
         return tokens, Counter({len(tree): rounds})
 
 
