@@ -155,6 +155,12 @@ def test_what_was_counted_or_is_no_gain_is_not_run_again(monkeypatch):
     assert confirmed(monkeypatch, [loaded], {})[1] == []
 
 
+def test_what_a_config_can_name_is_run_although_a_draft_with_another_tokenizer_is_before_it(monkeypatch):
+    other = Measured("other/model", "translated", recorded(4, 4), most=4)
+    found, asked = confirmed(monkeypatch, [other, Measured("recycling", "recycling", recorded(4, 3), most=3)], {"recycling": recorded(3, 1)})
+    assert asked == [("recycling", 3)] and [own.block_efficiency for own in found if own.label == "recycling"] == [2.0] and found[0].label == "other/model"
+
+
 CHOICES = [
     Choice("recycling (4 branches)", "recycling", {"branches": 4}, None, 9, 9, None, 2.0, 20.0, 1.5),
     Choice("lookup", "prompt_lookup", {}, None, 7, 7, None, 2.0, 20.0, 1.5),

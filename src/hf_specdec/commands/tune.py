@@ -104,7 +104,7 @@ def _measure(model, prompts: list[list[int]], drafts: dict, max_new_tokens: int,
 
 
 def _confirmed(model, texts, measured, costs, found: list) -> list:
-    """The choices, the first of which holds: what a draft that learns from the target's passes gets right depends on how wide they are, so its
+    """The choices, the first of which that a config can name holds: what a draft that learns from the target's passes gets right depends on how wide they are, so its
     best K is run before it is believed, and replaces what a wider K had promised."""
     from ..bench import measuring as measure
     from ..bench.terminal import counting
@@ -112,8 +112,7 @@ def _confirmed(model, texts, measured, costs, found: list) -> list:
     from ..registry import DRAFTS, load
 
     sure = set()
-    while found[0].speedup > 1 and found[0].label not in sure:
-        best = found[0]
+    while (best := _best(found)).speedup > 1 and best.label not in sure:
         sure.add(best.label)
         if any(one.label == best.label and isinstance(one.table, Recorded) and one.draft in BUILT_IN for one in measured):
             with counting("Confirming:", len(texts)) as step:
