@@ -38,14 +38,15 @@ class Speculation(evaluate.Metric):
 
     @staticmethod
     def columns(traces: Iterable[Any]) -> dict[str, list[list[int]]]:
-        """The three inputs from `SpeculationTrace`s, or from outputs that hold one, one example for every row of every trace."""
+        """The three inputs from `SpeculationTrace`s, or from outputs that hold one, one example for every row of every trace, and one for all beams of
+        a search."""
         found: dict[str, list[list[int]]] = {"proposed": [], "accepted": [], "committed": []}
         for trace in (getattr(one, "speculation", one) for one in traces):
             if not hasattr(trace, "rounds"):
                 raise ValueError(f"traces: expected SpeculationTraces, out.speculation of generate(speculative=True, return_dict_in_generate=True), in a list; "
                                  f"got {type(trace).__name__}.")
             entries = [entry for entries in trace.rounds for entry in entries]
-            for row in range(len(trace.new_tokens)):
+            for row in range(len(trace.new_tokens) or 1):
                 for name, column in found.items():
                     column.append([getattr(entry, name) for entry in entries if entry.row == row])
         return found

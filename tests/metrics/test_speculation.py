@@ -58,6 +58,14 @@ def test_a_text_that_ends_in_its_draft_has_rejected_nothing(metric):
     assert last.accepted == last.committed < last.proposed and metric.compute(**metric.columns([out]))["alpha"] == 1
 
 
+def test_the_rounds_of_a_beam_search_are_counted(metric):
+    model = hf_specdec.enable(tiny_llama())
+    ids = torch.randint(VOCAB, (2, 7), generator=torch.Generator().manual_seed(1))
+    out = model.generate(ids, max_new_tokens=8, num_beams=2, do_sample=False, pad_token_id=0, speculative=True, return_dict_in_generate=True)
+    found = metric.compute(**metric.columns([out]))
+    assert found["rounds"] == len(out.speculation.rounds) > 0 and found["block_efficiency"] == out.speculation.block_efficiency
+
+
 def test_nothing_drafted_has_no_acceptance_rate(metric):
     found = metric.compute(proposed=[[0, 0]], accepted=[[0, 0]], committed=[[1, 1]])
     assert found["acceptance_rate"] is None and found["alpha"] is None and found["block_efficiency"] == found["mbsu"] == 1
