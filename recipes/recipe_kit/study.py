@@ -179,7 +179,8 @@ def _figures(row: Row, data: dict[str, Any]) -> dict[str, Any]:
     judged = accepted + sum(entry[1] < min(entry[0], entry[2]) for entry in rounds)  # a text that ended in its draft has rejected nothing
     alpha, mean_k = accepted / judged if judged else 0.0, proposed / len(rounds)
     costs, one = data["costs"], data["costs"]["target 1"]
-    step = costs[row.draft] if row.draft in costs else sum(run["draft_seconds"] for run in runs) / max(proposed, 1)
+    drafted = sum(entry[0] for run in runs for entry in run["rounds"][1:])  # the first round is not in the seconds
+    step = costs[row.draft] if row.draft in costs else sum(run["draft_seconds"] for run in runs) / max(drafted, 1)
     speeds = [_tokens_per_second(some) for some in (runs, plain)]
     known = {(run["repetition"], run["prompt"]): run["tokens"] for run in plain}
     return {

@@ -66,7 +66,7 @@ def relative_costs(data: dict[str, Any], arm: str) -> tuple[float, float, float]
     draft = costs.get("draft")
     if draft is None:
         runs = _runs(data, arm)
-        draft = sum(run["draft_seconds"] for run in runs) / max(sum(entry[0] for run in runs for entry in run["rounds"]), 1)
+        draft = sum(run["draft_seconds"] for run in runs) / max(sum(entry[0] for run in runs for entry in run["rounds"][1:]), 1)  # the first round is not in the seconds
     return draft / costs["one"], costs["wide"] / costs["one"], data["costs"][BASELINE]["one"] / costs["one"]
 
 

@@ -6,11 +6,12 @@ from rich.console import Console
 from hf_specdec import enable
 from hf_specdec.bench.arms import KERNELS, PLAIN, Answer, Arm, kernel_arms, new_tokens, padded, standard_arms
 from hf_specdec.bench.embedded import load_target
-from hf_specdec.bench.meter import measured
+from hf_specdec.bench.meter import Cost, Forwards, measured
 from hf_specdec.bench.prompts import Prompt
 from hf_specdec.bench.report import COLUMNS, cells, print_report, save_json, save_plot
-from hf_specdec.bench.runner import plan, run_benchmark
+from hf_specdec.bench.runner import Cell, Measurement, _speculation, plan, run_benchmark
 from hf_specdec.commands.bench import in_tiles
+from hf_specdec.trace import Round, SpeculationTrace
 
 from .conftest import tiny_model
 
@@ -74,6 +75,13 @@ def test_an_arm_that_changes_the_output_is_shown_as_unequal(target_folder):
     wrong = report["results"][1]
     assert wrong["equal"] == 0 and [fork["position"] for fork in wrong["forks"]] == [0, 0]
     assert not any(fork["near_tie"] for fork in wrong["forks"])
+
+
+def test_the_cost_of_drafting_is_that_of_the_rounds_whose_seconds_are_known():
+    trace = SpeculationTrace({}, rounds=[[Round(0, 8, 8, 9, "")], [Round(0, 2, 1, 2, "")]])
+    trace.seconds["draft"] = 1.0  # of the second round
+    ours, plain = (Cell(Arm(name, None), [[Measurement(Cost(9.0, Forwards([1.0, 0.5, 0.5])), Answer([[1]], own))]]) for name, own in (("ours", trace), (PLAIN, None)))
+    assert _speculation(ours, plain)["c"] == 1.0
 
 
 def test_the_report_becomes_a_table_strict_json_and_a_plot(target_folder, tmp_path):

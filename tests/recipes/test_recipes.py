@@ -235,6 +235,12 @@ def test_the_acceptance_for_a_goal_is_what_theory_gives_back(kit):
     assert beyond["alpha"] is None and "cannot reach 12x" in kit.summary.goal_text(beyond)
 
 
+def test_the_cost_of_looking_up_is_that_of_the_rounds_whose_seconds_are_known(kit):
+    run = {"run": "MXFP6 + speculation", "draft_seconds": 1.0, "rounds": [[8, 8, 9], [2, 1, 2]]}  # seconds of the second round
+    data = {"costs": {"baseline": {"one": 1.0}, "MXFP6": {"one": 0.5, "wide": 1.0}}, "runs": [run]}
+    assert kit.summary.relative_costs(data, run["run"])[0] == 1.0
+
+
 def test_the_prediction_at_a_mean_k_lies_between_its_neighbours_and_never_looks_beyond_k(kit):
     from hf_specdec.theory import speedup
 

@@ -172,7 +172,7 @@ def _speculation(cell: Cell, plain: Cell) -> dict[str, Any]:
     judged = accepted + sum(r.accepted < min(r.proposed, r.committed) for r in rounds)  # a text that ended in its draft has rejected nothing
     plain_step = _mean(m.cost.target.mean() for m in plain.all())
     width_cost = _ratio(_mean(m.cost.target.mean() for m in measurements), plain_step)
-    drafted = sum(max((entry.proposed for entry in entries), default=0) for trace in traces for entries in trace.rounds)
+    drafted = sum(max((entry.proposed for entry in entries), default=0) for trace in traces for entries in trace.rounds[1:])  # of which the seconds are
     c = sum(trace.seconds["draft"] for trace in traces) / drafted / plain_step if drafted and plain_step else 0.0
     k = proposed / len(rounds) if rounds else 0.0
     alpha = accepted / judged if judged else 0.0
