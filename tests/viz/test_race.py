@@ -189,6 +189,22 @@ def test_the_pictures_show_the_text_the_speeds_and_the_note():
     assert picture.figure.axes[1].get_title() == "$fast"
 
 
+def test_a_gif_is_whole_or_as_it_was(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    path = quick().save_gif(tmp_path / "race.gif", fps=5)
+    before, draw = path.read_bytes(), gif.Picture.draw
+
+    def until_ctrl_c(picture, now):
+        if now > 0.5:
+            raise KeyboardInterrupt
+        draw(picture, now)
+
+    monkeypatch.setattr(gif.Picture, "draw", until_ctrl_c)
+    with pytest.raises(KeyboardInterrupt):
+        quick().save_gif(path, fps=5)
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+
+
 def test_a_long_race_has_fewer_pictures_per_second():
     when, fps = gif.times(300.0, 10)
     assert len(when) < 1.1 * gif.MOST_FRAMES and fps == 0.5 and when[-1] == 300.0 and when[1] == 2.0

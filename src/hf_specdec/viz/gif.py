@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
@@ -53,10 +55,13 @@ def save(race: Race, path: str | Path, fps: float = 10) -> Path:
     writer = PillowWriter(fps=fps)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph", category=UserWarning)  # a box stands where the font lacks a character
-        with writer.saving(picture.figure, str(path), dpi=90):
-            for now in when:
-                picture.draw(now)
-                writer.grab_frame()
+        with TemporaryDirectory(dir=path.parent, prefix=".") as folder:  # the writer leaves what there is where it is interrupted
+            partial = Path(folder) / path.name
+            with writer.saving(picture.figure, str(partial), dpi=90):
+                for now in when:
+                    picture.draw(now)
+                    writer.grab_frame()
+            os.replace(partial, path)
     return path
 
 
