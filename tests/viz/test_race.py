@@ -12,9 +12,12 @@ from typer.testing import CliRunner
 
 import hf_specdec
 from hf_specdec import viz
+from hf_specdec.bench.embedded import load_target
 from hf_specdec.cli import app
 from hf_specdec.commands import race as command
 from hf_specdec.hints import install
+from hf_specdec.training import build_drafter
+from hf_specdec.training.drafter import save
 from hf_specdec.viz import canvas, gif
 from hf_specdec.viz.races import NOTE, Lap
 from tests.helpers import plain, speculate
@@ -259,6 +262,13 @@ def test_demo_race_shows_every_arm_and_saves_the_gif(target_folder, tmp_path):
     for words in ("baseline", "MXFP6", "MXFP6 + speculation", "tokens/s", "one after the other", "Written"):
         assert words in " ".join(result.stdout.split())
     assert path.read_bytes().startswith(b"GIF8")
+
+
+def test_a_draft_that_reads_the_targets_states_races_with_those_of_the_packed_copy(target_folder, tmp_path):
+    model, _ = load_target(target_folder)
+    folder = save(build_drafter(model, [1], None, (0, 2)), tmp_path / "drafter", "the test's target")
+    result = CliRunner().invoke(app, ["demo", target_folder, "--race", "--draft", str(folder), "--prompt", "abc", "--max-new-tokens", "6"])
+    assert result.exit_code == 0 and "MXFP6 + speculation" in " ".join(result.stdout.split()), result.stderr
 
 
 def test_models_too_large_to_be_copied_race_with_their_own_weights(target_folder, monkeypatch):

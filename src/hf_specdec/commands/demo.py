@@ -35,6 +35,7 @@ def demo(
     from ..bench.prompts import Prompt, load_prompts
     from ..bench.runner import run_benchmark
     from ..bench.terminal import counting
+    from ..drafts.base import Draft
 
     if prompt is not None and not prompt.strip():
         raise ValueError("--prompt is empty; give a question, or leave it out for the shipped one.")
@@ -52,7 +53,8 @@ def demo(
     console.print(Text(visible(question.text), style="dim"))
     if race or save_race is not None:
         options = {"assistant_model": assistant, "max_new_tokens": max_new_tokens, **speculation}
-        run_race(console, model, tokenizer, padded(model, [ids]), options, save_race)
+        run_race(console, model, tokenizer, padded(model, [ids]), options, save_race,
+                 lambda copy: load_draft(draft, dtype, copy, tokenizer) if isinstance(assistant, Draft) else assistant)
         return
     console.print(Text.assemble("\n", ("drafted and accepted" if has_colour(console) else "[drafted and accepted]", DRAFTED), " | the target's own\n"))
     out = model.generate(**padded(model, [ids]), do_sample=False, num_beams=1, max_new_tokens=max_new_tokens, assistant_model=assistant,

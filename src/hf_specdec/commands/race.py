@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from ..viz import races
 MOST_PARAMETERS = 1_000_000_000  # above it no copy of the model is made for the arms with MX weights
 
 
-def race(console: Console, model, tokenizer, inputs: dict[str, Any], options: dict[str, Any], save: Path | None) -> races.Race:
-    """options: of the speculative call. save: a GIF of the replay."""
+def race(console: Console, model, tokenizer, inputs: dict[str, Any], options: dict[str, Any], save: Path | None, made_for: Callable) -> races.Race:
+    """options: of the speculative call. save: a GIF of the replay. made_for(model): the draft made again for that copy of the model, since it may read its states."""
     shared = {"do_sample": False, "num_beams": 1, "max_new_tokens": options["max_new_tokens"]}
     if tokenizer.pad_token_id is not None:
         shared["pad_token_id"] = tokenizer.pad_token_id
@@ -23,6 +24,7 @@ def race(console: Console, model, tokenizer, inputs: dict[str, Any], options: di
     if packed is None:
         arms.append(races.racer("speculation", model, inputs, **ours))
     else:
+        ours["assistant_model"] = made_for(packed)
         arms += [races.racer("MXFP6", packed, inputs, **shared), races.racer("MXFP6 + speculation", packed, inputs, **ours)]
     result = races.race(arms, tokenizer, console)
     if save is not None:
