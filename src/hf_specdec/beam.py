@@ -72,7 +72,7 @@ class ScoredBeams:
         self.logits, self.proposal = self.target.score(self.context.rows, proposal).to(self.context.device), proposal
         self.draft.observe(proposal, self.logits)
         self.places = _places(beams, proposal)
-        self.trace.round_seconds.append([drafted - begin, perf_counter() - drafted, 0.0])
+        self.spent = drafted - begin, perf_counter() - drafted
 
     def _follow(self, beams: list[tuple[int, ...]]) -> None:
         """The caches of target and draft go to the rows and paths that the beams have come from."""
@@ -97,14 +97,10 @@ class ScoredBeams:
         """Note what the pass before has brought: beam steps, all but one of them for nothing."""
         if self.proposal is None:
             return
-        prompt = not self.trace.rounds
-        self.schedule.observe([self.k], [max(self.steps - 1, 0)], None if prompt else perf_counter() - self.begin)
+        seconds = perf_counter() - self.begin
+        self.schedule.observe([self.k], [max(self.steps - 1, 0)], seconds if self.trace.rounds else None)
         self.trace.rounds.append([Round(0, sum(self.proposal.sizes), self.steps - 1, self.steps, self.draft.name)])
-        draft, verify, _ = self.trace.round_seconds[-1]
-        spent = perf_counter() - self.begin
-        self.trace.round_seconds[-1][2] = rest = spent - draft - verify
-        for name, seconds in (("prompt", spent),) if prompt else (("draft", draft), ("verify", verify), ("rest", rest)):
-            self.trace.seconds[name] += seconds
+        self.trace.clock(*self.spent, seconds - sum(self.spent), self.target.seconds + self.draft.forward_seconds)
         self.steps, self.begin = 0, perf_counter()
 
     def finish(self) -> None:

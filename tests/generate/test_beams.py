@@ -92,6 +92,12 @@ def test_a_target_of_its_own_draft_needs_fewer_passes_than_steps():
     assert ours.speculation.target_calls < 13 and ours.speculation.block_efficiency > 1.3
 
 
+def test_the_seconds_of_a_search_are_those_of_any_call():
+    trace = both(prompts(9), NEAR, 2)[1].speculation
+    assert len(trace.round_seconds) == len(trace.rounds) > 1 and 0 < trace.seconds["forward"] <= sum(map(sum, trace.round_seconds[1:]))
+    assert trace.seconds["prompt"] == pytest.approx(sum(trace.round_seconds[0]))
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "mistral", "gemma2"])
 def test_other_families(kind):
     sizes = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
