@@ -416,9 +416,10 @@ def test_the_batch_size_may_change_where_no_text_depends_on_it(target_folder, da
     work(target_folder, data, tmp_path / "greedy", "--batch", 2)
     work(target_folder, data, tmp_path / "fixed", *SAMPLED, "--k", 3)
     work(target_folder, data, tmp_path / "fixed", *SAMPLED, "--k", 3, "--batch", 2)
-    work(target_folder, data, tmp_path / "auto", *SAMPLED)
-    again = ("--dataset", data, "--output", tmp_path / "auto", "--max-new-tokens", 10, *SAMPLED, "--batch", 2)
-    assert "--batch was 4, is 2" in error_of(run(target_folder, *again))
+    for settings in ((), ("--k", 3, "--draft", "ngram_recycling")):  # rows share a K, or a table and a tree
+        again = ("--dataset", data, "--output", tmp_path / f"{len(settings)}", "--max-new-tokens", 10, *SAMPLED, *settings)
+        assert run(target_folder, *again, "--batch", 4).exit_code == 0
+        assert "--batch was 4, is 2" in error_of(run(target_folder, *again, "--batch", 2))
 
 
 def test_a_job_without_a_finished_row_gives_way(target_folder, data, tmp_path, monkeypatch):

@@ -30,10 +30,10 @@ def generate_dataset(
     try:
         rows, column = read_rows(source, column, limit)
         data = {"column": column, "rows": len(rows), "sha256": fingerprint(rows)}
-        job = {"settings": work.settings(batch), "data": data, "dataset": source, "made_by": _versions()}
+        job = {"settings": work.settings(), "data": data, "dataset": source, "made_by": _versions()}
         Shards(output, job, place, batch).refuse_other()
         writer = Writer(work, place)
-        job["settings"] |= writer.weights
+        job["settings"] |= writer.settings(batch)
         writer.check(rows, source, skip_invalid)
         with Shards(output, job, place, batch) as shards:
             writer.write(rows, shards, batch)

@@ -19,6 +19,9 @@ from .shards import Place, Shards
 from .speculation import beyond, draft_of, speculation_of
 
 
+ROWS_APART = ("jump_forward", "model", "ngram", "prompt_lookup", "recycling", "suffix_automaton", "uniform")  # drafts that propose chains, to each row as if it were alone
+
+
 @dataclass(frozen=True)
 class Work:
     """What is done to every prompt. sampling: `do_sample` and what goes with it, handed to `generate` as it is. config: of a
@@ -45,9 +48,8 @@ class Work:
             raise ValueError(f"--config {self.config}: its seeds are of rows that were decoded together; give --seed.")
         return replace(found, seed=found.seed or 0)
 
-    def settings(self, batch: int) -> dict[str, Any]:
-        """What a run that goes on with a folder has to have in common with those before. The batch size is part of it only where
-        rows that are decoded together share a K that follows from what was accepted, and are sampled."""
+    def settings(self) -> dict[str, Any]:
+        """What a run that goes on with a folder has to have in common with those before, but for what the models say (`Writer.settings`)."""
         chosen = self.speculation
         sampling = {"sample" if name == "do_sample" else name: value for name, value in self.sampling.items()}
         return {
@@ -64,7 +66,6 @@ class Work:
             "tokens": self.tokens,
             **dict.fromkeys(("temperature", "top_k", "top_p", "min_p", "repetition_penalty")),
             **sampling,
-            "batch": batch if chosen.num_assistant_tokens == "auto" and self.sampling["do_sample"] else None,
         }
 
 
@@ -88,7 +89,15 @@ class Writer:
         enable(self.model)
         self.draft, made = draft_of(work.draft, work.speculation, work.dtype, self.model, self.tokenizer)
         self.weights["draft_weights"] = draft_weights(work.draft or source_of(work.speculation), made)
+        self.draft_name = "prompt_lookup" if made is None else getattr(made, "name", "model")
         self.totals, self.seconds = Counter(), 0.0
+
+    def settings(self, batch: int) -> dict[str, Any]:
+        """More of `Work.settings`. The batch size is part of it where texts are sampled and a row's depends on those that it is decoded with: they share
+        a K that follows from what was accepted, or a draft that learns from all rows, or lays out one tree for all."""
+        chosen = self.work.speculation
+        apart = chosen.num_assistant_tokens != "auto" and chosen.draft_stop == "constant" and self.draft_name in ROWS_APART and not chosen.draft_options
+        return self.weights | {"batch": batch if self.work.sampling["do_sample"] and not apart else None}
 
     def check(self, rows: list[Row], source: str, skip_invalid: bool) -> None:
         """Find the rows that have no answer. ValueError names the first and says how many there are, unless they are skipped."""
