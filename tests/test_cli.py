@@ -54,6 +54,19 @@ def test_generate_prints_text_or_json_with_the_trace(target_folder, draft_folder
     assert len(answer["tokens"]) == answer["speculation"]["new_tokens"][0] <= 12
 
 
+def test_stop_strings_of_the_models_own_generation_config_end_its_answers(target_folder, tmp_path):
+    whole = json.loads(run("generate", target_folder, "--prompt", "abc", "--max-new-tokens", 12, "--json").stdout)["text"]
+    model, tokenizer = load_target(target_folder)
+    model.generation_config.stop_strings = [next(character for character in whole[2:] if character.isascii())]
+    model.save_pretrained(tmp_path / "model"), tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "in.jsonl").write_text('{"prompt": "abc"}\n')
+    settings = ("generate", tmp_path / "model", "--max-new-tokens", 12)
+    (stop,), answer = model.generation_config.stop_strings, run(*settings, "--prompt", "abc", "--json")
+    assert answer.exit_code == 0 and json.loads(answer.stdout)["text"] == whole[: whole.index(stop) + 1], answer.stderr
+    assert run(*settings, "--dataset", tmp_path / "in.jsonl", "--output", tmp_path / "out").exit_code == 0
+    assert json.loads((tmp_path / "out" / "rows-00000.jsonl").read_text())["text"] == whole[: whole.index(stop) + 1]
+
+
 def test_the_version():
     result = run("--version")
     assert result.exit_code == 0 and result.stdout == f"hf-specdec {__version__}\n"

@@ -60,7 +60,7 @@ def generate(
         max_new_tokens=max_new_tokens,
         assistant_model=assistant,
         speculative=speculation,
-        streamer=streamer,
+        streamer=streamer, tokenizer=tokenizer,  # the latter for stop strings of the model's own generation config
         return_dict_in_generate=True,
         **sampling,
     )

@@ -171,6 +171,7 @@ class Writer:
                 max_new_tokens=work.max_new_tokens,
                 pad_token_id=pad_token(self.model),
                 assistant_model=self.draft,
+                tokenizer=self.tokenizer,  # for stop strings of the model's own generation config
                 speculative=replace(work.speculation, seed=tuple(seeds)),
                 return_dict_in_generate=True,
                 **work.sampling,
