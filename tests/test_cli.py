@@ -156,9 +156,9 @@ def test_demo_streams_times_and_compares(target_folder):
     ("demo", "--prompt", "abcabc", "--max-new-tokens", 6, "--repetitions", 1), ("demo", "--prompt", "abcabc", "--max-new-tokens", 6, "--race"),
     ("verify", "--prompts", "chat", "--limit", 1, "--max-new-tokens", 6, "--samples", 200), ("tune", "--prompts", "chat", "--limit", 1, "--max-new-tokens", 6),
 ], ids=["demo", "race", "verify", "tune"])
-def test_what_compares_ways_of_greedy_decoding_leaves_the_beams_that_a_model_asks_for(arguments, target_folder, tmp_path):
+def test_what_compares_ways_of_greedy_decoding_leaves_the_beams_and_dicts_that_a_model_asks_for(arguments, target_folder, tmp_path):
     model, tokenizer = load_target(target_folder)
-    model.generation_config.num_beams = 2
+    model.generation_config.num_beams, model.generation_config.return_dict_in_generate = 2, True
     model.save_pretrained(tmp_path), tokenizer.save_pretrained(tmp_path)
     result = run(arguments[0], tmp_path, *arguments[1:])
     assert result.exit_code in (0, 1) and not result.stderr.count("error"), result.stderr  # 1: of so few samples no verdict is asked

@@ -45,7 +45,8 @@ def timed(model, prompt: list[int], max_new_tokens: int, **options) -> tuple[lis
     """The greedy answer, and the seconds of the call."""
     inputs = padded(model, [prompt])
     begin = now(model)
-    out = model.generate(**inputs, do_sample=False, num_beams=1, max_new_tokens=max_new_tokens, pad_token_id=pad_token(model), **options)
+    out = model.generate(**inputs, do_sample=False, num_beams=1, max_new_tokens=max_new_tokens, pad_token_id=pad_token(model), return_dict_in_generate=False,
+                         **options)
     return new_tokens(model, out, len(prompt))[0], now(model) - begin
 
 

@@ -57,7 +57,7 @@ def demo(
                  lambda copy: load_draft(draft, dtype, copy, tokenizer) if isinstance(assistant, Draft) else assistant)
         return
     console.print(Text.assemble("\n", ("drafted and accepted" if has_colour(console) else "[drafted and accepted]", DRAFTED), " | the target's own\n"))
-    out = model.generate(**padded(model, [ids]), do_sample=False, num_beams=1, max_new_tokens=max_new_tokens, assistant_model=assistant,
+    out = model.generate(**padded(model, [ids]), do_sample=False, num_beams=1, max_new_tokens=max_new_tokens, assistant_model=assistant, return_dict_in_generate=False,
                          streamer=Highlighter(tokenizer, console, marks=True), **speculation)
     console.print()
 
