@@ -42,6 +42,13 @@ def test_every_arm_runs_on_every_prompt_and_equals_plain_generate(target_folder)
         assert 0 < row["outside_forwards"] < 1 and row["new_tokens"] > 0
 
 
+def test_plain_and_stock_arms_are_so_of_a_model_whose_calls_speculate_anyhow(target_folder):
+    model, tokenizer = load_target(target_folder, device="cpu")
+    arms = standard_arms(enable(model, speculative=True), tiny_model(1), 4)
+    traces = {arm.name: arm.run([PROMPTS[0].ids(tokenizer)], 8).trace for arm in arms}
+    assert [name for name, trace in traces.items() if trace is None] == [PLAIN, "stock lookup", "stock draft model"] and len(traces) == 5
+
+
 def test_the_kernels_arms_decode_with_a_model_of_their_own(target_folder):
     model, tokenizer = load_target(target_folder, device="cpu")
     fast, _ = in_tiles(target_folder, None, "float32")

@@ -12,6 +12,7 @@ import torch
 from .. import compat
 from ..drafts import Draft
 from ..proposal import Proposal
+from ..standing import said
 from ..trace import SpeculationTrace
 
 PLAIN = "plain generate"
@@ -102,17 +103,18 @@ def standard_arms(model, draft=None, k: int | str = "auto", stock_k: int = 5, lo
     fixed = None if k == "auto" else k
     ours = {"speculative": {"compile": compile and "model"}, "num_assistant_tokens": k, "compiled": compile}
     what = ", compiled" if compile else ""
+    stock = {} if said(model).speculative is None else {"speculative": False}  # of a model whose calls speculate where they say nothing
     arms = [
-        generate_arm(PLAIN, model),
-        generate_arm("stock lookup", model, k=fixed or lookup_k, max_batch=1, prompt_lookup_num_tokens=fixed or lookup_k),
+        generate_arm(PLAIN, model, **stock),
+        generate_arm("stock lookup", model, k=fixed or lookup_k, max_batch=1, prompt_lookup_num_tokens=fixed or lookup_k, **stock),
         generate_arm(f"ours lookup{what}", model, k=fixed, **ours),
     ]
     if compile:
-        arms.insert(1, generate_arm(PLAIN_COMPILED, model, compiled=True, **compat.compiled_decoding()))
+        arms.insert(1, generate_arm(PLAIN_COMPILED, model, compiled=True, **compat.compiled_decoding(), **stock))
     if isinstance(draft, Draft):
         arms.append(generate_arm(f"ours {draft.name}{what}", model, model_of(draft), fixed, assistant_model=draft, **ours))
     elif draft is not None:
-        arms.insert(-1, _stock_draft_arm(model, draft, fixed or stock_k))
+        arms.insert(-1, _stock_draft_arm(model, draft, fixed or stock_k, **stock))
         arms.append(generate_arm(f"ours draft model{what}", model, draft, fixed, assistant_model=draft, **ours))
     return arms
 
@@ -132,9 +134,9 @@ def model_of(draft) -> torch.nn.Module | None:
     return own if isinstance(own, torch.nn.Module) else None
 
 
-def _stock_draft_arm(model, draft, k: int) -> Arm:
+def _stock_draft_arm(model, draft, k: int, **stock) -> Arm:
     """Stock assisted generation with exactly k tokens a round: constant schedule, no early stop on low confidence."""
-    arm = generate_arm("stock draft model", model, draft, k, 1, assistant_model=draft)
+    arm = generate_arm("stock draft model", model, draft, k, 1, assistant_model=draft, **stock)
 
     def run(prompts: list[list[int]], max_new_tokens: int) -> Answer:
         with generation_settings(
