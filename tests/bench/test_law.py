@@ -42,6 +42,14 @@ def test_the_enumerated_law_is_the_models_own():
     )
 
 
+def test_what_a_models_own_generation_config_asks_for_is_no_part_of_the_law():
+    model = enable(tiny_model())
+    model.generation_config.update(do_sample=True, temperature=0.3, min_p=0.9, typical_p=0.2, epsilon_cutoff=0.3, eta_cutoff=0.3, no_repeat_ngram_size=1, num_beams=2)
+    laws = enumerate_law(model, PROMPT, 2, 3)
+    counts, _, _ = sample(model, PROMPT, 600, 2, 3, 200, assistant_model=SupportDraft(laws, len(PROMPT)), speculative={"num_assistant_tokens": 2, "seed": 0})
+    assert chi_square(counts, joint(laws, 2)).p > 1e-4
+
+
 @pytest.mark.parametrize(("lying", "follows"), [(False, True), (True, False)])
 def test_an_honest_draft_follows_the_law_and_a_lying_one_is_caught(lying, follows):
     torch.manual_seed(0)

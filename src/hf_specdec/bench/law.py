@@ -14,6 +14,8 @@ from ..proposal import Proposal
 from .arms import eos_tokens
 
 Law = dict[tuple[int, ...], float]
+# in the place of what a model's own generation config asks for, and the enumerated law does not know
+NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
 
 
 @torch.no_grad()
@@ -66,10 +68,8 @@ def sample(
             attention_mask=torch.ones_like(ids),
             do_sample=True,
             num_beams=1,
-            temperature=1.0,
             top_k=top_k,
-            top_p=1.0,
-            repetition_penalty=1.0,
+            **NEUTRAL,
             max_new_tokens=depth + 1,
             min_new_tokens=depth + 1,
             return_dict_in_generate=True,
