@@ -1,6 +1,7 @@
 """The recipes about acceptance: what they train, what they say is lossy or simulated, what they refuse."""
 
 import json
+import signal
 
 import numpy as np
 import pytest
@@ -146,6 +147,24 @@ def test_a_training_that_was_stopped_ends_with_the_weights_of_one_that_was_not(k
     monkeypatch.setattr(kit.pretraining, "_step", lambda *_: pytest.fail("trained"))
     assert torch.equal(weights(whole), weights(kit.pretraining.pretrain("x", config, train, plan, torch.device("cpu"), tmp_path)))
     assert [path.name for path in tmp_path.iterdir()] == ["training.safetensors"]
+
+
+def test_ctrl_c_in_the_midst_of_a_step_waits_for_its_end(kit, recipes, tmp_path, monkeypatch):
+    config, train, plan = small(kit, recipes)
+    whole = kit.pretraining.pretrain("x", config, train, plan, torch.device("cpu"))
+    steps, step, handler = [], torch.optim.AdamW.step, signal.getsignal(signal.SIGINT)
+
+    def interrupted(optimizer, *arguments):
+        step(optimizer, *arguments)
+        steps.append(None)
+        if len(steps) == 5:
+            signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(torch.optim.AdamW, "step", interrupted)
+        kit.pretraining.pretrain("x", config, train, plan, torch.device("cpu"), tmp_path)
+    assert len(steps) == 5 and signal.getsignal(signal.SIGINT) is handler
+    assert torch.equal(weights(whole), weights(kit.pretraining.pretrain("x", config, train, plan, torch.device("cpu"), tmp_path)))
 
 
 def test_a_checkpoint_of_another_config_plan_or_text_is_refused(kit, recipes, tmp_path):
