@@ -125,7 +125,7 @@ class Sequences:
         new = [row.tokens[row.prompt :] for row in self.rows]
         width = max(map(len, new))
         tail = [tokens + [pad_token_id] * (width - len(tokens)) for tokens in new]
-        return torch.cat([prompt, upload(tail, prompt.device, prompt.dtype).reshape(len(new), width)], dim=1)
+        return torch.cat([prompt, upload(tail, prompt.device, torch.long).reshape(len(new), width)], dim=1)
 
 
 def _of_row(criterion: StoppingCriteria, prompt: int) -> StoppingCriteria:

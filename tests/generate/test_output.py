@@ -36,6 +36,13 @@ def test_a_tensor_comes_back_unless_a_dict_is_asked_for():
     assert torch.is_tensor(out) and out.dtype == torch.int64 and out.shape == (3, 17)
 
 
+def test_token_ids_come_back_as_int64_whatever_they_went_in_as():
+    target, inputs = enabled(tiny_llama(1)), padded(ROWS)
+    given = {**inputs, "input_ids": inputs["input_ids"].int(), "max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    expected, out = target.generate(**given), target.generate(**given, speculative=True)
+    assert out.dtype == expected.dtype == torch.int64 and torch.equal(out, expected)
+
+
 def test_the_dict_is_transformers_own_kind_and_carries_the_trace():
     out = speculate(tiny_llama(1), ROWS)
     assert isinstance(out, SpeculativeOutput) and isinstance(out, GenerateDecoderOnlyOutput)
