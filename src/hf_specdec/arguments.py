@@ -187,6 +187,9 @@ def check_call(model, input_ids, processors, generation, model_kwargs: dict, tra
             raise ValueError(f"{name}=True{asked}: not available from a pass that scores several tokens. Drop it, or use speculative=False.")
     cache, cached = model_kwargs.get(compat.CACHE), 0
     if cache is not None and traits.encoder != "own":
+        if generation.use_cache is False:
+            raise ValueError(f"use_cache=False beside {compat.CACHE}: plain generate() would read the whole text anew for every token, each time behind what the "
+                             f"cache holds by then. Pass one of the two.")
         check_cache(cache, compat.unwrap(model).config, input_ids.shape[0])
         cached = cached_tokens(cache)
     shown = _check_inputs(compat.unwrap(model).config, model_kwargs, traits, cached)

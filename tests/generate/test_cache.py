@@ -257,6 +257,15 @@ def test_a_call_with_use_cache_false_gives_the_same_text():
     assert getattr(out, CACHE) is None  # as in a plain call
 
 
+@pytest.mark.parametrize("held", [0, 9])
+def test_a_cache_beside_use_cache_false_is_refused_as_plain_generate_makes_another_text_of_the_two(held):
+    model, ids = tiny_llama(6), torch.tensor(repetitive(14))
+    cache = filled(model, ids[:, :held]) if held else DynamicCache()
+    with pytest.raises(ValueError, match=f"use_cache=False beside {CACHE}.*one of the two"):
+        ours(model, ids, cache, use_cache=False)
+    assert cache.get_seq_length() == held
+
+
 # --- caches that are not the call's ---------------------------------------------------------------------------------------
 
 
