@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -18,6 +14,7 @@ from safetensors.torch import save_file
 from torch.nn import functional as F
 
 from hf_specdec.bench.terminal import counting
+from hf_specdec.training.interrupts import ctrl_c_waits
 
 from .recipe import RecipeError
 
@@ -51,38 +48,19 @@ def pretrain(name: str, config, train: np.ndarray, plan: Plan, device: torch.dev
     model.train()
     try:
         if done < plan.steps:
-            with counting(f"training {name}", plan.steps - done) as bar, _ctrl_c_later() as stop_if_asked:
+            with counting(f"training {name}", plan.steps - done) as bar:
                 while done < plan.steps:
-                    loss = _step(model, optimizer, train, plan, done, device)
-                    done += 1
+                    with ctrl_c_waits():
+                        loss = _step(model, optimizer, train, plan, done, device)
+                        done += 1
                     if kept and (done % plan.save_every == 0 or done == plan.steps):
                         kept.save(model, optimizer, done)
                     bar(f"loss {loss:.2f}" if done % 10 == 0 or done == plan.steps else "")
-                    stop_if_asked()
     except KeyboardInterrupt:
         if kept:
             kept.save(model, optimizer, done)
         raise
     return model.requires_grad_(False).eval()
-
-
-@contextmanager
-def _ctrl_c_later() -> Iterator[Callable[[], None]]:
-    """What is to be called after every step: Ctrl-C is raised there. In the midst of a step it would leave weights that no number of steps gives."""
-    asked: list[bool] = []
-
-    def stop_if_asked() -> None:
-        if asked:
-            raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():  # which alone gets signals
-        yield stop_if_asked
-        return
-    before = signal.signal(signal.SIGINT, lambda *_: asked.append(True))
-    try:
-        yield stop_if_asked
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _step(model, optimizer, train: np.ndarray, plan: Plan, step: int, device: torch.device) -> float:

@@ -34,7 +34,8 @@ class SpeculativeConfig:
     lenience: l of Leviathan et al. 2023, A.5, in (0, 1]; 1.0 (default) is exact. Below 1 no token is committed with a
         probability above p(x) / l when sampling, and p(x) >= l * max p counts as the argmax when greedy.
     seed: an int (row b uses seed + b) or one int per row; None (default) takes it from torch's global generator. A row's
-        text depends on its own seed only, but for drafts that share a memory or a tree between rows. With a seed, "auto" leaves measured times aside, so that a run repeats.
+        text depends on its own seed only, but for drafts that share a memory or a tree between rows. With a seed, "auto" leaves
+        measured times aside, so that a run repeats.
     max_auto_tokens: the largest K that "auto" may choose, 1..64 (default 16).
     draft_stop: when the draft stops: "constant" (default, at K); "heuristic" (K grows by 2 after full acceptance and falls by 1
         otherwise, "auto" begins with 5); for a draft model, before K or `max_auto_tokens` too: "confidence" (after a token whose acceptance,

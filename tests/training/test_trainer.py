@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from dataclasses import replace
 from functools import partial
 
@@ -73,6 +74,26 @@ def test_ctrl_c_keeps_the_step_it_was_at(target, data, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         Trainer(target, data, tmp_path, CONFIG).run(stop, every=15)
     assert Trainer(target, data, tmp_path, CONFIG).progress.step == 7
+
+
+def test_ctrl_c_in_the_midst_of_a_step_waits_for_its_end(target, data, tmp_path, monkeypatch):
+    whole = Trainer(target, data, tmp_path / "whole", CONFIG)
+    whole.run()
+    step, handler = torch.optim.AdamW.step, signal.getsignal(signal.SIGINT)
+
+    def interrupted(optimizer, *given, **options):
+        signal.raise_signal(signal.SIGINT)
+        return step(optimizer, *given, **options)
+
+    run = Trainer(target, data, tmp_path / "parts", CONFIG)
+    run.run(until=6)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(torch.optim.AdamW, "step", interrupted)
+        run.run()
+    assert run.progress.step == 7 and signal.getsignal(signal.SIGINT) is handler
+    rest = Trainer(target, data, tmp_path / "parts", CONFIG)
+    rest.run()
+    assert all(torch.equal(a, b) for a, b in zip(weights(whole), weights(rest)))
 
 
 @pytest.mark.parametrize("steps", [7, 30])

@@ -13,6 +13,7 @@ from torch import nn
 
 from . import checkpoint, drafter, shared
 from .batches import Batch, Corpus, Stream, frequent_tokens, split
+from .interrupts import ctrl_c_waits
 from .losses import LOSSES, acceptance, buckets
 from .processes import join, need_accelerate
 from .shards import Part, check_target, digest, probe, same, save_whole, shard_files
@@ -176,7 +177,8 @@ class Trainer:
         last, loss = self.config.steps if until is None else min(until, self.config.steps), None
         try:
             while self.progress.step < last:
-                loss = self.step()
+                with ctrl_c_waits():
+                    loss = self.step()
                 if self.progress.step % every == 0 or self.progress.step == last:
                     self._look(loss)
                 if report:
@@ -260,8 +262,7 @@ class Trainer:
             rates.append(torch.tensor([float(acceptance(*self._laws(batch, logits)).sum()) for logits in steps]))
             n += len(best)
         greedy, sampling = ((torch.stack(part).sum(0) / n).tolist() for part in (hits, rates))
-        more = {"greedy_by_step": greedy} if len(greedy) > 1 else {}
-        return {"greedy_acceptance": greedy[0], "sampling_acceptance": sampling[0], **more}
+        return {"greedy_acceptance": greedy[0], "sampling_acceptance": sampling[0], **({"greedy_by_step": greedy} if len(greedy) > 1 else {})}
 
     # --- what stays ---------------------------------------------------------------------------------------------------
 
@@ -278,8 +279,7 @@ class Trainer:
                    {name: json.dumps(value) for name, value in about.items()})
 
     def _resume(self) -> None:
-        about = self.refuse(self.out, self.data, self.config)
-        if about is None:
+        if (about := self.refuse(self.out, self.data, self.config)) is None:
             return
         if "target" in about and not same(about["target"], self.probe):
             raise ValueError(f"out: {self.out} holds a run of another target; name another folder.")
