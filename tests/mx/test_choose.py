@@ -121,6 +121,13 @@ def test_the_whole_range_of_bits():
     assert mx.choose_formats(model, 6, TEXT, (EIGHT, FOUR, SIX)) == three  # labels are drawn with a seed
 
 
+def test_a_layer_that_is_called_by_name_is_watched_too():
+    model, by_name = uneven(), uneven()
+    for layer in by_name.model.layers:
+        layer.mlp.forward = lambda x, mlp=layer.mlp: mlp.down_proj(input=mlp.act_fn(mlp.gate_proj(input=x)) * mlp.up_proj(x))
+    assert mx.choose_formats(by_name, 5.0, TEXT, (FOUR, SIX)) == mx.choose_formats(model, 5.0, TEXT, (FOUR, SIX))
+
+
 def test_skipped_layers_and_the_head_get_no_format_and_what_no_text_reaches_gets_the_smallest():
     model = uneven()
     chosen = mx.choose_formats(model, 6.0, TEXT, skip=["layers.0", "q_proj"])

@@ -138,13 +138,15 @@ def test_what_is_overwritten_is_complete_or_absent(target, draft, tmp_path, monk
         load_drafter(tmp_path, target)
 
 
-@pytest.mark.parametrize("harm", ["absent", "cut", "newer", "ids", "missing"])
+@pytest.mark.parametrize("harm", ["absent", "cut", "half", "newer", "ids", "missing"])
 def test_a_bad_folder_is_refused(target, draft, tmp_path, harm):
     if harm != "absent":
         save(draft, tmp_path, "tiny")
     weights, about = tmp_path / "model.safetensors", tmp_path / "drafter.json"
     if harm == "cut":
         weights.write_bytes(weights.read_bytes()[:-50])
+    elif harm == "half":
+        about.write_text(about.read_text()[:-20])
     elif harm == "newer":
         about.write_text(json.dumps(json.loads(about.read_text()) | {"format": "hf_specdec drafter 9"}))
     elif harm == "ids":

@@ -152,7 +152,7 @@ def _gradients(
         for embedding in embeddings:
             stack.callback(embedding.register_forward_hook(lambda module, args, out: start.append(out.requires_grad_())).remove)
         for name in names:
-            stack.callback(model.get_submodule(name).register_forward_hook(partial(_watch, hook, name)).remove)
+            stack.callback(model.get_submodule(name).register_forward_hook(partial(_watch, hook, name), with_kwargs=True).remove)
         for ids in sequences:
             start.clear()
             logits = _logits(model, ids).flatten(0, -2).float()
@@ -168,9 +168,9 @@ def _logits(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-def _watch(hook, name: str, layer: nn.Module, args: tuple, out: torch.Tensor) -> None:
+def _watch(hook, name: str, layer: nn.Module, args: tuple, kwargs: dict, out: torch.Tensor) -> None:
     if out.requires_grad:
-        out.register_hook(partial(hook, name, args[0].detach().float()))
+        out.register_hook(partial(hook, name, (args[0] if args else kwargs["input"]).detach().float()))
 
 
 def _shown(sequences: Iterable, text: str) -> Iterable:

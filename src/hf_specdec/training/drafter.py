@@ -121,7 +121,10 @@ def load(folder: str | Path, target: PreTrainedModel | None = None) -> PreTraine
         published.refuse_pickles(folder)
         raise ValueError(f"{folder} holds no drafter (drafter.json is missing); `hf-specdec train` writes one, and {shipped()} come "
                          f"with the package.")
-    about = json.loads((folder / "drafter.json").read_text())
+    try:
+        about = json.loads((folder / "drafter.json").read_text())
+    except ValueError as error:
+        raise ValueError(f"{folder}: drafter.json is not whole ({error}); copy the folder again, or train into it anew.") from None
     if about.get("format") != FORMAT:
         raise ValueError(f"{folder}: format {about.get('format')!r} is not {FORMAT!r}; a newer hf_specdec has written it.")
     _check_target(about, target, folder)
