@@ -198,7 +198,7 @@ def test_an_unknown_argument_that_is_like_one_of_ours_is_told_which(name, meant)
     ({"num_assistant_token": 4}, "(did you mean 'num_assistant_tokens'?)"),
     ({"draft": "mixture"}, "draft is an option of speculative calls: pass speculative=True, too."),
     ({"acceptance": "block"}, "acceptance is an option of speculative calls: pass speculative=True, too."),
-], ids=str)
+], ids=lambda part: part if isinstance(part, str) else ", ".join(part))
 def test_a_plain_call_of_an_enabled_model_is_told_what_of_ours_was_meant(given, words):
     model = enabled(tiny_llama())
     with refused(model, words=("are not used by the model", words)):
