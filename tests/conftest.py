@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import warnings
 
 import pytest
@@ -17,6 +18,7 @@ from hf_specdec.schedule import RoundCost
 
 from .helpers import FULL
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts the tests in the background has it ignored
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 
