@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from statistics import mean
 
 import pytest
 
 from hf_specdec.drafts import PromptLookupDraft
 from hf_specdec.budget import Budget, progress
-from hf_specdec.schedule import AutoSchedule, Rates, RoundCost
+from hf_specdec.schedule import AutoSchedule, FixedSchedule, Rates, RoundCost
 
 NEW = 48
 # seconds of a round that drafts k tokens for n rows, and of the first one, which reads the prompts: measured on two CPUs' worth of kinds
@@ -250,3 +251,46 @@ def test_no_round_is_faster_than_a_plain_step():
     assert cost.plain == 1.2
     cost.update(4, 1.1)  # by so little, that is noise
     assert cost.plain == 1.2
+
+
+# --- passes that are filled up -----------------------------------------------------------------------------------------------------
+
+FILLED = {1: 1.0, 4: 1.03, 8: 1.15, 16: 1.5, 32: 2.6, 64: 5.2}  # plain steps of a compiled pass, by the tokens that it is filled up to
+
+
+def filled_up(k: int) -> float:
+    return next(steps for places, steps in FILLED.items() if k < places)
+
+
+def drafting(schedule, alpha: float, seed: int, tokens: int = 200) -> tuple[float, list[int]]:
+    """Plain steps that a text takes in such passes, and what was asked for."""
+    rng, left, spent, asked = random.Random(seed), tokens, 0.0, []
+    while left:
+        k = schedule.next_k([0], [left])[0]
+        taken = next((n for n in range(k) if rng.random() >= alpha), k)
+        schedule.observe([k], [taken], filled_up(k) * rng.uniform(0.97, 1.03) if asked else None)
+        spent, left, asked = spent + filled_up(k), left - taken - 1, [*asked, k]
+    return spent, asked
+
+
+def that_knows_blocks(alpha: float) -> AutoSchedule:
+    schedule = AutoSchedule(16, 0.0, prior=lambda strength: (alpha, alpha))
+    schedule.cost.blocks = tuple(FILLED)
+    return schedule
+
+
+@pytest.mark.parametrize("alpha", [0.3, 0.6, 0.8, 0.9, 1.0])
+def test_passes_that_are_filled_up_are_filled_with_candidates(alpha):
+    best = min(mean(drafting(FixedSchedule(k), alpha, seed)[0] for seed in range(40)) for k in (3, 7, 15, 16))
+    assert mean(drafting(that_knows_blocks(alpha), alpha, seed)[0] for seed in range(40)) < 1.12 * best
+    asked = drafting(that_knows_blocks(alpha), alpha, 0)[1]
+    assert set(asked[2:-4]) <= {0, 3, 7, 15}
+
+
+def test_what_a_filled_pass_costs_is_what_all_of_its_widths_cost():
+    cost = RoundCost()
+    cost.blocks = tuple(FILLED)
+    for k in (0, 2, 5, 11, 1, 7):
+        cost.update(k, filled_up(k))
+    assert cost(4) == cost(7) < cost(8) == cost(15) < cost(16) == cost(31)
+    assert cost.steps(1) == cost.steps(3) and cost(70) > cost(63)  # wider than any block: by its own width

@@ -133,7 +133,7 @@ class BeamCall(Call):
         target = CachedModel(self.model, limit, "target", self.traits, self.source)
         context = Context([], longest, self.traits.vocab_size, compat.device_of(self.model), Sampler.greedy(), _no_noise, self.source, self._stop(), target)
         trace = SpeculationTrace(self.decoder.settings("greedy"))
-        scored = ScoredBeams(target, draft, self._schedule(by_row=False), context, trace)
+        scored = ScoredBeams(target, draft, self._schedule(target, by_row=False), context, trace)
 
         def logits(sequences: torch.Tensor) -> torch.Tensor:
             texts = [[*(row[i] for i in own), *row[prompt:]] for row, own in zip(sequences.tolist(), columns)]

@@ -125,7 +125,7 @@ class Call:
                           target, self.config.seed is None, media=self.media)
         trace = SpeculationTrace(decoder.settings(self.rule_name), rule.lossless)
         loop = SpeculativeLoop(
-            target, decoder.draft, rule, sampler, self._schedule(), sequences, noise, context, trace,
+            target, decoder.draft, rule, sampler, self._schedule(target), sequences, noise, context, trace,
             want_scores=bool(as_dict and generation.output_scores), want_logits=bool(as_dict and generation.output_logits),
             want_cache=bool(self.given or as_dict and generation.use_cache is not False and (self.source or not self.closed)),
         )
@@ -207,8 +207,8 @@ class Call:
             raise ValueError(f"acceptance={self.rule_name!r} does not go with do_sample={self.generation.do_sample}; use \"auto\", or do_sample={not self.generation.do_sample}.")
         return rule
 
-    def _schedule(self, by_row: bool = True):
-        """by_row: whether it is asked for every row of the draft, and not for all beams as one."""
+    def _schedule(self, target: CachedModel, by_row: bool = True):
+        """What decides on K for passes of `target`. by_row: whether it is asked for every row of the draft, and not for all beams as one."""
         k, stop, most = self.config.num_assistant_tokens, self.config.draft_stop, self.config.max_auto_tokens
         if stop == "heuristic":
             return HeuristicSchedule(5, most) if k == "auto" else HeuristicSchedule(k, MAX_ASSISTANT_TOKENS)
@@ -216,7 +216,10 @@ class Call:
             return FixedSchedule(most if k == "auto" else k)
         draft = self.decoder.draft
         timed = self.config.seed is None
-        return by_row and draft.schedule(most, timed) or AutoSchedule(most, draft.relative_cost(self.model), timed, draft.prior)
+        schedule = by_row and draft.schedule(most, timed) or AutoSchedule(most, draft.relative_cost(self.model), timed, draft.prior)
+        if isinstance(schedule, AutoSchedule) and not schedule.drafting:  # a draft that costs something costs more with every token
+            schedule.cost.blocks = target.blocks
+        return schedule
 
     def _stop(self) -> StopRule | None:
         kind, draft = self.config.draft_stop, self.decoder.draft

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from . import compat, passes
-from .compiled import CompiledPasses, FixedBuffers
+from .compiled import WIDTHS, CompiledPasses, FixedBuffers
 from .head import READ, head_at, places_of
 from .kv_cache import SlotCache
 from .layerwise import TRIAL
@@ -67,6 +67,11 @@ class Forward:
         self.taps: list[Tap] = []
         self.calls, self.seconds = 0, 0.0
         self.placing = Placing(self.traits, self.dtype, self.device)
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Tokens of a row that compiled passes are filled up to; () where there are none."""
+        return () if self.compiled is None or self.compiled.usable is False else WIDTHS
 
     def watch(self, layers: tuple[int, ...]) -> Tap:
         """Show, from now on, what these layers put out in every pass."""

@@ -97,6 +97,8 @@ class RoundCost:
     s / T(0) is the cost ratio c of Leviathan et al. 2023, with the price of the wider target pass in it. Until a plain step has been
     timed, T(0) = a; until two values of k have been timed, s comes from `prior_ratio`; until rounds of one kind have been, the other's
     line holds for both. `worst_ratio` is the prior of who has to reckon with the worst.
+
+    blocks: tokens of a row that a pass is filled up to, ascending: it costs what the filled one does. () where it is not.
     """
 
     PER_ROW = 0.03     # what a token more per row costs the target before it has been timed, in plain steps
@@ -108,6 +110,7 @@ class RoundCost:
 
     def __init__(self, timed: bool = True, rows: int = 1, drafting: float = 0.0):
         self.timed, self.plain, self.rounds = timed, None, 0
+        self.blocks: tuple[int, ...] = ()
         self.expect(rows, drafting)
         self.sums = [[0.0] * 5 for _ in range(2)]  # narrow and wide: n, k, k^2, t, k t
 
@@ -119,6 +122,7 @@ class RoundCost:
     def update(self, k: int, seconds: float) -> None:
         if not self.timed:
             return
+        k = self._filled(k)
         wide, expected = self._wide(k), self(k)
         if self.plain is not None and seconds < self.SLOW * self.plain:
             self.plain = seconds  # no round is faster than a plain step: that one was timed in a bad moment
@@ -141,6 +145,10 @@ class RoundCost:
         """Whether more than two rounds with drafted tokens have been timed."""
         return not self.timed or self.rounds > 2
 
+    def _filled(self, k: int) -> int:
+        """Drafted tokens of a pass that costs as much as one over k."""
+        return next((places - 1 for places in self.blocks if k < places), k)
+
     def _wide(self, k: int) -> bool:
         return self.rows * (k + 1) > self.NARROW
 
@@ -153,14 +161,14 @@ class RoundCost:
 
     def steps(self, k: int, worst: bool = False) -> float:
         """Plain steps that a round takes which drafts k tokens. worst: by `worst_ratio`, as far as nothing else has been timed."""
-        ratio, plain = self.worst_ratio if worst and self.timed else self.prior_ratio, self(0)
+        ratio, plain, k = self.worst_ratio if worst and self.timed else self.prior_ratio, self(0), self._filled(k)
         steps = 1 + ratio * k if plain is None else self(k, ratio) / plain
         return steps if self.known else min(steps, 1 + self.worst_ratio * k)
 
     def __call__(self, k: int, ratio: float | None = None) -> float | None:
         """Seconds of a round that drafts k tokens (1.0 per plain step where nothing has been timed); None: not known. ratio: instead of
         `prior_ratio`."""
-        ratio = self.prior_ratio if ratio is None else ratio
+        ratio, k = self.prior_ratio if ratio is None else ratio, self._filled(k)
         timed = any(sums[0] for sums in self.sums)
         if not self.timed or (self.plain is None and not timed):
             return 1 + ratio * k if not self.timed else None

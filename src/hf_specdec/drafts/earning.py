@@ -85,6 +85,7 @@ class Earnings:
         if self.timed:
             mixture.experience = self.known
         self.verify, self.drafting, self.reach = self.known.verify, self.known.drafting, self.known.reach
+        self.verify.blocks = () if context.target is None else context.target.blocks
         self.budget = self.known.budget = Budget(self.verify, self.known.budget)
         self.asked, self.waited = [0] * len(self.drafts), [0] * len(self.drafts)  # how often; rounds since
         own = len(context.rows) if context.sampler.do_sample else 1
