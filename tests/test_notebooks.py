@@ -41,6 +41,11 @@ def test_the_way_to_install_them_is_the_checkouts():
     assert {"gguf", "matplotlib", "ipykernel", "accelerate"} <= needed and not needed & {"jupyterlab", "notebook"}  # the README names jupyterlab
 
 
+@pytest.mark.parametrize("path", [*NOTEBOOKS, *sorted(FOLDER.parent.glob("recipes/*/*.py"))], ids=lambda path: path.stem)
+def test_what_is_in_a_checkout_alone_is_installed_from_it(path):
+    assert "pip install 'hf-specdec[" not in path.read_text(encoding="utf-8")
+
+
 @every_notebook
 def test_a_notebook_is_valid_stored_without_outputs_and_says_first_what_you_will_see(path):
     notebook = nbformat.read(path, as_version=4)

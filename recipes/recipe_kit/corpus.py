@@ -60,7 +60,7 @@ def _of_dataset(name: str, column: str) -> Iterator[str]:
     try:
         from datasets import load_dataset
     except ImportError:
-        raise RecipeError("--dataset needs the package datasets: pip install 'hf-specdec[train]'") from None
+        raise RecipeError("--dataset needs the package datasets: pip install '.[train]' in the checkout") from None
     name, _, split = name.partition(":")
     local = Path(name).suffix.lstrip(".")
     try:

@@ -55,7 +55,7 @@ def lines(data: dict[str, Any]) -> list[str]:
     texts = []
     for arm, found in data["quality"].items():
         if arm != BASELINE:
-            similar = "not computed (pip install 'hf-specdec[quality]')" if found["rougeL"] is None else f"{found['rougeL']:.3f}"
+            similar = "not computed (pip install '.[quality]' in the checkout)" if found["rougeL"] is None else f"{found['rougeL']:.3f}"
             texts.append(f"{arm} {found['exact_match']:.0%} equal, ROUGE-L {similar}")
     result = [f"against the baseline's outputs: {'; '.join(texts)}."]
     if data.get("pass_at_1"):

@@ -101,7 +101,7 @@ def save_plot(data: dict[str, Any], path: Path) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise ImportError("the plot needs matplotlib: pip install 'hf-specdec[demo]', or pass --no-plot") from None
+        raise ImportError("the plot needs matplotlib: pip install '.[demo]' in the checkout, or pass --no-plot") from None
 
     rows = data["summary"]
     series = {"measured": "speed_up", "theory": "predicted", "article": "article"}
