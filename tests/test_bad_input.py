@@ -302,9 +302,9 @@ def test_a_model_among_the_options_is_named_by_its_type_and_told_its_argument():
             call(model, speculative=value)
 
 
-@pytest.mark.parametrize("prompt", ["Hello", [[1, 2, 3]], {"input_ids": torch.tensor([[1, 2]])}], ids=["text", "a list", "what a tokenizer returns"])
+@pytest.mark.parametrize("prompt", ["Hello", [[1, 2, 3]], {"input_ids": torch.tensor([[1, 2]])}, torch.tensor([1, 2])], ids=["text", "a list", "what a tokenizer returns", "one row"])
 def test_a_prompt_is_token_ids(prompt):
-    with pytest.raises(TypeError, match=r"inputs: expected token ids int64 \[B, L\], got (str|list|dict)\. Pass \*\*tokenizer"):
+    with pytest.raises(TypeError, match=r"inputs: expected token ids int64 \[B, L\], got (str|list|dict|a Tensor of the shape \[2\])\. Pass \*\*tokenizer"):
         integration.generate(tiny_llama(), prompt)
 
 
@@ -384,6 +384,14 @@ def test_a_draft_model_that_cannot_be_used_is_refused_by_name(made, words):
         call(model, assistant_model=draft)
     with refused(draft, words=("assistant_model", *words)):
         SpeculativeDecoder(draft)
+
+
+def test_a_model_without_weights_is_refused_by_name():
+    model, other = enabled(tiny_llama()), enabled(tiny_llama().to("meta"))
+    with refused(model, words=("assistant_model", "on the meta device", "Load them")):
+        call(model, assistant_model=other)
+    with pytest.raises(ValueError, match="target: LlamaForCausalLM is on the meta device"):
+        call(other)
 
 
 @pytest.mark.parametrize("thing", ["gpt2", 3, torch.nn.Linear(2, 2), PromptLookupDraft], ids=["str", "int", "module", "class"])
@@ -548,6 +556,10 @@ CALLS = {
     "beams that sample": (lambda m: dict(num_beams=3, do_sample=True), ("num_beams=3", "or num_beams=1")),
     "empty prompt": (lambda m: dict(inputs=dict(input_ids=EMPTY)), ("input_ids", "at least one token")),
     "empty prompt and mask": (lambda m: dict(inputs=dict(input_ids=EMPTY, attention_mask=EMPTY)), ("input_ids", "at least one token")),
+    "a token beyond the vocabulary": (lambda m: dict(inputs=dict(input_ids=torch.tensor([[3, VOCAB]]))), ("input_ids", "from 3 to 61", "from 0 to 60", "tokenizer")),
+    "a token below 0": (lambda m: dict(inputs=dict(input_ids=torch.tensor([[3, -100]]))), ("input_ids", "from -100 to 3", "from 0 to 60")),
+    "tokens that are no integers": (lambda m: dict(inputs=dict(input_ids=torch.tensor([[3.0, 1.0]]))), ("input_ids", "int64", "torch.float32")),
+    "tokens that are True and False": (lambda m: dict(inputs=dict(input_ids=torch.tensor([[True, False]]))), ("input_ids", "int64", "torch.bool")),
     "one empty row": (lambda m: dict(inputs=a_row_of_padding()), ("input_ids", "at least one")),
     "prompt beyond the context": (lambda m: dict(inputs=padded(prompts(257))), ("input_ids", "257", "256", "Shorten the prompt")),
     "static cache": (lambda m: {CACHE: StaticCache(config=m.config, max_cache_len=64)},

@@ -104,8 +104,10 @@ def check_arguments(kwargs: dict[str, Any], own) -> None:
     """What `generate` was called with, before transformers does anything with it. own: the model's own generation config."""
     _check_options(kwargs, own)
     for name in ("inputs", "input_ids"):
-        if kwargs.get(name) is not None and not torch.is_tensor(kwargs[name]):
-            raise TypeError(f'{name}: expected token ids int64 [B, L], got {what(kwargs[name])}. Pass **tokenizer(text, return_tensors="pt").')
+        given = kwargs.get(name)
+        if given is not None and (not torch.is_tensor(given) or given.ndim < 2):
+            shape = f"a Tensor of the shape {list(given.shape)}" if torch.is_tensor(given) else what(given)
+            raise TypeError(f'{name}: expected token ids int64 [B, L], got {shape}. Pass **tokenizer(text, return_tensors="pt").')
     if len(kwargs.get("adapter_names") or ()) > 1:
         raise ValueError("adapter_names: rows leave a batch as they end, which an adapter per row does not survive. Generate the rows of one adapter at a "
                          "time, with set_adapter, or use speculative=False.")

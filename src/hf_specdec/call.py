@@ -23,7 +23,7 @@ from .loop import SpeculativeLoop
 from .media import Embedded, Media, ahead, embedded
 from .memory import check_logits
 from .noise import Gumbel, Noise
-from .probe import check_trees
+from .probe import check_tokens, check_trees
 from .schedule import AutoSchedule, FixedSchedule, HeuristicSchedule
 from .seq2seq import Source
 from .sequences import Sequences
@@ -72,6 +72,8 @@ class Call:
         self.prompts = [row[columns].tolist() for row, columns in zip(input_ids, self.columns)]
         if min(map(len, self.prompts)) == 0:
             raise ValueError("input_ids: a row without a token cannot be continued; give every row at least one.")
+        if self.source is None and self.media is None:  # what is shown may have marks of its own
+            check_tokens(model, input_ids, self.prompts)
         if hasattr(decoder.streamer, "put") and len(self.prompts) > 1 and generation_config.num_beams in (None, 1):
             raise ValueError(f"streamer: a text streamer takes one row, this call has {len(self.prompts)}. Pass a callable "
                              f"streamer(row, tokens, drafted).")

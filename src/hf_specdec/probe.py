@@ -33,6 +33,16 @@ def check_batch(model: PreTrainedModel, traits: ModelTraits, batch: int, role: s
     raise ValueError(own_mask_refusal(model, role))
 
 
+def check_tokens(model: PreTrainedModel, ids: torch.Tensor, prompts: list[list[int]]) -> None:
+    """ValueError unless ids [B, P], whose rows without padding are `prompts`, are whole numbers that the model's embedding has."""
+    if ids.is_floating_point() or ids.dtype == torch.bool:
+        raise ValueError(f"input_ids: expected token ids int64, got {ids.dtype}.")
+    count = getattr(compat.unwrap(model).get_input_embeddings(), "num_embeddings", None)
+    least, most = min(map(min, prompts)), max(map(max, prompts))
+    if count is not None and not 0 <= least <= most < count:
+        raise ValueError(f"input_ids has token ids from {least} to {most}; the model's go from 0 to {count - 1}. Use the model's own tokenizer.")
+
+
 def check_trees(draft, model: PreTrainedModel, traits: ModelTraits, length: int, role: str) -> None:
     """ValueError naming `role` if `draft` may propose trees to `model`, in texts of up to `length` tokens, and that cannot score any."""
     if not draft.may_branch:
@@ -57,6 +67,8 @@ def check_mode(model: PreTrainedModel, role: str) -> None:
     """ValueError naming `role` if something has been done to `model` that goes by where a pass begins or ends, or that takes its cache away."""
     check_weights(compat.unwrap(model), role)
     name = f"{role}: {type(model).__name__}"
+    if compat.device_of(model).type == "meta":
+        raise ValueError(f"{name} is on the meta device, without weights. Load them first: from_pretrained, or to_empty and load_state_dict.")
     preparing = getattr(getattr(model, "prepare_inputs_for_generation", None), "__self__", model)  # PEFT puts a method of its wrapper there
     adapters = getattr(preparing, "peft_config", None)
     for adapter in adapters.values() if isinstance(adapters, dict) else ():
