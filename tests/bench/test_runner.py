@@ -3,13 +3,13 @@ import json
 import pytest
 from rich.console import Console
 
-from hf_specdec import enable
+from hf_specdec import enable, mx
 from hf_specdec.bench.arms import KERNELS, PLAIN, Answer, Arm, kernel_arms, new_tokens, padded, standard_arms
 from hf_specdec.bench.embedded import load_target
 from hf_specdec.bench.meter import Cost, Forwards, measured
 from hf_specdec.bench.prompts import Prompt
 from hf_specdec.bench.report import COLUMNS, cells, print_report, save_json, save_plot
-from hf_specdec.bench.runner import Cell, Measurement, _speculation, plan, run_benchmark
+from hf_specdec.bench.runner import Cell, Measurement, _speculation, environment, plan, run_benchmark
 from hf_specdec.commands.bench import in_tiles
 from hf_specdec.trace import Round, SpeculationTrace
 
@@ -19,6 +19,13 @@ PROMPTS = [
     Prompt(str(i), "abc" if i < 3 else "xyz", text)
     for i, text in enumerate(("abcabcabc", "hello", "one two one two", "zzz"))
 ]
+
+
+@pytest.mark.parametrize("make", [lambda model: mx.compress(model, "mxfp4_e2m1"), lambda model: mx.compress(model, "mxfp6_e2m3"), mx.to_tiles], ids=["4 bits", "6 bits", "tiles"])
+def test_parameters_are_counted_as_weights_not_as_the_bytes_that_store_them(make):
+    model = tiny_model(0)
+    count = sum(p.numel() for p in model.parameters())
+    assert environment(make(model))["parameters"] == count
 
 
 def benchmark(target_folder, batch=1, draft=None, **settings):

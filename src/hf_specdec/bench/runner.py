@@ -215,7 +215,7 @@ def environment(model) -> dict[str, Any]:
     """What the figures depend on."""
     return {
         "model": model.config.name_or_path.rstrip("/").rsplit("/", 1)[-1] or type(model).__name__,
-        "parameters": sum(p.numel() for p in model.parameters()),
+        "parameters": _parameters(model),
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else platform.machine(),
         "threads": torch.get_num_threads(),
@@ -225,6 +225,15 @@ def environment(model) -> dict[str, Any]:
         "transformers": transformers.__version__,
         "hf_specdec": __version__,
     }
+
+
+def _parameters(model) -> int:
+    """All weights, shared ones once; of an MX layer those that its bytes stand for."""
+    from ..mx import MXLinear
+
+    layers = [module for module in model.modules() if isinstance(module, MXLinear)]
+    stored = {id(tensor) for layer in layers for tensor in (layer.weight, layer.weight_scale)}
+    return sum(p.numel() for p in model.parameters() if id(p) not in stored) + sum(layer.out_features * layer.in_features for layer in layers)
 
 
 def _mean(values) -> float | None:
