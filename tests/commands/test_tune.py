@@ -1,5 +1,6 @@
 """`hf-specdec tune`, `bench --config`, and generate() with the config that was written."""
 
+import dataclasses
 import json
 import shlex
 
@@ -88,6 +89,13 @@ def test_what_is_measured_is_written_as_it_goes_and_kept_until_another_run_knows
     assert tune(1) == first and len(tune(3)["unfinished"]) == 6
     whole = tune(6)
     assert "unfinished" not in whole and len(whole["drafts"]) == 3 + 6 and tune(5) == whole
+
+
+def test_the_check_is_set_beside_the_prediction_of_the_config_that_it_runs(target_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_specdec.commands.tune._confirmed", lambda model, texts, measured, costs, found: [dataclasses.replace(own, speedup=0.8) for own in found])
+    result = run("tune", target_folder, "--prompts", "chat", "--quick", "--max-new-tokens", 8, "--out", tmp_path, "--check")
+    assert SpeculativeConfig.from_pretrained(tmp_path).predicted_speedup == 1.0
+    assert "predicted 1.00x, measured" in result.stdout
 
 
 def test_the_quick_form_takes_fewer_prompts_and_tokens_where_nothing_else_is_said(monkeypatch):

@@ -69,7 +69,7 @@ def tune(target: str, drafts: list[str], prompts: str, limit: int | None, max_ne
     draft = loaded.get(config.draft_source or (best.label if config.draft == best.draft else None))
     real = _check(model, texts, config, draft, max_new_tokens) if check else None
     if real is not None:
-        console.print(f"predicted {best.speedup:.2f}x, measured {real:.2f}x on the same prompts")
+        console.print(f"predicted {config.predicted_speedup:.2f}x, measured {real:.2f}x on the same prompts")
     if out is not None:
         _write(out, config, _report(model, costs, measured, found) | {"measured_speedup": real})
         console.print(f"Written: {out / CONFIG_NAME}, {out / REPORT}", markup=False, soft_wrap=True)
