@@ -510,6 +510,8 @@ def test_on_a_gpu_every_pass_is_a_cuda_graph(dtype, strict):
 def test_warming_up_checks_its_arguments(wrong, name):
     with pytest.raises(ValueError, match=name):
         hf_specdec.warmup(family("Llama").model("eager"), **wrong)
+    with pytest.raises(TypeError, match="model: expected a transformers model, got str"):
+        hf_specdec.warmup("smollm2")
 
 
 def test_a_round_that_had_to_be_compiled_first_is_no_measure_of_what_rounds_cost(monkeypatch):

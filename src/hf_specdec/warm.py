@@ -12,7 +12,7 @@ from .config import SpeculativeConfig
 from .distributions import Sampler
 from .drafts.base import Draft, Run
 from .drafts.progress import progress
-from .hints import check_int
+from .hints import check_int, what
 from .kv_cache import FEWEST
 from .proposal import Proposal
 from .tap import Tap
@@ -35,8 +35,10 @@ def warmup(model: PreTrainedModel, draft=None, config: SpeculativeConfig | dict 
 
     Functions are kept with the model while it lives. What the compiler makes of them is kept by torch across processes
     ($TORCHINDUCTOR_CACHE_DIR, by default /tmp/torchinductor_<user>), and tracing alone is done again. Raises ValueError naming the argument
-    for what is out of range, or as `generate` does for `sampling`; warns where a model does not compile.
+    for what is out of range, or as `generate` does for `sampling`, TypeError for what is no model; warns where a model does not compile.
     """
+    if not isinstance(compat.unwrap(model), PreTrainedModel):
+        raise TypeError(f"model: expected a transformers model, got {what(model)}.")
     config = SpeculativeConfig.resolve(config or {})
     for name, value, most in (("max_length", max_length, 2**24), ("batch", batch, 2**16), ("nodes", 1 if nodes is None else nodes, WIDTHS[-1] - 1)):
         check_int(name, value, 1, most)

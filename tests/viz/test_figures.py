@@ -210,6 +210,7 @@ def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
         (lambda: viz.timeline({}), "nothing to draw"),
         (lambda: viz.timeline({"a": None}), "no speculation trace"),
         (lambda: viz.timeline([0.1, "x"]), "'x'"),
+        (lambda: viz.timeline([timed()]), r"^a lane .*; SpeculationTrace.* is none\. Give several outputs as a dict, by their labels\.$"),
         (lambda: viz.timeline([0.1], until=0), "until=0"),
         (lambda: viz.timeline(chain((1, 1, 0))), "no seconds per round"),
     ],

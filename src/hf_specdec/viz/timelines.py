@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..hints import short
 from ..trace import SpeculationTrace
 from .canvas import new_figure
 from .pieces import trace_of
@@ -56,7 +57,7 @@ def _plain(seconds: Iterable[float]) -> list[Span]:
     boxes, now = [], 0.0
     for number, step in enumerate(seconds):
         if isinstance(step, bool) or not isinstance(step, (int, float)) or not 0 <= step < float("inf"):
-            raise ValueError(f"a lane of plain decoding is a list of seconds per target step; {step!r} is none.")
+            raise ValueError(f"a lane of plain decoding is a list of seconds per target step; {short(step)} is none. Give several outputs as a dict, by their labels.")
         boxes.append(Span("target" if number else "prompt", now, step))
         now += step
     return boxes
