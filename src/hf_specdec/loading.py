@@ -64,7 +64,11 @@ def loaded(config: SpeculativeConfig, target: PreTrainedModel) -> PreTrainedMode
     """
     source, argument = source_of(config), "draft_source" if config.draft_source else "draft"
     if config.draft in OF_A_FILE:
-        return _class(config.draft, config).load(source, **config.draft_options)
+        kind = _class(config.draft, config)
+        try:
+            return kind.load(source, **config.draft_options)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{argument}={source!r}: {error}") from error
     if not load(LOADERS, "is_drafter", argument)(source):
         if config.draft not in OF_A_MODEL:
             raise ValueError(f"{argument}={source!r} holds no drafter, which draft={config.draft!r} is made of. Name one, or pass the draft as assistant_model.")

@@ -63,6 +63,14 @@ def test_options_go_into_the_draft_that_is_made_of_it(kind, draft, options, name
     assert max(entry.proposed for entries in out.speculation.rounds for entry in entries) == most
 
 
+@pytest.mark.parametrize("draft", ["ngram", "retrieval"])
+def test_a_file_that_cannot_be_read_is_named_with_its_argument(draft, tmp_path):
+    (tmp_path / "broken").write_bytes(b"no tensors")
+    for name in ("missing", "broken"):
+        with pytest.raises(ValueError, match=f"draft_source='{tmp_path / name}': "):
+            speculate(tiny_llama(3), ROWS, None, 3, speculative={"draft": draft, "draft_source": str(tmp_path / name)})
+
+
 def test_a_target_that_does_not_fit_is_refused_by_name(folders):
     for config in ({"draft": "smollm2_drafter"}, {"draft": "smollm2_feature_drafter"}, {"draft": "model", "draft_source": "smollm2_drafter"},
                    {"draft": "feature", "draft_source": "smollm2_feature_drafter"}):
