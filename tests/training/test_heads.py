@@ -102,4 +102,4 @@ def test_the_command_trains_heads_that_the_other_commands_take(target, tokenizer
     used = CliRunner().invoke(app, ["generate", str(tmp_path / "target"), "--draft", str(tmp_path / "out"), "--prompt", "HELLO", "--max-new-tokens", "8"])
     assert used.exit_code == 0, used.output
     bad = CliRunner().invoke(app, ["train", str(tmp_path / "target"), "--heads", "2", "--features"])
-    assert bad.exit_code == 2 and "--heads" in bad.output
+    assert bad.exit_code == 2 and "--heads: it takes none of the target's layers" in bad.output and bad.output.strip().endswith("leave out --features.")

@@ -41,9 +41,9 @@ def train(target: str, out: Path, data: Path | None, tokens: int, prompts: str |
     get_format(format)
     kinds = {"--heads": HeadsRunConfig, "--joint": JointRunConfig, "--parallel": ParallelRunConfig, "--look-ahead": LookAheadRunConfig}
     asked_for = [option for option, count in places.items() if count]
-    if asked_for and (features or on_policy or layers or len(asked_for) > 1):
-        raise ValueError(f"{asked_for[-1]}: it takes none of the target's layers and learns from the target's own text; leave out --features, --eagle3, --layers, "
-                         f"--on-policy and {' and '.join(option for option in kinds if option != asked_for[-1])}.")
+    beside = [option for option, given in {"--eagle3" if eagle3 else "--features": features, "--layers": layers, "--on-policy": on_policy}.items() if given] + asked_for[:-1]
+    if asked_for and beside:
+        raise ValueError(f"{asked_for[-1]}: it takes none of the target's layers and learns from the target's own text; leave out {', '.join(beside)}.")
     kind, more = (kinds[asked_for[0]], {"heads": places[asked_for[0]]}) if asked_for else (Eagle3RunConfig if eagle3 else FeatureRunConfig if features else RunConfig, {})
     if lora and not places["--joint"]:
         raise ValueError(f"--lora {lora}: adapters are for --joint, where the target learns, too.")
