@@ -289,7 +289,7 @@ def _translated(draft: Any, config: SpeculativeConfig, tokenizer, assistant_toke
                          "draft's text is translated.")
     ours, theirs = tokenizer.get_vocab(), assistant_tokenizer.get_vocab()
     different = any(ours[token] != theirs[token] for token in ours.keys() & theirs.keys())
-    if not different and len(ours.keys() ^ theirs.keys()) <= max(64, len(ours) // 100):
+    if not different and len(ours.keys() ^ theirs.keys()) <= min(max(64, len(ours) // 100), len(ours) // 10):
         return draft
     if not isinstance(compat.unwrap(draft), PreTrainedModel):
         raise ValueError(f"assistant_tokenizer: its vocabulary is not that of tokenizer, and assistant_model={type(draft).__name__} is no model that could "

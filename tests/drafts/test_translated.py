@@ -138,3 +138,10 @@ def test_generate_translates_by_itself_as_transformers_does():
     assert out.speculation.acceptance_rate > 0.999 and {entry.source for entries in out.speculation.rounds for entry in entries if entry.proposed} == {"translated"}
     smaller = speculate(target, ROWS[:1], tiny_llama(4, vocab_size=9), 3, **tokenizers | {"assistant_tokenizer": word_tokenizer(range(8, -1, -1))})
     assert generated(smaller, ROWS[:1]) == plain(target, ROWS[:1])
+
+
+def test_a_tokenizer_with_the_first_words_of_the_targets_alone_is_another_one():
+    """Its draft model has a smaller vocabulary, which would be refused as it is."""
+    target, both = tiny_llama(3), {"tokenizer": word_tokenizer(range(VOCAB)), "assistant_tokenizer": word_tokenizer(range(31))}
+    out = speculate(target, ROWS[:1], tiny_llama(4, vocab_size=31), 3, **both)
+    assert generated(out, ROWS[:1]) == plain(target, ROWS[:1]) and out.speculation.config["draft"] == "translated"
