@@ -148,6 +148,8 @@ def embedded(model: PreTrainedModel, input_ids: torch.Tensor, generation: Any, m
     """input_ids int64 [B, P] and generation config of a call whose prompts are inputs_embeds, with or without ids beside them, and its other model inputs: without
     ids zeros stand for the embeddings, and lengths count them. ValueError naming the argument where nobody has tried it."""
     embeds, others = model_kwargs["inputs_embeds"], {name: value for name, value in model_kwargs.items() if name != "inputs_embeds"}
+    if embeds.ndim != 3:
+        raise ValueError(f"inputs_embeds: expected [B, L, H], got {list(embeds.shape)}.")
     name, positions = type(compat.unwrap(model)).__name__, others.get("position_ids")
     why = "an encoder reads them" if traits.encoder != "none" else \
         f"{name} makes its masks or positions itself, or carries states" if traits.own_positions and not traits.flash or traits.indexed else \
