@@ -300,9 +300,18 @@ def test_layers_are_those_of_the_text_where_what_sees_has_as_many(name):
 
 def test_what_reads_images_is_no_part_of_what_a_token_costs():
     model = BY_NAME["SmolVLM"].model()
-    text = sum(p.numel() for part in (model.get_decoder(), model.get_output_embeddings()) for p in part.parameters())
-    assert parts.parameters_per_token(model) == text < sum(p.numel() for p in model.parameters())
+    text = sum(p.nbytes for part in (model.get_decoder(), model.get_output_embeddings()) for p in part.parameters())
+    assert parts.bytes_per_token(model) == text < sum(p.nbytes for p in model.parameters())
     assert parts.read_once(tiny_llama()) == set()
+
+
+def test_what_a_token_costs_is_counted_in_bytes():
+    """Weights in a format are numbers of bytes, dense ones of other sizes: c of a model that drafts for itself in a format is their ratio."""
+    model = tiny_llama().to(torch.bfloat16)
+    packed = mx.compress(copy.deepcopy(model), "mxint8", measure=False)
+    c = ModelDraft(packed).relative_cost(model)
+    assert c == sum(p.nbytes for p in packed.parameters()) / sum(p.nbytes for p in model.parameters()) and 0.5 < c < 1
+    assert ModelDraft(tiny_llama()).relative_cost(model) == 2
 
 
 @needs_kernels

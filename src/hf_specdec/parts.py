@@ -35,10 +35,10 @@ def read_once(model: PreTrainedModel) -> set[int]:
     return {id(module) for module in model.modules() if not any(id(part) in held for part in module.modules())}
 
 
-def parameters_per_token(model: PreTrainedModel) -> int:
-    """Parameters that decoding one token reads: all but those of an encoder, which runs once a text, and of what reads images."""
+def bytes_per_token(model: PreTrainedModel) -> int:
+    """Bytes of the weights that decoding one token reads: all but those of an encoder, which runs once a text, and of what reads images."""
     model = getattr(model, "get_base_model", lambda: model)()  # inside a PEFT wrapper
-    everything, apart = {id(p): p.numel() for p in model.parameters()}, read_once(model)
+    everything, apart = {id(p): p.nbytes for p in model.parameters()}, read_once(model)
     for p in [p for part in model.modules() if id(part) in apart for p in part.parameters(recurse=False)]:
         everything.pop(id(p), None)
     if model.config.is_encoder_decoder:

@@ -121,7 +121,7 @@ class CascadeDraft(Holder):
 
     def relative_cost(self, target: PreTrainedModel) -> float:
         """By size, for a middle model that is not accelerated at all: at most."""
-        return parts.parameters_per_token(self.model) / max(parts.parameters_per_token(target), 1)
+        return parts.bytes_per_token(self.model) / max(parts.bytes_per_token(target), 1)
 
     def keep(self, rows: list[int]) -> None:
         super().keep(rows)

@@ -141,13 +141,13 @@ def search(target: PreTrainedModel, texts: Sequence[Sequence[int]], patience: in
     if not all(0 <= int(row.min()) <= int(row.max()) < model.get_input_embeddings().num_embeddings for row in ids):
         raise ValueError("texts: ids outside the model's vocabulary; encode them with its own tokenizer.")
     wanted = [model(input_ids=row, use_cache=False).logits.argmax(-1) for row in ids]
-    size = sum(p.numel() for p in model.parameters())
+    size = sum(p.nbytes for p in model.parameters())
 
     def judged(layers: tuple[int, ...]) -> Subset:
         view = some_layers(model, list(layers))
         same = [view(input_ids=row, use_cache=False).logits.argmax(-1) == best for row, best in zip(ids, wanted)]
         agreement = float(torch.cat(same, dim=1).float().mean())
-        cost = sum(p.numel() for p in view.parameters()) / size
+        cost = sum(p.nbytes for p in view.parameters()) / size
         k = max(range(1, k_max + 1), key=lambda k: walltime_improvement(agreement, k, cost))
         return Subset(layers, agreement, cost, k, walltime_improvement(agreement, k, cost))
 

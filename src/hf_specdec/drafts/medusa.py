@@ -183,8 +183,8 @@ class MedusaDraft(OnePassDraft):
 
     def relative_cost(self, target: PreTrainedModel) -> float:
         """c by size: a pass reads the heads once, for K tokens."""
-        size = sum(p.numel() for module in (self.heads, *self.heads.shared) for p in module.parameters())
-        return size / self.heads.depth / max(parts.parameters_per_token(target), 1)
+        size = sum(p.nbytes for module in (self.heads, *self.heads.shared) for p in module.parameters())
+        return size / self.heads.depth / max(parts.bytes_per_token(target), 1)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 

@@ -164,7 +164,7 @@ class ModelDraft(Holder):
 
     def relative_cost(self, target: PreTrainedModel) -> float:
         """c by size: decoding reads every weight once a token."""
-        return parts.parameters_per_token(self.model) / max(parts.parameters_per_token(target), 1)
+        return parts.bytes_per_token(self.model) / max(parts.bytes_per_token(target), 1)
 
     def commit(self, verdict: Verdict) -> None:
         if self.stop is not None:

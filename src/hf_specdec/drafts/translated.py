@@ -115,7 +115,7 @@ class TranslatedDraft(Holder):
     # --- the life of a call -----------------------------------------------------------------------------------------
 
     def relative_cost(self, target: PreTrainedModel) -> float:
-        return parts.parameters_per_token(self.model) / max(parts.parameters_per_token(target), 1)
+        return parts.bytes_per_token(self.model) / max(parts.bytes_per_token(target), 1)
 
     def keep(self, rows: list[int]) -> None:
         self.cached.keep(rows)
