@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..trace import Round, SpeculationTrace
@@ -72,7 +72,7 @@ def lines_of(trace: SpeculationTrace, tokenizer, row: int = 0, rejected: bool = 
         position += entry.committed
     if lines and (rest := detokenizer.flush()):
         at = max((i for i, piece in enumerate(lines[-1]) if piece.kind != "rejected"), default=-1)  # a text may end in its draft
-        lines[-1][at] = Piece(lines[-1][at].text + _shown(rest), *_fields(lines[-1][at]))
+        lines[-1][at] = _longer(lines[-1][at], rest)
     return lines
 
 
@@ -87,15 +87,13 @@ def _line(detokenizer: Detokenizer, number: int, position: int, entry: Round, re
     if rejected and entry.rejected:
         side = detokenizer.fork()
         others = [piece(side, token, "rejected", entry.accepted + i, entry.committed + i) for i, token in enumerate(entry.rejected)]
-        rest = _shown(side.flush())
-        line += others[:-1] + [Piece(others[-1].text + rest, *_fields(others[-1]))]
+        line += others[:-1] + [_longer(others[-1], side.flush())]
     own = entry.tokens[entry.accepted :]
     return line + [piece(detokenizer, token, own_kind, entry.accepted + i, entry.accepted + i) for i, token in enumerate(own)]
 
 
-def _fields(piece: Piece) -> tuple:
-    """All but the text."""
-    return piece.token, piece.kind, piece.round, piece.position, piece.source, piece.p, piece.q
+def _longer(piece: Piece, text: str) -> Piece:
+    return replace(piece, text=piece.text + _shown(text))
 
 
 def _shown(text: str) -> str:
