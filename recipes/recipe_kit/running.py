@@ -12,7 +12,7 @@ import torch
 import hf_specdec
 from hf_specdec.bench.arms import Answer, generate_arm
 from hf_specdec.bench.forks import Judge, first_difference
-from hf_specdec.bench.meter import measured
+from hf_specdec.bench.meter import measured, synchronize
 from hf_specdec.bench.simulated import SimulatedDraft, SimulatedTable
 from hf_specdec.compat import CACHE
 from hf_specdec.drafts.model import ModelDraft
@@ -168,13 +168,8 @@ class FirstPass:
 
     def _ended(self, *_):
         if self.seconds != self.seconds:
-            _wait(self.model)
+            synchronize(self.model)
             self.seconds = time.perf_counter() - self.begin
-
-
-def _wait(model) -> None:
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)
 
 
 def timed_forward(model, width: int) -> Callable[[], float]:
@@ -189,10 +184,10 @@ def timed_forward(model, width: int) -> Callable[[], float]:
 
     @torch.no_grad()
     def forward() -> float:
-        _wait(model)
+        synchronize(model)
         begin = time.perf_counter()
         model(**tokens, **inputs, **{CACHE: cache}, use_cache=True)
-        _wait(model)
+        synchronize(model)
         seconds = time.perf_counter() - begin
         cache.crop(-width)
         return seconds

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import hf_specdec
-from hf_specdec.bench.arms import new_tokens, pad_token, padded
+from hf_specdec.bench.arms import Answer, answered
 from hf_specdec.bench.meter import measured
 from hf_specdec.theory import expected_tokens
 
@@ -124,28 +124,25 @@ class StudyRunner:
         greedy = self.store.find(repetition, name, PLAIN[False])
         prompt = material.prompts[name]
         with measured(material.target) as cost, FirstPass(material.target) as first:
-            tokens, trace = self._generate(one, material, prompt, self.options.new_tokens, greedy["tokens"] if greedy else [], seed)
+            answer = self._generate(one, material, prompt, self.options.new_tokens, greedy["tokens"] if greedy else [], seed)
+        trace = answer.trace
         rounds = [[e.proposed, e.accepted, e.committed] for entries in trace.rounds for e in entries] if trace else []
         self.store.add({
             "repetition": repetition, "prompt": name, "run": key_of(one), "seconds": cost.seconds, "prompt_seconds": first.seconds,
             "prompt_new_tokens": rounds[0][2] if rounds else 1, "draft_seconds": trace.seconds["draft"] if trace else 0.0,
-            "lossless": trace.lossless if trace else True, "rounds": rounds, "tokens": tokens,
+            "lossless": trace.lossless if trace else True, "rounds": rounds, "tokens": answer.tokens[0],
         })  # fmt: skip
         self.step(f"{name}: {key_of(one)}")
 
-    def _generate(self, one: Row | bool, material: Material, prompt: list[int], new: int, greedy: list[int], seed: int):
-        """(new tokens, trace or None)."""
-        target, extra = material.target, {}
+    def _generate(self, one: Row | bool, material: Material, prompt: list[int], new: int, greedy: list[int], seed: int) -> Answer:
+        extra = {}
         if isinstance(one, Row):
             speculative = {"num_assistant_tokens": one.k, "lenience": one.lenience, "seed": seed}
             extra = {"speculative": speculative, "assistant_model": material.drafts[one.draft](greedy, seed)}
         sample = one.sample if isinstance(one, Row) else one
         chosen = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0} if sample else {"do_sample": False}
-        inputs = padded(target, [prompt])
         torch.manual_seed(seed)
-        out = target.generate(**inputs, **chosen, **extra, max_new_tokens=new, pad_token_id=pad_token(target), return_dict_in_generate=True)
-        width = 1 if target.config.is_encoder_decoder else len(prompt)
-        return new_tokens(target, out.sequences, width)[0], getattr(out, "speculation", None)
+        return answered(material.target, [prompt], new, **chosen, **extra)
 
     def _costs(self, material: Material) -> None:
         """Medians of the seconds of single forwards, by turns: the target over one token and over K + 1, the drafts over one."""

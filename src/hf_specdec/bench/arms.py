@@ -73,23 +73,17 @@ def eos_tokens(model) -> list[int]:
     return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
 
 
+def answered(model, prompts: list[list[int]], max_new_tokens: int, **options) -> Answer:
+    """What `model.generate(**options)` says to the prompts, greedily and without beams where the options do not say otherwise."""
+    inputs = padded(model, prompts)
+    out = model.generate(**inputs, **{"do_sample": False, "num_beams": 1} | options, max_new_tokens=max_new_tokens, pad_token_id=pad_token(model),
+                         return_dict_in_generate=True)
+    return Answer(new_tokens(model, out.sequences, columns_before(model, inputs)), getattr(out, "speculation", None))
+
+
 def generate_arm(name: str, model, draft=None, k: int | None = None, max_batch: int | None = None, compiled: bool = False, **kwargs) -> Arm:
-    """An arm that calls `model.generate(..., do_sample=False, num_beams=1, **kwargs)`."""
-
-    def run(prompts: list[list[int]], max_new_tokens: int) -> Answer:
-        inputs = padded(model, prompts)
-        out = model.generate(
-            **inputs,
-            do_sample=False,
-            num_beams=1,
-            max_new_tokens=max_new_tokens,
-            pad_token_id=pad_token(model),
-            return_dict_in_generate=True,
-            **kwargs,
-        )
-        return Answer(new_tokens(model, out.sequences, columns_before(model, inputs)), getattr(out, "speculation", None))
-
-    return Arm(name, run, draft, k, max_batch, compiled, model)
+    """An arm that calls `answered(model, ..., **kwargs)`."""
+    return Arm(name, lambda prompts, max_new_tokens: answered(model, prompts, max_new_tokens, **kwargs), draft, k, max_batch, compiled, model)
 
 
 def standard_arms(model, draft=None, k: int | str = "auto", stock_k: int = 5, lookup_k: int = 10, compile: bool = False) -> list[Arm]:
@@ -139,13 +133,10 @@ def _stock_draft_arm(model, draft, k: int, **stock) -> Arm:
     arm = generate_arm("stock draft model", model, draft, k, 1, assistant_model=draft, **stock)
 
     def run(prompts: list[list[int]], max_new_tokens: int) -> Answer:
-        with generation_settings(
-            draft, num_assistant_tokens=k, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
-        ):
-            return generated(prompts, max_new_tokens)
+        with generation_settings(draft, num_assistant_tokens=k, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0):
+            return arm.run(prompts, max_new_tokens)
 
-    generated, arm.run = arm.run, run
-    return arm
+    return replace(arm, run=run)
 
 
 @contextmanager

@@ -16,7 +16,8 @@ from ..distributions import Sampler
 from ..drafts import Context, Draft
 from ..proposal import Proposal
 from ..registry import DRAFTS, load
-from .arms import new_tokens, pad_token, padded
+from .arms import answered
+from .meter import synchronize
 from .tuning import MOST, RANKS, Costs, Measured, Ranked, Recorded, Replayed
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 65)
@@ -36,18 +37,14 @@ class Text:
 
 def now(model) -> float:
     """The clock, once the device has done what it was told."""
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)
+    synchronize(model)
     return time.perf_counter()
 
 
 def timed(model, prompt: list[int], max_new_tokens: int, **options) -> tuple[list[int], float]:
     """The greedy answer, and the seconds of the call."""
-    inputs = padded(model, [prompt])
     begin = now(model)
-    out = model.generate(**inputs, do_sample=False, num_beams=1, max_new_tokens=max_new_tokens, pad_token_id=pad_token(model), return_dict_in_generate=False,
-                         **options)
-    return new_tokens(model, out, len(prompt))[0], now(model) - begin
+    return answered(model, [prompt], max_new_tokens, **options).tokens[0], now(model) - begin
 
 
 def decoding_seconds(model, prompt: list[int], max_new_tokens: int, **options) -> tuple[list[int], float]:
@@ -75,7 +72,7 @@ def measure_costs(model, texts: list[Text], rest: float, step: Step) -> Costs:
     """Median seconds of a pass over each of WIDTHS tokens behind a text of middling length, in turns; and of plain generate the smaller of two
     times, since the first comes before the machine is warm and would be held against it."""
     text = sorted(texts, key=lambda text: len(text.prompt) + len(text.answer))[len(texts) // 2]
-    row = (text.prompt + text.answer)[: _room(model, texts)]
+    row = (text.prompt + text.answer)[: _room(model)]
     cached, ahead = CachedModel(model, len(row) + PASSES + MOST + 1), cycle(row)
     cached.score([row[:-1]])
     cached.commit([1])
@@ -107,7 +104,7 @@ def _pass(cached: CachedModel, row: list[int], width: int) -> float:
     return seconds
 
 
-def _room(model, texts: list[Text]) -> int | None:
+def _room(model) -> int | None:
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return max(limit - PASSES - MOST - 1, 2) if limit else None
 
@@ -201,9 +198,7 @@ def record(model, draft: Draft, texts: list[Text], k: int, step: Step) -> Run:
     records, drafting, levels, rest, rounds = [], 0.0, 0, 0.0, 0
     for text in texts:
         recorder = Recorder(draft)
-        out = model.generate(**padded(model, [text.prompt]), do_sample=False, num_beams=1, max_new_tokens=len(text.answer), pad_token_id=pad_token(model),
-                             assistant_model=recorder, speculative={"num_assistant_tokens": k}, return_dict_in_generate=True)
-        trace = out.speculation
+        trace = answered(model, [text.prompt], len(text.answer), assistant_model=recorder, speculative={"num_assistant_tokens": k}).trace
         records += recorder.records[1:]
         levels += sum(size for size, _ in recorder.records[1:])
         drafting, rest, rounds = drafting + trace.seconds["draft"], rest + trace.seconds["rest"], rounds + len(recorder.records) - 1

@@ -68,10 +68,10 @@ def measured(target, draft=None, clock: str = "wall", hooks: bool = True):
             if model is not None and hooks:
                 stack.enter_context(_watched(model, forwards, now))
         _reset_peak(target)
-        _synchronize(target)
+        synchronize(target)
         begin = now()
         yield cost
-        _synchronize(target)
+        synchronize(target)
         cost.seconds = now() - begin
         cost.peak_memory = _peak(target)
 
@@ -96,7 +96,8 @@ def _watched(model, forwards: Forwards, now: Callable[[], float]):
             handle.remove()
 
 
-def _synchronize(model) -> None:
+def synchronize(model) -> None:
+    """Wait until the model's device has done what it was told."""
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
 
