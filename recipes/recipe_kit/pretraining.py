@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from hf_specdec.bench.terminal import counting
 from hf_specdec.training.interrupts import ctrl_c_waits
 
 from .recipe import RecipeError
+from .store import replacing
 
 CHECKPOINT = "training.safetensors"
 
@@ -98,13 +98,8 @@ class _Checkpoint:
         tensors = {f"model.{name}": tensor.detach().cpu().contiguous().clone() for name, tensor in model.named_parameters()}
         for number, state in optimizer.state_dict()["state"].items():
             tensors |= {f"optimizer.{number}.{key}": torch.as_tensor(value).detach().cpu().clone() for key, value in state.items()}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_suffix(f".{os.getpid()}.partial")
-        try:
+        with replacing(self.path) as partial:
             save_file(tensors, partial, {"done": str(done), "belongs": json.dumps(self.belongs)})
-            os.replace(partial, self.path)
-        finally:
-            partial.unlink(missing_ok=True)
 
     def load(self, model, optimizer) -> int:
         """Steps done; 0 without a checkpoint."""

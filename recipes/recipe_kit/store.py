@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,18 @@ from hf_specdec.bench.report import finite
 from .recipe import RecipeError
 
 PLOT = {"Source": "a recipe of hf_specdec"}  # in every plot, by which it is known again
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A neighbour to write, which takes the place of `path` once it is whole, or is gone."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    try:
+        yield partial
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 class Store:
@@ -67,10 +81,5 @@ class Store:
         runs = ",\n  ".join(json.dumps(run, allow_nan=False) for run in data.pop("runs"))
         parts = [f"{json.dumps(key)}: {json.dumps(value, indent=1, allow_nan=False)}" for key, value in data.items()]
         text = "{\n" + ",\n".join([*parts, f'"runs": [\n  {runs}\n]']) + "\n}\n"
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_suffix(f".{os.getpid()}.partial")
-        try:
+        with replacing(self.path) as partial:
             partial.write_text(text, encoding="utf-8")
-            os.replace(partial, self.path)
-        finally:
-            partial.unlink(missing_ok=True)

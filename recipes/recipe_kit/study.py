@@ -20,7 +20,7 @@ from hf_specdec.theory import expected_tokens
 
 from .running import FirstPass, timed_forward
 from .store import Store
-from .summary import interpolated
+from .summary import decoding, drafting, interpolated, judged_in
 
 PLAIN = {False: "plain T=0", True: "plain T=1"}
 PAPER = "Leviathan et al. 2023"
@@ -173,12 +173,11 @@ def _figures(row: Row, data: dict[str, Any]) -> dict[str, Any]:
     runs, plain = ([run for run in data["runs"] if run["run"] == key] for key in (row.key, PLAIN[row.sample]))
     rounds = [entry for run in runs for entry in run["rounds"]]
     proposed, accepted, committed = (sum(entry[i] for entry in rounds) for i in range(3))
-    judged = accepted + sum(entry[1] < min(entry[0], entry[2]) for entry in rounds)  # a text that ended in its draft has rejected nothing
-    alpha, mean_k = accepted / judged if judged else 0.0, proposed / len(rounds)
+    judged, mean_k = judged_in(rounds), proposed / len(rounds)
+    alpha = accepted / judged if judged else 0.0
     costs, one = data["costs"], data["costs"]["target 1"]
-    drafted = sum(entry[0] for run in runs for entry in run["rounds"][1:])  # the first round is not in the seconds
-    step = costs[row.draft] if row.draft in costs else sum(run["draft_seconds"] for run in runs) / max(drafted, 1)
-    speeds = [_tokens_per_second(some) for some in (runs, plain)]
+    step = costs[row.draft] if row.draft in costs else drafting(runs)
+    speeds = [decoding(some) for some in (runs, plain)]
     known = {(run["repetition"], run["prompt"]): run["tokens"] for run in plain}
     return {
         "draft": row.draft, "temperature": int(row.sample), "lenience": row.lenience, "k": row.k, "paper_alpha": row.paper,
@@ -191,9 +190,3 @@ def _figures(row: Row, data: dict[str, Any]) -> dict[str, Any]:
         "lossless": all(run["lossless"] for run in runs), "outputs": len(runs),
         "equal_to_plain": None if row.sample else sum(known[run["repetition"], run["prompt"]] == run["tokens"] for run in runs),
     }  # fmt: skip
-
-
-def _tokens_per_second(runs: list[dict[str, Any]]) -> float | None:
-    """Decoding alone: without the prompt pass and the tokens that it brought."""
-    tokens = sum(len(run["tokens"]) - run["prompt_new_tokens"] for run in runs)
-    return tokens / sum(run["seconds"] - run["prompt_seconds"] for run in runs) if tokens > 0 else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hf_specdec.bench.runner import predicted
 from hf_specdec.theory import speedup
 
 from .recipe import ARTICLE_SPEED_UP, BASELINE, BOTH, GOAL, MX, PLAIN_OF, RUNS, Recipe
@@ -16,13 +17,13 @@ def summarise(recipe: Recipe, data: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _row(recipe: Recipe, data: dict[str, Any], arm: str) -> dict[str, Any]:
     runs, base, costs = _runs(data, arm), _runs(data, BASELINE), data["costs"][PLAIN_OF.get(arm, arm)]
-    speeds = [_decoding(_of(runs, r)) for r in sorted({run["repetition"] for run in runs})]
-    ratios = [_ratio(own, _decoding(_of(base, r))) for r, own in enumerate(speeds)]
+    speeds = [decoding(_of(runs, r)) for r in sorted({run["repetition"] for run in runs})]
+    ratios = [_ratio(own, decoding(_of(base, r))) for r, own in enumerate(speeds)]
     row = {
         "run": arm,
         "tokens_per_second": _whole(runs),
-        "decoding_tokens_per_second": _decoding(runs),
-        "speed_up": _ratio(_decoding(runs), _decoding(base)),
+        "decoding_tokens_per_second": decoding(runs),
+        "speed_up": _ratio(decoding(runs), decoding(base)),
         "speed_up_by_repetition": ratios,
         "speed_up_whole_call": _ratio(_whole(runs), _whole(base)),
         "decoded_tokens": sum(len(run["tokens"]) - run["prompt_new_tokens"] for run in runs),
@@ -39,8 +40,8 @@ def _speculation(data: dict[str, Any], arm: str, runs: list[dict]) -> dict[str, 
     """Acceptance, block efficiency, costs relative to one token of the same target, prediction, identical outputs."""
     rounds = [entry for run in runs for entry in run["rounds"]]
     proposed, accepted, committed = (sum(entry[i] for entry in rounds) for i in range(3))
-    judged = accepted + sum(entry[1] < min(entry[0], entry[2]) for entry in rounds)  # a text that ended in its draft has rejected nothing
-    alpha, mean_k = accepted / judged if judged else 0.0, proposed / len(rounds)
+    judged, mean_k = judged_in(rounds), proposed / len(rounds)
+    alpha = accepted / judged if judged else 0.0
     c, wide, step = relative_costs(data, arm)
     plain = {(run["repetition"], run["prompt"]): run["tokens"] for run in _runs(data, PLAIN_OF[arm])}
     return {
@@ -57,24 +58,29 @@ def _speculation(data: dict[str, Any], arm: str, runs: list[dict]) -> dict[str, 
     }
 
 
+def judged_in(rounds: list[list[int]]) -> int:
+    """Drafted tokens on which there was a verdict in rounds of [proposed, accepted, committed]; a text that ended in its draft has rejected nothing."""
+    return sum(accepted + (accepted < min(proposed, committed)) for proposed, accepted, committed in rounds)
+
+
+def drafting(runs: list[dict[str, Any]]) -> float:
+    """Seconds that the runs spent on drafting a token; the first round is not in the seconds."""
+    return sum(run["draft_seconds"] for run in runs) / max(sum(entry[0] for run in runs for entry in run["rounds"][1:]), 1)
+
+
 def relative_costs(data: dict[str, Any], arm: str) -> tuple[float, float, float]:
     """(c, cost of a pass over K + 1 tokens, step of the baseline over this target's), the first two in this target's steps.
 
     c comes from single forwards of the draft model, or for prompt lookup from the time that the runs spent on drafting.
     """
     costs = data["costs"][PLAIN_OF[arm]]
-    draft = costs.get("draft")
-    if draft is None:
-        runs = _runs(data, arm)
-        draft = sum(run["draft_seconds"] for run in runs) / max(sum(entry[0] for run in runs for entry in run["rounds"][1:]), 1)  # the first round is not in the seconds
+    draft = drafting(_runs(data, arm)) if costs.get("draft") is None else costs["draft"]
     return draft / costs["one"], costs["wide"] / costs["one"], data["costs"][BASELINE]["one"] / costs["one"]
 
 
 def interpolated(alpha: float, mean_k: float, c: float, wide: float, k: int) -> float:
-    """Theorem 3.8 of Leviathan et al. 2023 with the measured cost of the wide pass, at a mean K that need not be whole."""
-    low, part = int(mean_k), mean_k - int(mean_k)
-    weights = {low: 1 - part, low + 1: part} if part else {low: 1.0}
-    return sum(share * speedup(alpha, n, c, lambda width: 1 + (wide - 1) * (width - 1) / k) for n, share in weights.items())
+    """`predicted` of passes of up to K + 1 tokens, the widest of which costs `wide`."""
+    return predicted(alpha, mean_k, c, lambda width: 1 + (wide - 1) * (width - 1) / k)
 
 
 def acceptance_for_goal(data: dict[str, Any], goal: float = GOAL) -> dict[str, Any]:
@@ -115,7 +121,7 @@ def _whole(runs: list[dict]) -> float:
     return sum(len(run["tokens"]) for run in runs) / sum(run["seconds"] for run in runs)
 
 
-def _decoding(runs: list[dict]) -> float | None:
+def decoding(runs: list[dict]) -> float | None:
     """Tokens per second after the prompt pass, without the tokens it brought; None if it brought them all."""
     tokens = sum(len(run["tokens"]) - run["prompt_new_tokens"] for run in runs)
     return tokens / sum(run["seconds"] - run["prompt_seconds"] for run in runs) if tokens else None

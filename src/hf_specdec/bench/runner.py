@@ -183,16 +183,16 @@ def _speculation(cell: Cell, plain: Cell) -> dict[str, Any]:
         "mean_k": k,
         "c": c,
         "width_cost": width_cost,
-        "predicted": _predicted(alpha, k, c, 1.0),
-        "predicted_width": None if width_cost is None else _predicted(alpha, k, c, width_cost),
+        "predicted": predicted(alpha, k, c, lambda width: 1.0),
+        "predicted_width": None if width_cost is None else predicted(alpha, k, c, lambda width: width_cost),
     }
 
 
-def _predicted(alpha: float, k: float, c: float, width_cost: float) -> float:
-    """Theorem 3.8 at a mean K, which need not be whole: interpolated between its neighbours."""
+def predicted(alpha: float, k: float, c: float, width_cost: Callable[[int], float]) -> float:
+    """Theorem 3.8 of Leviathan et al. 2023, with the cost of a pass of any width, at a mean K, which need not be whole: interpolated between its neighbours."""
     low, part = int(k), k - int(k)
-    values = [speedup(alpha, n, c, lambda width: width_cost) for n in (low, low + 1)]
-    return (1 - part) * values[0] + part * values[1]
+    shares = {low: 1 - part, low + 1: part} if part else {low: 1.0}
+    return sum(share * speedup(alpha, n, c, width_cost) for n, share in shares.items())
 
 
 def _ratio(a: float | None, b: float | None) -> float | None:
