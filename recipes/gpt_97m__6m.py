@@ -15,15 +15,16 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from hf_specdec.bench.simulated import SimulatedDraft, SimulatedTable
 from hf_specdec.drafts import ModelDraft, NGramDraft
+from hf_specdec.hints import first_line
 from recipe_kit import RecipeError
-from recipe_kit.corpus import Corpus, build_corpus, build_tokenizer, documents, kept_tokenizer
+from recipe_kit.corpus import Corpus, build_corpus, documents, kept_tokenizer, shipped_corpus
 from recipe_kit.inputs import check_context, check_folder, contents
 from recipe_kit.memory import check_memory, size_of
 from recipe_kit.models import random_model
 from recipe_kit.pretraining import Plan, pretrain
 from recipe_kit.recipe import token_prompts
+from recipe_kit.running import simulated
 from recipe_kit.study import PAPER, Material, Row, Study
 from recipe_kit.study_cli import main
 from safetensors import SafetensorError
@@ -70,22 +71,15 @@ def _shape(options: argparse.Namespace, prompts: list[str]) -> Material:
     check_memory(*map(size_of, both), options.dtype.itemsize, POSITIONS, True, options.device, "")
     target, draft = (random_model(config, options.dtype, options.device) for config in both)
     rates = {name: TABLE_3[name, 0] for name in (MODEL, BIGRAM, UNIGRAM)} | {MODEL: options.acceptance}
-    drafts = {name: partial(_simulated_table, rates[name]) for name in (BIGRAM, UNIGRAM)}
-    drafts[MODEL] = lambda greedy, seed: SimulatedDraft(draft, greedy, rates[MODEL], seed)
+    drafts = {name: partial(simulated, draft if name == MODEL else None, rate) for name, rate in rates.items()}
     note = "rates SIMULATED: " + ", ".join(f"{name} {rate:g}" for name, rate in rates.items())
     return Material(target, drafts, {MODEL: draft}, token_prompts(prompts, PROMPT_TOKENS, 8000), [note])
 
 
-def _simulated_table(rate: float, greedy: list[int], seed: int) -> SimulatedTable:
-    return SimulatedTable(greedy, rate, seed)
-
-
 def _tiny(options: argparse.Namespace, prompts: list[str]) -> Material:
-    texts = lambda: documents(None, None, "text", None)  # noqa: E731
-    tokenizer = build_tokenizer(texts(), 384)
-    corpus = build_corpus(texts, tokenizer)
+    corpus = shipped_corpus()
     pair = [pretrain(name, config, corpus.train, TINY, options.device).to(options.dtype)
-            for name, config in zip(("target", "draft"), configs("tiny", len(tokenizer)))]  # fmt: skip
+            for name, config in zip(("target", "draft"), configs("tiny", len(corpus.tokenizer)))]  # fmt: skip
     return _measured(corpus, *pair, prompts)
 
 
@@ -133,7 +127,7 @@ def _folder(name: str, flag: str, kind=AutoTokenizer, **kwargs):
     try:
         return kind.from_pretrained(name, **kwargs)
     except (OSError, ValueError, SafetensorError) as error:
-        raise RecipeError(f"{flag} {name}: cannot be read ({str(error).splitlines()[0]}). Name a folder with config, weights and tokenizer, or leave "
+        raise RecipeError(f"{flag} {name}: cannot be read ({first_line(error)}). Name a folder with config, weights and tokenizer, or leave "
                           "--target and --draft out to train them.") from error
 
 

@@ -17,8 +17,9 @@ from hf_specdec import mx
 from hf_specdec.bench.embedded import EMBEDDED, load_model, load_target
 from hf_specdec.bench.prompts import load_prompts
 from hf_specdec.drafts import ModelDraft, NGramDraft
+from hf_specdec.hints import first_line
 from recipe_kit import RecipeError
-from recipe_kit.corpus import build_corpus, build_tokenizer, documents
+from recipe_kit.corpus import documents, shipped_corpus
 from recipe_kit.inputs import check_context, check_vocabulary, contents
 from recipe_kit.memory import check_memory, size_of
 from recipe_kit.pretraining import Plan, pretrain
@@ -63,8 +64,7 @@ def _full(options: argparse.Namespace, prompts: list[str]) -> Material:
     if draft is not None:
         check_vocabulary(options.draft, draft.config, target.config)
         return Material(target, {GIVEN: lambda greedy, seed: ModelDraft(draft)}, {GIVEN: draft}, ids)
-    shipped = [text for text in documents(None, None, "text", None)]
-    table = NGramDraft.from_texts(shipped, tokenizer, order=3, sample=True, min_order=1)
+    table = NGramDraft.from_texts(list(documents()), tokenizer, order=3, sample=True, min_order=1)
     return _own_copy(target, table, ids)
 
 
@@ -78,19 +78,16 @@ def _check_fit(options: argparse.Namespace) -> None:
 
 
 def _what_to_do(options: argparse.Namespace, error: Exception) -> str:
-    first = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return (f"{options.target}{f' or {options.draft}' if options.draft else ''} cannot be read ({first}). Hub ids need a connection, and for a gated "
+    return (f"{options.target}{f' or {options.draft}' if options.draft else ''} cannot be read ({first_line(error)}). Hub ids need a connection, and for a gated "
             "model its licence accepted on its page and `hf auth login`; or name folders: --target FOLDER --draft FOLDER.")
 
 
 def _tiny(options: argparse.Namespace, prompts: list[str]) -> Material:
-    texts = lambda: documents(None, None, "text", None)  # noqa: E731
-    tokenizer = build_tokenizer(texts(), 384)
-    corpus = build_corpus(texts, tokenizer)
-    config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    corpus = shipped_corpus()
+    config = LlamaConfig(vocab_size=len(corpus.tokenizer), hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
                          intermediate_size=96, tie_word_embeddings=False, bos_token_id=None, eos_token_id=None, pad_token_id=None)  # fmt: skip
     target = pretrain("target", config, corpus.train, TINY, options.device).to(options.dtype)
-    table = NGramDraft.from_tokens([corpus.train], 3, vocab_size=len(tokenizer), sample=True, min_order=1)
+    table = NGramDraft.from_tokens([corpus.train], 3, vocab_size=len(corpus.tokenizer), sample=True, min_order=1)
     return _own_copy(target, table, corpus.prompts(prompts, 16))
 
 

@@ -17,13 +17,14 @@ import copy
 from functools import partial
 from pathlib import Path
 
-from hf_specdec.bench.simulated import SimulatedDraft, SimulatedTable
 from hf_specdec.drafts import ModelDraft, NGramDraft
+from hf_specdec.hints import first_line
 from recipe_kit import RecipeError
 from recipe_kit.inputs import check_vocabulary, contents
 from recipe_kit.memory import check_memory, free_bytes, needed_bytes, size_of
 from recipe_kit.models import random_model
 from recipe_kit.recipe import token_prompts
+from recipe_kit.running import simulated
 from recipe_kit.study import PAPER, Material, Row, Study
 from recipe_kit.study_cli import main
 from safetensors import SafetensorError
@@ -120,14 +121,10 @@ def _shape(options: argparse.Namespace, prompts: list[str]) -> Material:
     _check_memory(options, target, configs)
     made = {name: random_model(config, options.dtype, options.device) for name, config in configs.items()}
     rates = {name: TABLES[options.task][name, 0][0] if options.acceptance is None else options.acceptance for name in options.drafts}
-    drafts = {name: partial(_simulated, made.get(name), rate) for name, rate in rates.items()}
+    drafts = {name: partial(simulated, made.get(name), rate) for name, rate in rates.items()}
     note = "rates SIMULATED: " + ", ".join(f"{name} {rate:g}" for name, rate in rates.items())
     note += f"; target: the shape of T5 v1.1 {options.target_config}" + (", NOT the paper's" if options.target_config != "xxl" else "")
     return Material(random_model(target, options.dtype, options.device), drafts, made, token_prompts(prompts, SOURCE_TOKENS[options.task], 32000), [note])
-
-
-def _simulated(model, rate: float, greedy: list[int], seed: int):
-    return SimulatedTable(greedy, rate, seed) if model is None else SimulatedDraft(model, greedy, rate, seed)
 
 
 def _check_memory(options: argparse.Namespace, target: T5Config, drafts: dict[str, T5Config]) -> None:
@@ -189,7 +186,7 @@ def _read(kind, name: str, options: argparse.Namespace, **kwargs):
         return kind.from_pretrained(name, **kwargs)
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         flag = "--target" if name == options.target else "--draft"
-        raise RecipeError(f"{name} cannot be read ({(str(error).strip() or type(error).__name__).splitlines()[0]}). It needs a connection to "
+        raise RecipeError(f"{name} cannot be read ({first_line(error)}). It needs a connection to "
                           f"huggingface.co, or a folder with config, weights and tokenizer: {flag} FOLDER. --scale shape needs no weights.") from error
 
 

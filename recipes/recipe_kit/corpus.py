@@ -12,6 +12,8 @@ from zipfile import BadZipFile
 
 import numpy as np
 
+from hf_specdec.hints import first_line
+
 from .recipe import RecipeError
 
 END, UNKNOWN = "[SEP]", "[UNK]"
@@ -35,7 +37,7 @@ class Corpus:
         return {name: self.held_out[i * room // len(names):][:length].tolist() for i, name in enumerate(names)}
 
 
-def documents(files: list[Path] | None, dataset: str | None, column: str, limit: int | None) -> Iterator[str]:
+def documents(files: list[Path] | None = None, dataset: str | None = None, column: str = "text", limit: int | None = None) -> Iterator[str]:
     """The lines of UTF-8 files, or a column of "NAME[:SPLIT]", streamed; with neither, the lines of the text shipped with the package.
     RecipeError names what is missing."""
     if files and dataset:
@@ -69,8 +71,7 @@ def _of_dataset(name: str, column: str) -> Iterator[str]:
         else:
             data = load_dataset(name, split=split or "train", streaming=True)
     except Exception as error:  # whatever the hub client raises: a missing name, a gated set, no connection
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise RecipeError(f"--dataset {name}: cannot be read ({first}). It needs a connection to huggingface.co and, if it is gated, `hf auth "
+        raise RecipeError(f"--dataset {name}: cannot be read ({first_line(error)}). It needs a connection to huggingface.co and, if it is gated, `hf auth "
                           f"login`; or give text files with --text.") from error
     for record in data:
         if not isinstance(record.get(column), str):
@@ -96,6 +97,11 @@ def build_tokenizer(texts: Iterator[str], vocabulary: int):
     core.normalizer, core.pre_tokenizer, core.decoder = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
     core.train_from_iterator(texts, trainers.WordPieceTrainer(vocab_size=vocabulary, special_tokens=[UNKNOWN, END], show_progress=False))
     return PreTrainedTokenizerFast(tokenizer_object=core, unk_token=UNKNOWN, sep_token=END)
+
+
+def shipped_corpus() -> Corpus:
+    """The text shipped with the package, with a tokenizer of 384 tokens trained on it: for toys."""
+    return build_corpus(documents, build_tokenizer(documents(), 384))
 
 
 def kept_tokenizer(texts, vocabulary: int, folder: Path, source: dict):

@@ -10,6 +10,7 @@ import torch
 import transformers
 
 import hf_specdec
+from hf_specdec.hints import first_line
 
 from .recipe import RecipeError
 
@@ -22,7 +23,7 @@ def use_machine(options: argparse.Namespace) -> None:
         options.device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(1, device=options.device)
     except (RuntimeError, AssertionError) as error:
-        raise RecipeError(f"--device {options.device}: {str(error).splitlines()[0]}") from error
+        raise RecipeError(f"--device {options.device}: {first_line(error)}") from error
 
 
 def environment(device: torch.device) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from hf_specdec.hints import first_line
+
 from .inputs import check_context, check_vocabulary
 from .memory import Size, check_memory, size_of, untied
 from .recipe import Recipe, RecipeError, text_prompts, token_prompts
@@ -148,8 +150,7 @@ def read(recipe: Recipe, name: str, what: str, **kwargs):
 
 
 def _what_to_do(recipe: Recipe, name: str, what: str, error: BaseException) -> str:
-    first = (str(error).strip() or type(error).__name__).splitlines()[0]
-    text = f"{name}: the {what} cannot be read ({first})"
+    text = f"{name}: the {what} cannot be read ({first_line(error)})"
     if recipe.licence and name == recipe.target:
         return (f"{text}. {name} is gated: accept its licence at {recipe.licence} with a Hugging Face account, wait for the "
                 f"confirmation, then log in with `hf auth login` or set HF_TOKEN; or name a folder with the weights: --target FOLDER.")

@@ -107,10 +107,9 @@ class Runner:
         return generate_arm(arm, target, **extra).run([prompt], new)
 
     def _draft(self, draft, oracle: list[int], seed: int):
-        rate = self.options.acceptance
-        if draft is None:  # prompt lookup
-            return None if rate is None else SimulatedTable(oracle, rate, seed)
-        return ModelDraft(draft) if rate is None else SimulatedDraft(draft, oracle, rate, seed)
+        if self.options.acceptance is not None:
+            return simulated(draft, self.options.acceptance, oracle, seed)
+        return None if draft is None else ModelDraft(draft)  # None: prompt lookup
 
     # --- single forwards, forks -------------------------------------------------------------------------------------
 
@@ -148,6 +147,11 @@ class Runner:
             known = judges[plain].fork(pair.prompts[name], *tokens).to_dict() if plain in judges else {"position": place, "near_tie": None}
             self.store.data["forks"].append({"run": arm, "prompt": name, **known})
             self.store.save()
+
+
+def simulated(model, rate: float, oracle: list[int], seed: int) -> SimulatedDraft | SimulatedTable:
+    """A draft whose acceptance is SIMULATED: `model` runs, or without one its tokens come from nowhere, free of cost."""
+    return SimulatedTable(oracle, rate, seed) if model is None else SimulatedDraft(model, oracle, rate, seed)
 
 
 class FirstPass:

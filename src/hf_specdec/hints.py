@@ -42,6 +42,11 @@ def what(value: Any) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 
+def first_line(error: BaseException) -> str:
+    """What went wrong, in one line."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def install(extra: str) -> str:
     """How to install what the extra of that name holds: from an index if the package came from one, else from its source."""
     try:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from . import compat
 from .config import SpeculativeConfig
 from .drafts.base import Draft
+from .hints import first_line
 from .registry import DRAFTS, LOADERS, SHIPPED, load
 
 OF_A_MODEL = ("model", "model_tree")
@@ -82,9 +83,8 @@ def loaded(config: SpeculativeConfig, target: PreTrainedModel) -> PreTrainedMode
     fits = (held, *ALSO.get(held, ())) if isinstance(found, Draft) else OF_A_MODEL
     if wanted not in fits:
         raise ValueError(f"draft={config.draft!r}: {source!r} is a drafter for draft={held!r}. Say that, or draft={source!r} without draft_source.")
-    if not isinstance(found, Draft):
-        return found
-    return _made(wanted, config, getattr(found, "heads", None) or found.model, found.target) if config.draft_options or wanted != held else found
+    as_it_is = not isinstance(found, Draft) or wanted == held and not config.draft_options
+    return found if as_it_is else _made(wanted, config, getattr(found, "heads", None) or found.model, found.target)
 
 
 def _drafter(source: str, target: PreTrainedModel, read) -> PreTrainedModel | Draft:
@@ -116,5 +116,5 @@ def _model(source: str, dtype: torch.dtype, device: torch.device) -> PreTrainedM
     try:
         return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, use_safetensors=True).to(device).eval()
     except (OSError, ValueError) as error:
-        raise ValueError(f"draft_source={source!r} is no drafter and no transformers checkpoint with safetensors ({str(error).splitlines()[0]}). Load the "
+        raise ValueError(f"draft_source={source!r} is no drafter and no transformers checkpoint with safetensors ({first_line(error)}). Load the "
                          f"draft yourself and pass it as assistant_model.") from error

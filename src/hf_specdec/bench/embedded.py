@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 
-from ..hints import nearest
+from ..hints import first_line, nearest
 from .terminal import working
 
 EMBEDDED = "smollm2"
@@ -91,7 +91,7 @@ def _cause(error: Exception) -> str:
     """What was wrong in the first place, in one line."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
+    return first_line(error).rstrip(".")
 
 
 def _source(name: str) -> str:

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..drafts.feature import FeatureDraft
+from ..hints import first_line
 from . import shared
 
 NAME = "mtp"  # in the place of a drafter's name
@@ -45,7 +46,7 @@ def load(target: PreTrainedModel) -> FeatureDraft:
     try:
         found = MtpModel.from_pretrained(target)
     except (RuntimeError, OSError) as error:
-        raise ValueError(f"{NAME}: {config.name_or_path or 'the checkpoint'} holds no whole prediction module ({str(error).splitlines()[0]}).") from error
+        raise ValueError(f"{NAME}: {config.name_or_path or 'the checkpoint'} holds no whole prediction module ({first_line(error)}).") from error
     if not found.use_post_norm or found.use_shared_post_norm:
         raise ValueError(f"{NAME}: the prediction module of {type(target).__name__} has no final norm of its own and does not map to the feature drafter.")
     one = copy.deepcopy(target.config.get_mtp_config())
