@@ -9,7 +9,6 @@ SmolLM2-135M has 9 query heads on 3 key heads of 64 numbers, Llama-2-7B 32 on 32
 from __future__ import annotations
 
 import statistics
-import time
 from typing import Annotated
 
 import torch
@@ -17,13 +16,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from hf_specdec.bench.meter import CLOCKS
 from hf_specdec.bench.terminal import counting
 from hf_specdec.mx.attention import rows_attention
 
 SHAPES = {"SmolLM2-135M": (9, 3, 64), "Llama-2-7B": (32, 32, 128)}
 PASSES = ((1, 1, 128), (1, 1, 512), (1, 1, 2048), (1, 2, 512), (1, 4, 512), (1, 6, 512), (1, 8, 512), (1, 16, 512), (1, 61, 512), (8, 1, 300), (8, 4, 300))
 LAYERS = 6  # as many caches, one after the other, so that none stays in the processor's own
-CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}
 
 
 def sdpa(query, key, value, mask):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import time
 from pathlib import Path
 from typing import Annotated
 
@@ -22,11 +21,10 @@ from rich.table import Table
 from hf_specdec import enable, mx
 from hf_specdec.bench.arms import Arm, generate_arm
 from hf_specdec.bench.embedded import load_target
+from hf_specdec.bench.meter import CLOCKS
 from hf_specdec.bench.prompts import load_prompts
 from hf_specdec.bench.terminal import counting
 from hf_specdec.commands.common import parse_k
-
-CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}
 
 
 def timed(arm: Arm, rows: list[list[int]], tokens: int, clock: str) -> tuple[float, list[list[int]]]:

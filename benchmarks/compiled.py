@@ -28,12 +28,12 @@ from hf_specdec import enable, mx, warmup
 from hf_specdec.bench.arms import Nothing, generate_arm
 from hf_specdec.bench.embedded import load_target
 from hf_specdec.bench.forks import first_difference
+from hf_specdec.bench.meter import CLOCKS
 from hf_specdec.bench.prompts import load_prompts
 from hf_specdec.bench.terminal import counting
 from hf_specdec.drafts import MixtureDraft, ModelDraft, PromptLookupDraft
 from hf_specdec.training import load_drafter
 
-CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}
 console = Console(highlight=False, width=130)
 
 

@@ -10,7 +10,6 @@ of a round. The prompt pass is left out. Processor time is the clock that other 
 from __future__ import annotations
 
 import json
-import time
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +24,7 @@ import hf_specdec
 from hf_specdec import enable, mx
 from hf_specdec.acceptance.sampling import HostVerdict
 from hf_specdec.bench.embedded import load_target
+from hf_specdec.bench.meter import CLOCKS
 from hf_specdec.bench.prompts import load_prompts
 from hf_specdec.cached_model import CachedModel
 from hf_specdec.distributions import Sampler
@@ -110,7 +110,7 @@ def watched(rule: type, draft: type) -> list[tuple]:
         (rule, "verdict", "verdict"),
         *((draft, method, "draft, outside its forwards") for method in ("evidence", "propose", "observe", "commit")),
         *((schedule, method, "choice of K") for schedule in (AutoSchedule, FixedSchedule) for method in ("next_k", "observe")),
-        *((Proposal, method, "checks of the proposal") for method in ("within",)),
+        (Proposal, "within", "checks of the proposal"),
     ]
 
 
@@ -154,7 +154,7 @@ def main(
     elif format:
         mx.compress(model, format, measure=False, lm_head=format)
     enable(model)
-    now = {"cpu": time.process_time, "wall": time.perf_counter}[clock]
+    now = CLOCKS[clock]
     prompts = [prompt.ids(tokenizer) for prompt in load_prompts("shipped", limit)]
     options = {"max_new_tokens": max_new_tokens, "num_assistant_tokens": k, "do_sample": sample, "speculative": {"seed": 0, "compile": compile}}
     options |= {"temperature": 0.8, "top_p": 0.95, "repetition_penalty": 1.1} if sample else {}
