@@ -17,6 +17,7 @@ import random
 from pathlib import Path
 
 from hf_specdec import mx
+from hf_specdec.bench.arms import twin
 from hf_specdec.bench.embedded import load_target
 from hf_specdec.commands.compress import GENERATED, calibration_text
 from hf_specdec.mx.choose import allot, costs, rounded
@@ -83,7 +84,7 @@ def fill(order: list[str], sizes: dict[str, int], bits: float) -> dict[str, int]
 
 def with_forms(model, forms, places: dict[str, int]):
     """A copy of the model, with shared tensors, whose layers have these formats."""
-    small = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+    small = twin(model)
     for name, at in places.items():
         replace(small, name, copy.deepcopy(forms[name][at]))
     return small

@@ -11,7 +11,6 @@ that of the real model, their text means nothing.
 from __future__ import annotations
 
 import argparse
-import copy
 import gc
 import json
 import random
@@ -22,6 +21,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_specdec import mx
+from hf_specdec.bench.arms import twin
 from hf_specdec.compat import CACHE
 from hf_specdec.mx import MXLinear
 
@@ -102,8 +102,7 @@ def arms(model, names: list[str]) -> dict:
         if ARMS[name] is None:
             models[name] = model
             continue
-        kept = {id(p): p for p in model.parameters()}  # deepcopy without copying a weight
-        models[name] = mx.compress(copy.deepcopy(model, kept), measure=False, **ARMS[name])
+        models[name] = mx.compress(twin(model), measure=False, **ARMS[name])
     return models
 
 

@@ -11,7 +11,6 @@ name. Every output is compared with plain greedy generation of the same process.
 
 from __future__ import annotations
 
-import copy
 import itertools
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,7 +21,7 @@ import typer
 from rich.console import Console
 
 from hf_specdec import enable
-from hf_specdec.bench.arms import Answer, Arm, eos_tokens, generate_arm, kernel_arms, new_tokens, padded, standard_arms
+from hf_specdec.bench.arms import Answer, Arm, eos_tokens, generate_arm, kernel_arms, new_tokens, padded, standard_arms, twin
 from hf_specdec.bench.embedded import load_target
 from hf_specdec.bench.prompts import load_prompts
 from hf_specdec.bench.report import print_report, save_json, save_plot
@@ -49,7 +48,7 @@ def economize_arms(model, draft_folder: str | None) -> list[Arm]:
     arms = []
     for name, (config, k) in techniques.items():
         decoding = economize.DecodeConfig(cycle_length=k + 1)
-        efficient = economize.apply(_twin(model), config, decoding=decoding)
+        efficient = economize.apply(twin(model), config, decoding=decoding)
 
         def run(prompts: list[list[int]], max_new_tokens: int, efficient=efficient, decoding=decoding) -> Answer:
             inputs = padded(model, prompts)
@@ -98,12 +97,6 @@ def flashspec_arms(model, draft) -> list[Arm]:
 
         arms.append(Arm(f"flashspec {name}", run, draft, max_batch=1))
     return arms
-
-
-def _twin(model):
-    """A second module tree on the same tensors."""
-    shared = itertools.chain(model.parameters(), model.buffers())
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
 
 
 def fixed_arms(model, draft, k: int | str, compile: bool) -> list[Arm]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -60,10 +59,9 @@ def make_pair(recipe: Recipe, options, names: list[str]) -> Pair:
 def compressed(model, in_place: bool, activations: str | None = None):
     """The model with MXFP6 weights; unless in place, a copy that shares with it all that is not compressed. activations: as `mx.compress` has it."""
     from hf_specdec import mx
+    from hf_specdec.bench.arms import twin
 
-    if not in_place:
-        model = copy.deepcopy(model, {id(p): p for p in model.parameters()})
-    return mx.compress(model, measure=False, activations=activations)
+    return mx.compress(model if in_place else twin(model), measure=False, activations=activations)
 
 
 def weight_bytes(model) -> int:

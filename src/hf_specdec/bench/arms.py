@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -137,6 +138,11 @@ def _stock_draft_arm(model, draft, k: int, **stock) -> Arm:
             return arm.run(prompts, max_new_tokens)
 
     return replace(arm, run=run)
+
+
+def twin(model):
+    """A second tree of modules on the same tensors: layers that are swapped in one stay in the other."""
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import shutil
 import tempfile
@@ -42,6 +41,7 @@ def compress(
     _check(out, report, text, json_file, calibrate)
     _check_bits(bits, format, layer_format, calibrate)
     from .. import mx
+    from ..bench.arms import twin
     from ..bench.embedded import load_model
     from ..bench.report import save_json
     from ..mx.choose import larger
@@ -60,7 +60,7 @@ def compress(
     if words is not None and len(tokenizer(words, verbose=False)["input_ids"]) < 2:
         raise ValueError(f"--text {text}: at least 2 tokens are needed, so that one can be predicted; name another file.")
     before = _bytes(model)
-    original = _second(model) if report else None
+    original = twin(model) if report else None
     sequences = calibration_text(model, tokenizer, lesson) if calibrate else None
     if bits is not None:
         config = configured(layer_formats=mx.choose_formats(model, bits, sequences, larger(format), scale_rule, skip, activations))
@@ -160,11 +160,6 @@ def _tokenizer(target: str, needed: str | None):
         if needed:
             raise ValueError(f"{needed} needs a tokenizer, and {target} has none that can be loaded: {error}") from error
         return None
-
-
-def _second(model):
-    """A copy that shares the weights: compression swaps layers and leaves the tensors of the dense ones alone."""
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
 
 
 def _bytes(model) -> int:
