@@ -66,9 +66,9 @@ def _run(target: str, data: Path, out: Path, config, losses: list[str], own: boo
     """Text where it is lacking, then the draft; own: it is a model of its own, and the target stays in 16 bit."""
     from ..bench.embedded import load_target
     from ..training import pipeline
+    from ..training.drafter import layer_numbers
     from ..training.independent import check_config, draft_config
     from ..training.processes import is_main
-    from ..training.trainer import layer_numbers
 
     console = Console(stderr=True, quiet=not is_main())
     model, tokenizer = load_target(target, "bfloat16")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-SHARES = "Embedding and output head are the target's own and not stored."
-LOADING = 'from hf_specdec import training\n\ndraft = training.load_drafter("{folder}", target)'
 CARD = """---
 library_name: hf_specdec
 base_model: {target}
@@ -43,8 +41,7 @@ def write_card(folder: Path, trainer, data: dict) -> Path:
     size = (folder / "model.safetensors").stat().st_size / 1e6
     text = CARD.format(
         warning=trainer.warning and f"{trainer.warning}\n",
-        shares=trainer.shares if not trainer.of_the_target else SHARES,
-        loading=(trainer.loading if not trainer.of_the_target else LOADING).format(folder=folder),
+        shares=trainer.shares, loading=trainer.loading.format(folder=folder),
         target=trainer.target_name or "the target", what=trainer.what,
         head=f"{len(trainer.ids):,}", coverage=trainer.coverage, format=config.format, size=size,
         tokens=data["tokens"], texts=", ".join(f"{count} {kind}" for kind, count in sorted(data["texts"].items())),

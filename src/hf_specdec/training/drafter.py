@@ -57,6 +57,15 @@ def build(target: PreTrainedModel, layers: list[int], head_ids: torch.Tensor | N
     return draft
 
 
+def layer_numbers(layers: tuple[int, ...], target) -> list[int]:
+    """The numbers of the target's layers, those below 0 counted from its end; ValueError for one that it does not have."""
+    count = target.config.get_text_config().num_hidden_layers
+    wrong = [layer for layer in layers if not -count <= layer < count]
+    if wrong or not layers:
+        raise ValueError(f"layers={','.join(map(str, wrong))}: the target has layers 0..{count - 1}, or -{count}..-1 from its end; name one or more of them.")
+    return [layer % count for layer in layers]
+
+
 def check_begin(name: str) -> None:
     """ValueError for a config's `begin` that is given and no drafter."""
     if name and not is_drafter(name):

@@ -101,8 +101,8 @@ class Eagle3Trainer(FeatureTrainer):
     def _reads(self, config: Eagle3RunConfig, count: int) -> tuple[int, ...]:
         return tuple(config.reads) or (count // 4, count // 2, count - 1)
 
-    def _build(self, target, layers: list[int], ids: torch.Tensor | None) -> nn.Module:
-        return build(target, layers[0], self.ids if ids is None else ids, self.reads)
+    def _build(self, layers: list[int], ids: torch.Tensor | None) -> nn.Module:
+        return build(self.target, layers[0], self.ids if ids is None else ids, self.reads)
 
     def _own(self) -> list[nn.Parameter]:
         return [*shared.own_parameters(self.draft), *self.draft.get_output_embeddings().norm.parameters()]

@@ -17,7 +17,7 @@ from .features import make_features
 from .losses import LOSSES
 from .processes import main_first, need_accelerate
 from .shards import STATES
-from .trainer import RunConfig, Trainer, layer_numbers
+from .trainer import RunConfig, Trainer
 
 
 @dataclass(frozen=True)
@@ -83,13 +83,13 @@ class FeatureTrainer(Trainer):
     def __init__(self, target, data: str | Path, out: str | Path, config: FeatureRunConfig, target_name: str = "", progress=None):
         need_accelerate()
         drafter.check_begin(config.begin)
-        layer_numbers(config.layers, target)
+        drafter.layer_numbers(config.layers, target)
         count = target.config.get_text_config().num_hidden_layers
         self.reads = self._reads(config, count)
         files = sorted({part.path for parts in split(Path(data)) for part in parts})
         self.states = Path(data) / STATES
         with main_first(target.device):
-            make_features(files, target, self.reads, self.states, progress, config.precision == "bf16")
+            make_features(files, target, self.reads, self.states, progress, config.half)
         super().__init__(target, data, out, config, target_name)
 
     def _reads(self, config: FeatureRunConfig, count: int) -> tuple[int, ...]:
@@ -100,7 +100,7 @@ class FeatureTrainer(Trainer):
         return f"{super().what}, and that read the target's hidden states after layers {', '.join(map(str, self.reads))}"
 
     def _student(self) -> nn.Module:
-        return FeatureStudent(self.draft, self.config.precision == "bf16", self.config.unroll)
+        return FeatureStudent(self.draft, self.config.half, self.config.unroll)
 
     def _logits(self, batch: Batch) -> list[torch.Tensor]:
         return self.student(batch.tokens, batch.states, batch.where)

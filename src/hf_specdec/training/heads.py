@@ -67,15 +67,14 @@ class HeadsTrainer(FeatureTrainer):
     def _reads(self, config: HeadsRunConfig, count: int) -> tuple[int, ...]:
         return (count,)
 
-    def _build(self, target, layers: list[int], ids: torch.Tensor | None) -> MedusaHeads:
-        self.target = target
-        return build(target, self.config.heads, self.config.blocks, ids)
+    def _build(self, layers: list[int], ids: torch.Tensor | None) -> MedusaHeads:
+        return build(self.target, self.config.heads, self.config.blocks, ids)
 
     def _own(self) -> list[nn.Parameter]:
         return list(self.draft.parameters())
 
     def _student(self) -> nn.Module:
-        return HeadsStudent(self.draft, self.config.precision == "bf16")
+        return HeadsStudent(self.draft, self.config.half)
 
     def _loss(self, batch: Batch) -> torch.Tensor:
         with shared.frozen(self.target):

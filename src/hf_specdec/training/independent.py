@@ -56,8 +56,8 @@ class IndependentTrainer(Trainer):
     shares = "It shares nothing with the target but the vocabulary, and loads like any model."
     loading = 'from transformers import AutoModelForCausalLM\n\ndraft = AutoModelForCausalLM.from_pretrained("{folder}")'
 
-    def _build(self, target, layers: list[int], ids: torch.Tensor | None) -> nn.Module:
-        config = draft_config(self.config.model)
+    def _build(self, layers: list[int], ids: torch.Tensor | None) -> nn.Module:
+        target, config = self.target, draft_config(self.config.model)
         check_config(config, target, self.config.model, max((b - a for _, a, b in [*self.corpus.texts, *self.held.texts]), default=0))
         if not self.config.fresh:
             try:
@@ -75,7 +75,7 @@ class IndependentTrainer(Trainer):
         return list(self.draft.parameters())
 
     def _student(self) -> nn.Module:
-        return WholeStudent(self.draft, self.config.precision == "bf16")
+        return WholeStudent(self.draft, self.config.half)
 
     def _save(self, notes: dict) -> Path:
         self.out.mkdir(parents=True, exist_ok=True)

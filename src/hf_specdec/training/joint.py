@@ -83,7 +83,7 @@ class JointTrainer(HeadsTrainer):
         return [{"params": own[: len(own) - len(self.learning)]}, {"params": self.learning, "scale": self.config.slower}]
 
     def _student(self) -> nn.Module:
-        return JointStudent(self.draft, self.changed, self.config.precision == "bf16")
+        return JointStudent(self.draft, self.changed, self.config.half)
 
     def _logits(self, batch: Batch) -> list[torch.Tensor]:
         return self.student(batch.tokens, batch.where)[1:]

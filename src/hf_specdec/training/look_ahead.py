@@ -92,18 +92,17 @@ class LookAheadTrainer(Trainer):
         """The first token of a text that every look-ahead place can say something after."""
         return self.config.heads
 
-    def _build(self, target, layers: list[int], ids: torch.Tensor | None) -> LookAhead:
-        refuse_encoder(target, "target")
-        if compat.traits_of(target, "target").own_positions:
-            raise ValueError(compat.own_mask_refusal(target, "target", branches=True))
-        self.target = target
-        return build(target, self.config.heads)
+    def _build(self, layers: list[int], ids: torch.Tensor | None) -> LookAhead:
+        refuse_encoder(self.target, "target")
+        if compat.traits_of(self.target, "target").own_positions:
+            raise ValueError(compat.own_mask_refusal(self.target, "target", branches=True))
+        return build(self.target, self.config.heads)
 
     def _own(self) -> list[nn.Parameter]:
         return list(self.draft.parameters())
 
     def _student(self) -> nn.Module:
-        return LookAheadStudent(self.draft, self.target, self.config.precision == "bf16")
+        return LookAheadStudent(self.draft, self.target, self.config.half)
 
     def _loss(self, batch: Batch) -> torch.Tensor:
         return weighted(self, batch, self._logits(batch))

@@ -60,12 +60,11 @@ class ParallelTrainer(HeadsTrainer):
     def _reads(self, config: ParallelRunConfig, count: int) -> tuple[int, ...]:
         return tuple(config.reads) or tuple(dict.fromkeys((count // 4, count // 2, count)))
 
-    def _build(self, target, layers: list[int], ids: torch.Tensor | None) -> BlockDrafter:
-        self.target = target
-        return build(target, self.config.heads, self.config.blocks, self.reads, self.config.window, ids, self.config.seed)
+    def _build(self, layers: list[int], ids: torch.Tensor | None) -> BlockDrafter:
+        return build(self.target, self.config.heads, self.config.blocks, self.reads, self.config.window, ids, self.config.seed)
 
     def _student(self) -> nn.Module:
-        return ParallelStudent(self.draft, self.config.precision == "bf16")
+        return ParallelStudent(self.draft, self.config.half)
 
     @property
     def what(self) -> str:

@@ -42,6 +42,11 @@ class RunConfig:
     begin: str = ""
     on_policy: int = 0
 
+    @property
+    def half(self) -> bool:
+        """Whether models compute in bfloat16."""
+        return self.precision == "bf16"
+
     def __post_init__(self):
         if self.loss not in LOSSES:
             raise ValueError(f"loss={self.loss!r} is not known; choose one of {sorted(LOSSES)}.")
@@ -58,15 +63,6 @@ def no_begin(config: RunConfig) -> None:
     """ValueError for a `begin` that the run has no use for."""
     if config.begin:
         raise ValueError(f"begin={config.begin!r}: only a draft with layers of its own goes on from another drafter; leave it out.")
-
-
-def layer_numbers(layers: tuple[int, ...], target) -> list[int]:
-    """The numbers of the target's layers, those below 0 counted from its end; ValueError for one that it does not have."""
-    count = target.config.get_text_config().num_hidden_layers
-    wrong = [layer for layer in layers if not -count <= layer < count]
-    if wrong or not layers:
-        raise ValueError(f"layers={','.join(map(str, wrong))}: the target has layers 0..{count - 1}, or -{count}..-1 from its end; name one or more of them.")
-    return [layer % count for layer in layers]
 
 
 @dataclass
@@ -107,12 +103,16 @@ class Trainer:
     states: Path | None = None   # where those of the shards are
     of_the_target = True  # the draft is made of the target's parts
     first = 0             # token of a text that the draft can say something after
+    # for the card: what it says first, what it says of the target's parts, and how the draft is loaded
+    warning = ""
+    shares = "Embedding and output head are the target's own and not stored."
+    loading = 'from hf_specdec import training\n\ndraft = training.load_drafter("{folder}", target)'
 
     def __init__(self, target, data: str | Path, out: str | Path, config: RunConfig, target_name: str = ""):
-        self.config, self.out, self.target_name = config, Path(out), target_name
+        self.config, self.target, self.out, self.target_name = config, target, Path(out), target_name
         if target.dtype != torch.float32 and self.of_the_target:
             raise ValueError(f"target: weights in {target.dtype}; load it in float32 to train a draft from its parts.")
-        layers = layer_numbers(config.layers, target) if self.of_the_target else []
+        layers = drafter.layer_numbers(config.layers, target) if self.of_the_target else []
         drafter.check_begin(config.begin)
         self.data = Path(data)
         self.refuse(self.out, self.data, config)
@@ -127,7 +127,7 @@ class Trainer:
         ids, self.coverage = (torch.arange(vocab), 1.0) if config.head is None else frequent_tokens(parts, vocab, config.head)
         self.ids = ids.to(target.device)
         self.place = torch.full((vocab,), -1).index_put((ids,), torch.arange(len(ids))).to(target.device)
-        self.draft = self._build(target, layers, None if config.head is None else ids)
+        self.draft = self._build(layers, None if config.head is None else ids)
         own = self._own()
         for p in self.draft.parameters():
             p.requires_grad_(any(p is mine for mine in own))
@@ -144,9 +144,9 @@ class Trainer:
         checkpoint.refuse_foreign(out, (*checkpoint.DRAFTER, *cls.writes), (own, out / "drafter.json"))
         return checkpoint.check(own, config, data)
 
-    def _build(self, target, layers: list[int], ids: torch.Tensor | None) -> nn.Module:
-        draft = drafter.build(target, layers, ids, self.reads)
-        return drafter.begin(draft, drafter.load(self.config.begin, target)) if self.config.begin else draft
+    def _build(self, layers: list[int], ids: torch.Tensor | None) -> nn.Module:
+        draft = drafter.build(self.target, layers, ids, self.reads)
+        return drafter.begin(draft, drafter.load(self.config.begin, self.target)) if self.config.begin else draft
 
     def _own(self) -> list[nn.Parameter]:
         return shared.own_parameters(self.draft)
@@ -157,8 +157,6 @@ class Trainer:
 
     def _save(self, notes: dict) -> Path:
         return drafter.save(self.draft, self.out, self.target_name, self.config.format, notes)
-
-    warning = ""  # what the card says first
 
     @property
     def what(self) -> str:
@@ -232,7 +230,7 @@ class Trainer:
         return stream.batch(number).to(self.ids.device)
 
     def _student(self) -> nn.Module:
-        return Student(self.draft, self.config.precision == "bf16")
+        return Student(self.draft, self.config.half)
 
     def _logits(self, batch: Batch) -> list[torch.Tensor]:
         """[N, V'] for every step that the draft takes on its own; here one."""
