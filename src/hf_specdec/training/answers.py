@@ -7,12 +7,13 @@ from collections.abc import Callable
 import torch
 
 from .. import compat, integration
-from ..drafts.base import Context, Draft
+from ..bench.arms import Nothing, eos_tokens
+from ..drafts.base import Context
 from ..proposal import Proposal
 from .shards import TOP, Sample
 
 
-class Recorder(Draft):
+class Recorder(Nothing):
     """Proposes nothing and keeps the target's `TOP` likeliest next tokens after every token of every row. wrote: told of every pass's new tokens."""
 
     name = "recorder"
@@ -27,9 +28,6 @@ class Recorder(Draft):
 
     def evidence(self, context: Context) -> list[int]:
         return [-1] * len(context.rows)
-
-    def propose(self, context: Context, k: list[int]) -> Proposal:
-        return Proposal.from_lists([[] for _ in k], context.device, self.name)
 
     def observe(self, proposal: Proposal, logits: torch.Tensor) -> None:
         last = logits[:, 0].float()
@@ -46,9 +44,7 @@ class Recorder(Draft):
 
 def stops(model, tokenizer) -> list[int]:
     """The tokens that end what `model` writes: the tokenizer's own and those of its generation config (chat models have one for the end of a turn)."""
-    own = model.generation_config.eos_token_id
-    found = [tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])]
-    return list(dict.fromkeys(token for token in found if token is not None))
+    return list(dict.fromkeys(token for token in (tokenizer.eos_token_id, *eos_tokens(model)) if token is not None))
 
 
 def room(*models) -> int | None:

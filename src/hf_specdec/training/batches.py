@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from .features import read_features
 from .shards import Part, Shard, shard_files
@@ -61,22 +62,16 @@ class Corpus:
 
     def batch(self, texts: list[int]) -> Batch:
         parts = [self.texts[i] for i in texts]
-        width = max(b - a for _, a, b in parts)
-        tokens = torch.zeros((len(parts), width), dtype=torch.long)
-        where, ids, laws, states = [], [], [], None
-        if self.states:
-            width_of = next(iter(self.states.values())).shape[1]
-            states = torch.zeros((len(parts), width, width_of), dtype=torch.bfloat16)
+        tokens = pad_sequence([shard.tokens[a:b].long() for shard, a, b in parts], batch_first=True)
+        states = pad_sequence([self.states[id(shard)][a:b] for shard, a, b in parts], batch_first=True) if self.states else None
+        where, ids, laws = [], [], []
         for row, (shard, a, b) in enumerate(parts):
-            tokens[row, : b - a] = shard.tokens[a:b]
             asked = torch.isfinite(shard.logprobs[a:b, 0]).nonzero()[:, 0]
             late = asked[asked >= self.first]
             asked = late if len(late) else asked
-            where.append(row * width + asked)
+            where.append(row * tokens.shape[1] + asked)
             ids.append(shard.ids[a:b][asked].long())
             laws.append(shard.logprobs[a:b][asked])
-            if states is not None:
-                states[row, : b - a] = self.states[id(shard)][a:b]
         return Batch(tokens, torch.cat(where), torch.cat(ids), torch.cat(laws), states)
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch.nn.utils.rnn import pad_sequence
 
 from ..drafts.features import hidden_states
-from .shards import Shard, digest, probe, same, save_whole
+from .shards import Part, Shard, digest, probe, same, save_whole
 
 
 @torch.no_grad()
@@ -22,15 +23,11 @@ def feature_file(path: Path, target, layers: tuple[int, ...], folder: Path, rows
     if _is_of(made, about):
         return made
     shard = Shard.load(path, target.config.get_text_config().vocab_size)
-    spans = list(zip(shard.starts.tolist(), shard.starts[1:].tolist()))
+    spans = sorted(Part(path).spans(shard), key=lambda span: span[1] - span[0])
     out = None
-    order = sorted(range(len(spans)), key=lambda i: spans[i][1] - spans[i][0])
-    for first in range(0, len(order), rows):
-        part = [spans[i] for i in order[first : first + rows]]
-        width = max(b - a for a, b in part)
-        tokens = torch.zeros((len(part), width), dtype=torch.long)
-        for row, (a, b) in enumerate(part):
-            tokens[row, : b - a] = shard.tokens[a:b]
+    for first in range(0, len(spans), rows):
+        part = spans[first : first + rows]
+        tokens = pad_sequence([shard.tokens[a:b].long() for a, b in part], batch_first=True)
         with hidden_states(target, layers) as seen, torch.autocast(target.device.type, torch.bfloat16, enabled=half):
             target.base_model(input_ids=tokens.to(target.device), use_cache=False)
         states = seen().to("cpu", torch.bfloat16)

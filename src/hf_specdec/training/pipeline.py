@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, repeat
@@ -149,10 +150,9 @@ def table(results: list[dict]) -> Table:
 
 def data_notes(folder: str | Path) -> dict:
     """Tokens and kinds of the shards in a folder."""
-    kinds: dict[str, int] = {}
-    total = 0
+    total, kinds = 0, Counter()
     for path in shard_files(Path(folder)):
         shard = Shard.load(path)
         total += len(shard.tokens)
-        kinds[shard.notes["kind"]] = kinds.get(shard.notes["kind"], 0) + len(shard)
+        kinds[shard.notes["kind"]] += len(shard)
     return {"tokens": total, "texts": kinds}
