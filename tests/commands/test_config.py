@@ -76,6 +76,17 @@ def test_a_data_set_is_answered_as_the_config_says_and_another_config_is_another
     assert "its seeds are of rows that were decoded together; give --seed" in error_of(*asked, "--config", tmp_path / "config")
 
 
+def test_the_rows_of_a_data_set_are_drawn_by_the_seed_that_the_job_file_names(target_folder, tmp_path):
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"prompt": f"row {i}"}) + "\n" for i in range(2)))
+    SpeculativeConfig(seed=3).save_pretrained(tmp_path / "config")
+    seeds = {}
+    for name, options in {"none": (), "0": ("--seed", 0), "config": ("--config", tmp_path / "config"), "3": ("--seed", 3)}.items():
+        asked = (target_folder, "--dataset", tmp_path / "in.jsonl", "--output", tmp_path / "out" / name, "--max-new-tokens", 2, "--sample", *options)
+        assert (result := run(*asked)).exit_code == 0, result.stderr
+        seeds[name] = [json.loads(line)["seed"] for line in (tmp_path / "out" / name / "rows-00000.jsonl").read_text().splitlines()]
+    assert seeds["none"] == seeds["0"] != seeds["3"] == seeds["config"]
+
+
 def test_a_config_that_is_none_is_refused_before_anything_is_loaded(tmp_path):
     asked = (tmp_path / "no model", "--prompt", "a", "--config", tmp_path)
     assert f"{tmp_path / 'speculative_config.json'}: there is no such file" in error_of(*asked)

@@ -163,7 +163,7 @@ class Writer:
 
         from ..bench.arms import pad_token, padded
 
-        work, seeds = self.work, [row_seed(self.work.seed, row.index) for row in rows]
+        work, seeds = self.work, [row_seed(self.work.speculation.seed, row.index) for row in rows]
         inputs = padded(self.model, [row.ids(self.tokenizer, work.raw) for row in rows])
         try:
             out = self.model.generate(
