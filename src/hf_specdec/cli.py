@@ -108,7 +108,7 @@ def generate(
     """Answer one prompt, or every prompt of a data set, speculatively."""
     from .commands.dataset import check_options, generate_dataset
     from .commands.generate import generate as run
-    from .commands.writer import Work
+    from .commands.speculation import Work
 
     alone = {"--prompt": prompt, "--file": file, "--json": as_json}
     check_options(dataset, output, alone, {"--column": column, "--batch": batch, "--limit": limit, "--tokens": tokens, "--skip-invalid": skip_invalid})
@@ -119,11 +119,11 @@ def generate(
     penalty = {} if repetition_penalty is None else {"repetition_penalty": repetition_penalty}
     check_sampling(given | penalty)
     sampling = {"do_sample": sample, **given, **penalty}
+    work = Work(target, draft, k, max_new_tokens, dtype, mx, raw, sampling, lenience, seed, tokens, config)
     if dataset is not None:
-        work = Work(target, draft, k, max_new_tokens, dtype, mx, raw, sampling, lenience, seed, tokens, config)
         generate_dataset(work, dataset, output, column, limit, batch or 8, skip_invalid)
-        return
-    run(target, draft, prompt, file, k, max_new_tokens, raw, sampling, lenience, seed, dtype, as_json, mx, config)
+    else:
+        run(work, prompt, file, as_json)
 
 
 @app.command(short_help="Prove on your own models that the output stays the same.")

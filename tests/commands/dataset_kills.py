@@ -20,7 +20,7 @@ import typer
 from hf_specdec import enable
 from hf_specdec.bench.embedded import load_target
 from hf_specdec.commands.dataset import generate_dataset
-from hf_specdec.commands.writer import Work
+from hf_specdec.commands.speculation import Work
 
 
 def run(folder: Path, output: Path, prepare=lambda: None, place=(0, 1), **changes) -> int:

@@ -13,18 +13,16 @@ import typer
 from .common import check_folder
 from .rows import fingerprint, read_rows
 from .shards import Place, Shards
-from .writer import Work, Writer, say
+from .speculation import Work
+from .writer import Writer, say
 
 
 def generate_dataset(
     work: Work, source: str, output: Path, column: str | None, limit: int | None, batch: int, skip_invalid: bool
 ) -> None:
     """Write a line for every row that has none yet. What can be wrong is looked for before any work is done."""
-    from ..mx.formats import get_format
-
-    work.speculation  # says what is wrong with it
-    if work.mx is not None:
-        get_format(work.mx)
+    work = work.of_rows()
+    work.check()
     place = Place.from_environment()
     check_folder(output, "--output")
     try:

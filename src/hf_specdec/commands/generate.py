@@ -6,50 +6,31 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from ..viz.highlights import Highlighter
 from ..viz.text import visible
 from .common import apply_mx, check_length, read_prompt
-from .speculation import draft_of, speculation_of
+from .speculation import Work
 from .verdict import hint
 
 
-def generate(
-    target: str,
-    draft: str | None,
-    prompt: str | None,
-    file: Path | None,
-    k: str | None,
-    max_new_tokens: int,
-    raw: bool,
-    sampling: dict[str, Any],
-    lenience: float | None,
-    seed: int | None,
-    dtype: str,
-    as_json: bool,
-    mx: str | None = None,
-    config: Path | None = None,
-) -> None:
-    """sampling: `do_sample` and what goes with it, handed to `generate` as it is. config: of a speculative_config.json."""
+def generate(work: Work, prompt: str | None, file: Path | None, as_json: bool) -> None:
     from .. import enable
     from ..bench.arms import columns_before, padded
     from ..bench.embedded import EMBEDDED, load_target
     from ..bench.prompts import Prompt
-    from ..mx.formats import get_format
     from ..registry import shipped
 
-    speculation = speculation_of(config, draft, k, lenience, seed)
-    mx is None or get_format(mx)
+    work.check()
     text = read_prompt(prompt, file)
-    model, tokenizer = load_target(target, dtype, encoder_decoders=True)
-    apply_mx(model, mx, target)
+    model, tokenizer = load_target(work.target, work.dtype, encoder_decoders=True)
+    apply_mx(model, work.mx, work.target)
     enable(model)
-    assistant, _ = draft_of(draft, speculation, dtype, model, tokenizer)
-    ids = Prompt("prompt", "prompt", text, chat=not raw).ids(tokenizer)
-    check_length(model, ids, max_new_tokens)
+    assistant, _ = work.load_draft(model, tokenizer)
+    ids = Prompt("prompt", "prompt", text, chat=not work.raw).ids(tokenizer)
+    check_length(model, ids, work.max_new_tokens)
     inputs = padded(model, [ids])
     beams = (model.generation_config.num_beams or 1) > 1  # what they will be is known at the end
     streamer = None if as_json or beams or not sys.stdout.isatty() else Highlighter(tokenizer, Console(highlight=False))
@@ -57,12 +38,12 @@ def generate(
     begin = time.perf_counter()
     out = model.generate(
         **inputs,
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=work.max_new_tokens,
         assistant_model=assistant,
-        speculative=speculation,
+        speculative=work.speculation,
         streamer=streamer, tokenizer=tokenizer,  # the latter for stop strings of the model's own generation config
         return_dict_in_generate=True,
-        **sampling,
+        **work.sampling,
     )
     seconds, trace = time.perf_counter() - begin, out.speculation
     tokens = out.sequences[0, columns_before(model, inputs) :].tolist()
@@ -75,5 +56,5 @@ def generate(
     rate = f"acceptance rate {trace.acceptance_rate:.0%}" if trace.proposed else "nothing was drafted"
     print(f"{len(tokens)} tokens, {len(tokens) / seconds:.1f} tokens/s, {trace.target_calls} target forwards, "
           f"block efficiency {trace.block_efficiency:.2f}, {rate}, lossless: {trace.lossless}", file=sys.stderr)
-    if said := hint(trace, ids, tokens, shipped() if target == EMBEDDED else []):
+    if said := hint(trace, ids, tokens, shipped() if work.target == EMBEDDED else []):
         print(said, file=sys.stderr)

@@ -8,65 +8,16 @@ import sys
 import time
 from collections import Counter
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from .common import apply_mx, check_length
 from .rows import Row
 from .shards import Place, Shards
-from .speculation import beyond, draft_of, speculation_of
-
+from .speculation import Work
 
 ROWS_APART = ("jump_forward", "model", "ngram", "prompt_lookup", "recycling", "suffix_automaton", "uniform")  # drafts that propose chains, to each row as if it were alone
-
-
-@dataclass(frozen=True)
-class Work:
-    """What is done to every prompt. sampling: `do_sample` and what goes with it, handed to `generate` as it is. config: of a
-    speculative_config.json, whose options k, lenience, seed and draft replace where they are given."""
-
-    target: str
-    draft: str | None
-    k: str | None
-    max_new_tokens: int
-    dtype: str
-    mx: str | None
-    raw: bool
-    sampling: dict[str, Any]
-    lenience: float | None
-    seed: int | None
-    tokens: bool
-    config: Path | None = None
-
-    @cached_property
-    def speculation(self):
-        """The `SpeculativeConfig`, with a seed that is one number."""
-        found = speculation_of(self.config, self.draft, self.k, self.lenience, self.seed)
-        if isinstance(found.seed, tuple):
-            raise ValueError(f"--config {self.config}: its seeds are of rows that were decoded together; give --seed.")
-        return replace(found, seed=found.seed or 0)
-
-    def settings(self) -> dict[str, Any]:
-        """What a run that goes on with a folder has to have in common with those before, but for what the models say (`Writer.settings`)."""
-        chosen = self.speculation
-        sampling = {"sample" if name == "do_sample" else name: value for name, value in self.sampling.items()}
-        return {
-            "target": _place(self.target),
-            "draft": _place(self.draft or chosen.draft),
-            "config": beyond(chosen),
-            "mx": self.mx,
-            "dtype": self.dtype,
-            "k": str(chosen.num_assistant_tokens),
-            "max_new_tokens": self.max_new_tokens,
-            "raw": self.raw,
-            "lenience": chosen.lenience,
-            "seed": chosen.seed,
-            "tokens": self.tokens,
-            **dict.fromkeys(("temperature", "top_k", "top_p", "min_p", "repetition_penalty")),
-            **sampling,
-        }
 
 
 def row_seed(seed: int, index: int) -> int:
@@ -87,7 +38,7 @@ class Writer:
         self.weights = {"target_weights": weights_of(self.model)}
         apply_mx(self.model, work.mx, work.target)
         enable(self.model)
-        self.draft, made = draft_of(work.draft, work.speculation, work.dtype, self.model, self.tokenizer)
+        self.draft, made = work.load_draft(self.model, self.tokenizer)
         self.weights["draft_weights"] = draft_weights(work.draft or source_of(work.speculation), made)
         self.draft_name = "prompt_lookup" if made is None else getattr(made, "name", "model")
         self.totals, self.seconds = Counter(), 0.0
@@ -163,7 +114,7 @@ class Writer:
 
         from ..bench.arms import pad_token, padded
 
-        work, seeds = self.work, [row_seed(self.work.speculation.seed, row.index) for row in rows]
+        work, seeds = self.work, [row_seed(self.work.seed, row.index) for row in rows]
         inputs = padded(self.model, [row.ids(self.tokenizer, work.raw) for row in rows])
         try:
             out = self.model.generate(
@@ -262,10 +213,6 @@ def weights_of(model) -> str | None:
             few = flat[:: max(1, flat.numel() // 64)].float().cpu().contiguous()
             digest.update(f"{name} {tuple(weight.shape)}".encode() + few.numpy().tobytes())
     return digest.hexdigest()
-
-
-def _place(name: str) -> str:
-    return str(Path(name).resolve()) if Path(name).exists() else name
 
 
 def _device(place: Place) -> str | None:
