@@ -62,17 +62,14 @@ def several(model, tokens, embeds, positions, mask, slots, keys, values, vocab, 
     `Block`; make(model, states, tokens) makes the inputs of a pass of the states noted in the one before."""
     drawn, laws, (make, states) = [], [], embeds or (None, None)
     for i in range(positions.shape[1]):
-        given = {"input_ids": tokens} if make is None else {"inputs_embeds": make(model, states, tokens)}
         masks = {name: each[:, :, i : i + 1] for name, each in mask.items()} if isinstance(mask, dict) else mask[:, :, i : i + 1]
-        cache = FixedCache(keys, values, slots[..., i : i + 1])
-        SHOWN.clear()
-        logits = model(**given, position_ids=positions[:, i : i + 1], attention_mask=masks, use_cache=True, return_dict=True, **{compat.CACHE: cache}).logits
-        states = SHOWN[-1] if SHOWN else None
+        cache, given = FixedCache(keys, values, slots[..., i : i + 1]), None if make is None else make(model, states, tokens)
+        logits, shown = over(cache, model, tokens, given, positions[:, i : i + 1], masks)
+        states = shown[-1] if shown else None
         token, law = drawing(logits[:, -1, :vocab], uniform[:, i])
         tokens = token[:, None]
         drawn.append(tokens)
         laws.append(law)
-    SHOWN.clear()
     return torch.cat(drawn, dim=1), None if law is None else torch.stack(laws, dim=1), states
 
 
