@@ -169,9 +169,11 @@ class RoundCost:
         """Seconds of a round that drafts k tokens (1.0 per plain step where nothing has been timed); None: not known. ratio: instead of
         `prior_ratio`."""
         ratio, k = self.prior_ratio if ratio is None else ratio, self._filled(k)
+        if not self.timed:
+            return 1 + ratio * k
         timed = any(sums[0] for sums in self.sums)
-        if not self.timed or (self.plain is None and not timed):
-            return 1 + ratio * k if not self.timed else None
+        if self.plain is None and not timed:
+            return None
         if k == 0 and self.plain is not None:
             return self.plain
         if not timed:
@@ -265,6 +267,5 @@ class AutoSchedule:
             self.reach = k + self.STEP
         if seconds is not None and not told:
             self.cost.update(k, seconds)
-        self.budget.spend(k, seconds, told=told)
-        if seconds is not None and not told:
             self.since_plain = 0 if k == 0 or not self.cost.timed else self.since_plain + 1
+        self.budget.spend(k, seconds, told=told)
