@@ -177,7 +177,8 @@ def check_draft_stop(draft: Draft, config: SpeculativeConfig) -> None:
 def check_call(model, input_ids, processors, generation, model_kwargs: dict, traits: compat.ModelTraits) -> dict:
     """What transformers has made of the call, its model's own config included. Returns what is shown beside the text, {} for nothing."""
     check_mode(model, "target")
-    own = compat.unwrap(model).generation_config
+    model = compat.unwrap(model)
+    own = model.generation_config
     _check_beams(generation)
     if input_ids.ndim != 2 or input_ids.shape[1] == 0:
         raise ValueError("input_ids: the prompt is empty; give at least one token per row.")
@@ -192,9 +193,9 @@ def check_call(model, input_ids, processors, generation, model_kwargs: dict, tra
         if generation.use_cache is False:
             raise ValueError(f"use_cache=False beside {compat.CACHE}: plain generate() would read the whole text anew for every token, each time behind what the "
                              f"cache holds by then. Pass one of the two.")
-        check_cache(cache, compat.unwrap(model).config, input_ids.shape[0])
+        check_cache(cache, model.config, input_ids.shape[0])
         cached = cached_tokens(cache)
-    shown = _check_inputs(compat.unwrap(model).config, model_kwargs, traits, cached)
+    shown = _check_inputs(model.config, model_kwargs, traits, cached)
     mask, positions = model_kwargs.get(traits.mask_name), model_kwargs.get("position_ids")
     _check_mask(mask, generation, input_ids.shape, cache, traits)
     real = torch.ones_like(input_ids).bool() if mask is None else mask[:, -input_ids.shape[1]:].bool()
@@ -202,7 +203,7 @@ def check_call(model, input_ids, processors, generation, model_kwargs: dict, tra
     if traits.max_positions and longest > traits.max_positions:
         raise ValueError(f"input_ids: the prompt has {longest} tokens and the target's context is {traits.max_positions}. Shorten the prompt.")
     if traits.encoder == "own":
-        _check_decoder_padding(compat.unwrap(model), real)
+        _check_decoder_padding(model, real)
     elif cache is not None:
         if cached >= input_ids.shape[1]:
             raise ValueError(f"{compat.CACHE} holds {cached} tokens and input_ids {input_ids.shape[1]}; input_ids must be "
@@ -213,12 +214,12 @@ def check_call(model, input_ids, processors, generation, model_kwargs: dict, tra
     elif (generation.num_beams or 1) > 1:
         raise ValueError(f"num_beams={generation.num_beams}: beams share a pass over the text of their prompts, which {next(iter(shown))} is no part of. Use "
                          f"num_beams=1, or speculative=False.")
-    lengths.check_rope(compat.unwrap(model), generation.max_length, "target")
-    lengths.check_selection(compat.unwrap(model), generation.max_length, "target")
+    lengths.check_rope(model, generation.max_length, "target")
+    lengths.check_selection(model, generation.max_length, "target")
     if input_ids.shape[0] > 1:
-        lengths.check_counting(compat.unwrap(model), generation.max_length, "target")
+        lengths.check_counting(model, generation.max_length, "target")
     _check_processors(processors, generation, own)
-    check_batch(compat.unwrap(model), traits, input_ids.shape[0], "target")
+    check_batch(model, traits, input_ids.shape[0], "target")
     return shown
 
 

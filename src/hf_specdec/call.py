@@ -108,6 +108,7 @@ class Call:
         generation, decoder = self.generation, self.decoder
         device, batch = compat.device_of(self.model), len(self.prompts)
         as_dict = generation.return_dict_in_generate
+        scores, logits = (bool(as_dict and wanted) for wanted in (generation.output_scores, generation.output_logits))
         rule = self._acceptance()
         self.max_new = _new_tokens(criteria, self.ids.shape[1], self.max_new)
         sequences = Sequences(self.prompts, self.max_new, criteria, device, decoder.streamer, self.hidden)
@@ -122,13 +123,13 @@ class Call:
         seeds = self._seeds(batch)
         noise, gumbel = Noise(seeds, device), Gumbel(seeds, device) if rule.coupled else None
         hidden = list(map(len, self.prompts)) if self.hidden else ()
-        sampler = Sampler(self.processors, rule.samples, bool(as_dict and generation.output_scores), gumbel, sequences.eos, hidden)
+        sampler = Sampler(self.processors, rule.samples, scores, gumbel, sequences.eos, hidden)
         context = Context(sequences.tokens, longest, self.traits.vocab_size, device, sampler, noise.uniform, self.source, self._stop(),
                           target, self.config.seed is None, media=self.media)
         trace = SpeculationTrace(decoder.settings(self.rule_name), rule.lossless)
         loop = SpeculativeLoop(
             target, decoder.draft, rule, sampler, self._schedule(target), sequences, noise, context, trace,
-            want_scores=bool(as_dict and generation.output_scores), want_logits=bool(as_dict and generation.output_logits),
+            want_scores=scores, want_logits=logits,
             want_cache=bool(self.given or as_dict and generation.use_cache is not False and (self.source or not self.closed)),
         )
         self._run(loop, sequences)
