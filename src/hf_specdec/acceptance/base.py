@@ -28,10 +28,15 @@ class Acceptance:
     lenient = False
 
     def __init__(self, lenience: float = 1.0):
-        if lenience != 1 and not self.lenient:
-            raise ValueError(f"lenience={lenience!r} means nothing to the acceptance rule {type(self).__name__}; leave it at 1.0, or "
-                             f'use acceptance="auto".')
+        self.check(lenience)
         self.lenience = lenience
+
+    @classmethod
+    def check(cls, lenience: float) -> None:
+        """ValueError for a lenience below 1 where the rule has no meaning for it."""
+        if lenience != 1 and not cls.lenient:
+            raise ValueError(f"lenience={lenience!r} means nothing to the acceptance rule {cls.__name__}; leave it at 1.0, or "
+                             f'use acceptance="auto".')
 
     @classmethod
     def from_config(cls, config: SpeculativeConfig) -> Acceptance:

@@ -31,10 +31,9 @@ class BlockVerification(SpeculativeSampling):
         s = self._excess(proposal, law, weight[:, 1:n])
         rest = s + 1 - weight[:, 1:n]
         passes = torch.where(rest > 0, s / rest, 1.0)
-        ends = torch.arange(1, n + 1, device=tokens.device) == sizes[:, None]
-        chance = torch.where(ends, weight[:, 1:], torch.nn.functional.pad(passes, (0, 1)))
-        passed = (coins < chance) & proposal.valid
         steps = torch.arange(1, n + 1, device=tokens.device)
+        chance = torch.where(steps == sizes[:, None], weight[:, 1:], torch.nn.functional.pad(passes, (0, 1)))
+        passed = (coins < chance) & proposal.valid
         last = (passed * steps).amax(-1)
         on_path = torch.arange(n + 1, device=tokens.device) <= last[:, None]
         return Verdict(on_path, self._next(proposal, law, weight, last, last < sizes))

@@ -31,13 +31,8 @@ class ThresholdAcceptance(Acceptance):
 
     @classmethod
     def from_config(cls, config: SpeculativeConfig) -> ThresholdAcceptance:
-        cls.refuse_lenience(config)
+        cls.check(config.lenience)
         return cls(config.threshold)
-
-    @classmethod
-    def refuse_lenience(cls, config: SpeculativeConfig) -> None:
-        """This rule has a looseness of its own."""
-        Acceptance.__init__(cls.__new__(cls), config.lenience)
 
     @property
     def lossless(self) -> bool:

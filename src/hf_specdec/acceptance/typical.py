@@ -27,7 +27,7 @@ class TypicalAcceptance(ThresholdAcceptance):
 
     @classmethod
     def from_config(cls, config: SpeculativeConfig) -> TypicalAcceptance:
-        cls.refuse_lenience(config)
+        cls.check(config.lenience)
         return cls(config.typical_epsilon, config.typical_delta)
 
     def passes(self, law: Law, p_x: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
