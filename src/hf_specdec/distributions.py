@@ -15,7 +15,7 @@ from transformers import (EpsilonLogitsWarper, LogitsProcessor, MinLengthLogitsP
                           PrefixConstrainedLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, TypicalLogitsWarper)
 
 from . import compat
-from .law import INFINITE, Law, draw, likeliest
+from .law import Law, draw, likeliest, wide
 from .lazy_law import LazyLaw
 from .noise import Gumbel
 from .nucleus import Bisection
@@ -99,8 +99,8 @@ class Sampler:
         processors = self.rows[0] if self.rows else []
         lazy = self.do_sample and self.gumbel is None and logits.device.type == "cpu"
         count = len(processors) - (LazyLaw.takes(processors) if lazy else 0)
-        if self.exact_scores and logits.dtype in INFINITE and (count or not lazy):
-            logits = logits.float()
+        if self.exact_scores and (count or not lazy):
+            logits = wide(logits)
         logits = self._processed(logits, sizes, prefix, parents, count)
         if lazy:
             return LazyLaw(logits, processors[count:], free=draft)
@@ -221,7 +221,7 @@ class Drawing:
         """Tokens int64 [B] from logits [B, V] and uniform float64 [B], and the law they were drawn from, [B, V]; greedy: None."""
         if not self.do_sample:
             return logits.argmax(-1), None
-        scores = logits.float() if logits.dtype in INFINITE else logits
+        scores = wide(logits)
         for processor in self.processors:
             scores = processor(None, scores)
         law = scores.softmax(-1)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import LogitsProcessor, MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from .law import INFINITE, Law, drawn
+from .law import INFINITE, Law, drawn, wide
 from .nucleus import NEAR, Cut, cut, largest, likely, within
 
 ORDER = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
@@ -78,7 +78,7 @@ class LazyLaw(Law):
     def scores(self) -> torch.Tensor:
         rows, nodes, vocab = self.logits.shape
         if self.top_p is None and self.min_p is None:
-            return _through(self.before, _wide(self.logits).reshape(-1, vocab)).view(rows, nodes, vocab)
+            return _through(self.before, wide(self.logits).reshape(-1, vocab)).view(rows, nodes, vocab)
         return torch.stack([torch.stack([self._row(b, i) for i in range(nodes)]) for b in range(rows)])
 
     def prob_of_next(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -116,7 +116,7 @@ class LazyLaw(Law):
     def _place(self, b: int, i: int) -> Place | None:
         """What is known of the node without the warpers' own way through the vocabulary."""
         if (b, i) not in self.places:
-            self.places[b, i] = self._found(_wide(self.logits[b, i]))
+            self.places[b, i] = self._found(wide(self.logits[b, i]))
         return self.places[b, i]
 
     def _found(self, row: torch.Tensor) -> Place | None:
@@ -160,7 +160,7 @@ class LazyLaw(Law):
     def _warped(self, b: int, i: int) -> torch.Tensor:
         """The warpers' own scores [V]."""
         if (b, i) not in self.warped:
-            self.warped[b, i] = _through(self.warpers, _wide(self.logits[b, i : i + 1]))[0]
+            self.warped[b, i] = _through(self.warpers, wide(self.logits[b, i : i + 1]))[0]
         return self.warped[b, i]
 
     def _row(self, b: int, i: int) -> torch.Tensor:
@@ -173,9 +173,9 @@ class LazyLaw(Law):
         """[V]: a place's values [m], and `other` at tokens that it does not have."""
         if place.tokens is None:
             return values
-        wide = np.full(self.logits.shape[-1], other, dtype=values.dtype)
-        wide[place.tokens] = values
-        return wide
+        every = np.full(self.logits.shape[-1], other, dtype=values.dtype)
+        every[place.tokens] = values
+        return every
 
 
 class Left:
@@ -217,11 +217,6 @@ class Left:
             return at
         token = int(self.place.tokens[at])
         return token if self.sure or not self.law.tied(*self.node, token) else int(self.law._settled(*self.node)[at])
-
-
-def _wide(logits: torch.Tensor) -> torch.Tensor:
-    """In float32 where they have 16 bits, as in transformers' own loops."""
-    return logits.float() if logits.dtype in INFINITE else logits
 
 
 def _through(warpers: Sequence[LogitsProcessor], scores: torch.Tensor) -> torch.Tensor:
