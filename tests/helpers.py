@@ -35,6 +35,18 @@ def torch_threads(count: int):
         torch.set_num_threads(before)
 
 
+@contextmanager
+def torch_defaults(dtype: torch.dtype = torch.float32, device: str | None = None):
+    """Another default dtype, or device, of torch's."""
+    torch.set_default_dtype(dtype)
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+
+
 def build(config_class: str, seed: int = 0, attn: str = "sdpa", spread: float = 0.3, **settings):
     """A random model in float32 that is not stuck on one token: every weight matrix has standard deviation `spread`."""
     config = AutoConfig.for_model(config_class, **{**_NO_SPECIAL, **settings})
@@ -164,6 +176,20 @@ def assert_unchanged(model, before: tuple) -> None:
 
 
 # --- drafts made for testing ------------------------------------------------------------------------------------------
+
+
+class Logged:
+    """Before the class of a draft: writes down the rows and the proposal of every round, and the K of its rows."""
+
+    def start(self, context: Context) -> None:
+        super().start(context)
+        self.log, self.k = [], []
+
+    def propose(self, context: Context, k: list[int]) -> Proposal:
+        proposal = super().propose(context, k)
+        self.log.append(([list(row) for row in context.rows], proposal))
+        self.k.append(k)
+        return proposal
 
 
 class ScriptedDraft(Draft):

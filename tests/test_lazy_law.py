@@ -14,6 +14,8 @@ from hf_specdec.lazy_law import LazyLaw
 from hf_specdec.nucleus import COLUMNS, DEPTH, HALVINGS, Bisection, cut, largest
 from hf_specdec.proposal import Proposal
 
+from .helpers import torch_defaults
+
 V = 977
 
 
@@ -255,13 +257,8 @@ def test_torchs_default_dtype_and_device_are_not_ours(order):
         return found.on_path, found.next_probs, draw(wide, coins[:, 0]), law.prob_of_next(tokens), law.prob_of(tokens, tokens * 0), chosen.next_probs
 
     wanted = results()
-    torch.set_default_dtype(torch.bfloat16)
-    torch.set_default_device("meta")
-    try:
+    with torch_defaults(torch.bfloat16, "meta"):
         found = results()
-    finally:
-        torch.set_default_dtype(torch.float32)
-        torch.set_default_device(None)
     for one, other in zip(found, wanted):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 

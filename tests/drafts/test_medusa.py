@@ -15,21 +15,11 @@ from hf_specdec.tree_shapes import DynamicTree, rank_tree
 
 from .. import encoder_decoders
 from ..conformance.builders import block_drafter, medusa_heads
-from ..helpers import generated, plain, small_vocabulary_llama, speculate, tiny_llama
+from ..helpers import Logged, generated, plain, small_vocabulary_llama, speculate, tiny_llama
 
 
-class Watched(MedusaDraft):
-    """Writes down the rows and the proposal of every round."""
-
-    def start(self, context):
-        super().start(context)
-        self.log, self.k = [], []
-
-    def propose(self, context, k):
-        proposal = super().propose(context, k)
-        self.log.append(([list(row) for row in context.rows], proposal))
-        self.k.append(k)
-        return proposal
+class Watched(Logged, MedusaDraft):
+    pass
 
 
 def expected(target, heads, row) -> torch.Tensor:

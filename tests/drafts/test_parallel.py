@@ -10,20 +10,11 @@ from hf_specdec.drafts.parallel import ParallelDraft
 from hf_specdec.training.parallel import build
 
 from ..conformance.builders import block_drafter
-from ..helpers import generated, plain, speculate, tiny_llama
+from ..helpers import Logged, generated, plain, speculate, tiny_llama
 
 
-class Watched(ParallelDraft):
-    """Writes down the rows and the proposal of every round."""
-
-    def start(self, context):
-        super().start(context)
-        self.log = []
-
-    def propose(self, context, k):
-        proposal = super().propose(context, k)
-        self.log.append(([list(row) for row in context.rows], proposal))
-        return proposal
+class Watched(Logged, ParallelDraft):
+    pass
 
 
 @torch.no_grad()

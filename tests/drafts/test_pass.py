@@ -12,20 +12,11 @@ from hf_specdec.drafts.pass_draft import PassDraft
 from .. import encoder_decoders
 from ..architectures import FAMILIES
 from ..conformance.builders import look_ahead
-from ..helpers import assert_unchanged, generated, plain, repetitive, snapshot, speculate, tiny_llama
+from ..helpers import Logged, assert_unchanged, generated, plain, repetitive, snapshot, speculate, tiny_llama
 
 
-class Watched(PassDraft):
-    """Writes down the rows and the proposal of every round."""
-
-    def start(self, context):
-        super().start(context)
-        self.log = []
-
-    def propose(self, context, k):
-        proposal = super().propose(context, k)
-        self.log.append(([list(row) for row in context.rows], proposal))
-        return proposal
+class Watched(Logged, PassDraft):
+    pass
 
 
 @torch.no_grad()

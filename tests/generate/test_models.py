@@ -22,6 +22,7 @@ from hf_specdec.drafts import (
 from hf_specdec.probe import check_batch
 from tests.helpers import (
     VOCAB, ScriptedDraft, assert_unchanged, build, enabled, generated, padded, perturbed, plain, prompts, repetitive, snapshot, speculate, tiny_llama,
+    torch_defaults,
 )
 
 ROWS = repetitive(13) + prompts(2, 7, seed=2)
@@ -294,11 +295,8 @@ def test_draft_and_target_may_be_on_different_devices(target, expected, devices)
 @pytest.mark.parametrize("make", [ModelDraft, ModelTreeDraft, lambda model: MixtureDraft()], ids=["model", "tree", "mixture"])
 def test_torchs_default_device_is_not_ours(target, expected, make):
     draft = make(perturbed(target))
-    torch.set_default_device("meta")
-    try:
+    with torch_defaults(device="meta"):
         tokens = enabled(target).generate(**INPUTS, speculative=True, assistant_model=draft, num_assistant_tokens=4, **OPTIONS)
-    finally:
-        torch.set_default_device(None)
     assert tokens[:, 13:].tolist() == expected
 
 
@@ -313,21 +311,15 @@ def test_torchs_default_dtype_is_not_ours(target, make):
         return out.sequences, json.loads(out.speculation.to_json())["rounds"]
 
     wanted = sampled()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
+    with torch_defaults(torch.bfloat16):
         found = sampled()
-    finally:
-        torch.set_default_dtype(torch.float32)
     assert torch.equal(found[0], wanted[0]) and found[1] == wanted[1]  # with the drafts' probabilities as they were
 
 
 def test_a_family_is_probed_on_its_own_device_too():
     model = build("biogpt", vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
-    torch.set_default_device("meta")
-    try:
+    with torch_defaults(device="meta"):
         check_batch(model, compat.traits_of(model, "target"), 2, "target")
-    finally:
-        torch.set_default_device(None)
 
 
 def resized(model, vocab: int):

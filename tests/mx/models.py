@@ -40,6 +40,17 @@ def same(model, other) -> bool:
     return all(torch.equal(one[k], two[k]) and one[k].dtype == two[k].dtype for k in one) and torch.equal(logits(model), logits(other))
 
 
+def inputs_of(model, name: str, texts: list[torch.Tensor]) -> torch.Tensor:
+    """[n, in_features]: what the module of that name is given for these token ids, each [L]."""
+    seen = []
+    handle = model.get_submodule(name).register_forward_pre_hook(lambda _, args: seen.append(args[0].flatten(0, -2)))
+    with torch.no_grad():
+        for ids in texts:
+            model(input_ids=ids[None], use_cache=False)
+    handle.remove()
+    return torch.cat(seen)
+
+
 def mx_layers(model) -> dict:
     from hf_specdec.mx import MXLinear
 

@@ -21,7 +21,7 @@ from hf_specdec.mx.gptq import Inputs, compensated
 from ..bench.test_embedded import needs_package
 from ..helpers import VOCAB, assert_unchanged, snapshot
 from . import reference
-from .models import logits, mx_layers, same, tiny
+from .models import inputs_of, logits, mx_layers, same, tiny
 
 FORMATS, RULES = list(mx.FORMATS), ("floor", "even", "ceil", "mse")
 GENERATOR = torch.Generator().manual_seed(11)
@@ -188,18 +188,9 @@ def test_the_layers_hold_what_the_inputs_say_in_one_stage_and_in_many(rule, monk
         model = mx.compress(copy.deepcopy(original), "mxfp6_e2m3", scale_rule=rule, lm_head="mxint8", calibration=TEXT)
         first, last = "model.layers.0.self_attn.q_proj", "lm_head"
         for name, source in ((first, original), (last, model if memory == 0.0 else original)):
-            packed = compensated(original.get_submodule(name).weight, model.get_submodule(name).format, rule, Inputs.of(gram(source, name)))
+            x = inputs_of(source, name, TEXT)
+            packed = compensated(original.get_submodule(name).weight, model.get_submodule(name).format, rule, Inputs.of(x.T @ x))
             assert (packed.codes == model.get_submodule(name).packed().codes).float().mean() > 0.99, (name, memory)
-
-
-def gram(model, name: str) -> torch.Tensor:
-    seen = []
-    handle = model.get_submodule(name).register_forward_pre_hook(lambda _, args: seen.append(args[0].flatten(0, -2)))
-    with torch.no_grad():
-        for ids in TEXT:
-            model(input_ids=ids[None], use_cache=False)
-    handle.remove()
-    return sum(x.T @ x for x in seen)
 
 
 @pytest.mark.parametrize("memory", [1.0, 1e-4, 0.0])

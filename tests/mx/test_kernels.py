@@ -15,7 +15,7 @@ from hf_specdec.mx.linear import MXLinear
 from hf_specdec.mx.packed import PackedMatrix, quantize
 from hf_specdec.mx.packing import pack
 
-from ..helpers import torch_threads
+from ..helpers import torch_defaults, torch_threads
 from .reference import FULL, NAMES, RULES, nasty, power, values_of
 
 pytestmark = pytest.mark.skipif(cpu.library() is None, reason="no compiled kernels here")
@@ -101,13 +101,8 @@ def test_torchs_default_dtype_and_device_are_not_ours(name, monkeypatch):
         return layer(x), layer.dequantize(), layer.packed().codes
 
     wanted = results()
-    torch.set_default_dtype(torch.bfloat16)
-    torch.set_default_device("meta")
-    try:
+    with torch_defaults(torch.bfloat16, "meta"):
         found = results()
-    finally:
-        torch.set_default_dtype(torch.float32)
-        torch.set_default_device(None)
     assert all(torch.equal(*pair) for pair in zip(found, wanted))
 
 

@@ -23,7 +23,7 @@ from hf_specdec.mx.kernels import cpu
 from hf_specdec.mx.ops import mx_tiles, mx_tiles2, mx_tiles3
 
 from ..helpers import torch_threads
-from .models import logits, mx_layers, same, tiny
+from .models import inputs_of, logits, mx_layers, same, tiny
 from .test_calibrate import TEXT
 from .test_passes import Block, needs_the_compiler, traced
 
@@ -174,21 +174,11 @@ def test_calibrated_layers_are_rounded_to_their_own_formats(memory, tmp_path, mo
     model = mx.compress(copy.deepcopy(original), "mxfp4_e2m1", layer_formats=MIXED, calibration=TEXT)
     notes = {layer.name: layer.note for layer in model.mx_report.compressed}
     assert notes.pop("model.layers.0.self_attn.k_proj") == "" and set(notes.values()) == {"calibrated"}
-    x = inputs_of(original, "model.layers.0.self_attn.v_proj")
+    x = inputs_of(original, "model.layers.0.self_attn.v_proj", TEXT)
     expected = compensated(original.model.layers[0].self_attn.v_proj.weight, model.model.layers[0].self_attn.v_proj.format, "even", Inputs.of(x.T @ x))
     assert (model.model.layers[0].self_attn.v_proj.packed().codes == expected.codes).float().mean() > 0.99
     model.save_pretrained(tmp_path)
     assert same(load(tmp_path), model)
-
-
-def inputs_of(model, name):
-    seen = []
-    handle = model.get_submodule(name).register_forward_pre_hook(lambda _, args: seen.append(args[0].flatten(0, -2)))
-    with torch.no_grad():
-        for ids in TEXT:
-            model(input_ids=ids[None], use_cache=False)
-    handle.remove()
-    return torch.cat(seen)
 
 
 def test_layers_whose_format_does_not_go_with_rounded_activations_have_theirs_as_they_are(tmp_path):
@@ -198,7 +188,7 @@ def test_layers_whose_format_does_not_go_with_rounded_activations_have_theirs_as
     for name, layer in mx_layers(model).items():
         assert layer.activations == (None if layer.format.name in own.values() else "mxint8")
     for name, rounds in (("q_proj", True), ("k_proj", False), ("v_proj", True)):  # all of one input
-        layer, x = model.model.layers[0].self_attn.get_submodule(name), inputs_of(original, f"model.layers.0.self_attn.{name}")
+        layer, x = model.model.layers[0].self_attn.get_submodule(name), inputs_of(original, f"model.layers.0.self_attn.{name}", TEXT)
         x = mx.linear.round_to_integers(x) if rounds else x
         expected = compensated(original.model.layers[0].self_attn.get_submodule(name).weight, layer.format, "even", Inputs.of(x.T @ x))
         assert (layer.packed().codes == expected.codes).float().mean() > 0.99

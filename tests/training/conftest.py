@@ -6,7 +6,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
+from hf_specdec.cli import app
 from hf_specdec.training.data import make_data
 
 from ..helpers import tiny_llama
@@ -40,6 +42,29 @@ def data(target, tokenizer, tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     make_data(folder, target, tokenizer, tokens=3000, rows=8, new_tokens=24, seed=5)
     return folder
+
+
+@pytest.fixture
+def saved(target, tokenizer, tmp_path):
+    """The folder of the target and its tokenizer."""
+    target.save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    return tmp_path / "target"
+
+
+@pytest.fixture
+def trained(saved, tmp_path):
+    """trained(*options): what the command makes with them in a few steps, and another takes; the card."""
+
+    def run(*options: str) -> str:
+        few = ("--tokens", "400", "--steps", "4", "--batch-tokens", "128", "--new-tokens", "12")
+        for arguments in (["train", str(saved), "--out", str(tmp_path / "out"), *few, *options],
+                          ["generate", str(saved), "--draft", str(tmp_path / "out"), "--prompt", "HELLO", "--max-new-tokens", "8"]):
+            done = CliRunner().invoke(app, arguments)
+            assert done.exit_code == 0, done.output
+        return (tmp_path / "out" / "README.md").read_text()
+
+    return run
 
 
 @pytest.fixture

@@ -91,12 +91,10 @@ def test_options_of_drafts_made_of_the_targets_parts_are_refused(options, words)
         IndependentRunConfig(**options)
 
 
-def test_the_command_trains_it_says_so_in_the_card_and_checks_the_config_first(target, tokenizer, data, tmp_path):
-    target.save_pretrained(tmp_path / "target")
-    tokenizer.save_pretrained(tmp_path / "target")
+def test_the_command_trains_it_says_so_in_the_card_and_checks_the_config_first(saved, target, data, tmp_path):
     LlamaConfig(vocab_size=target.config.vocab_size, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2).save_pretrained(tmp_path / "shape")
     shape, out = str(tmp_path / "shape" / "config.json"), tmp_path / "out"
-    common = ["train", str(tmp_path / "target"), "--data", str(data), "--tokens", "1", "--steps", "2", "--batch-tokens", "128", "--out", str(out)]
+    common = ["train", str(saved), "--data", str(data), "--tokens", "1", "--steps", "2", "--batch-tokens", "128", "--out", str(out)]
     result = CliRunner().invoke(app, [*common, "--config", shape])
     assert result.exit_code == 0, result.output
     card = (out / "README.md").read_text()

@@ -20,16 +20,14 @@ def test_a_process_alone_joins_nobody(monkeypatch):
         pass
 
 
-def test_two_processes_make_one_drafter(target, tokenizer, tmp_path):
-    target.save_pretrained(tmp_path / "target")
-    tokenizer.save_pretrained(tmp_path / "target")
+def test_two_processes_make_one_drafter(saved, target, tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     settings = ["--tokens", "600", "--steps", "4", "--head", "40", "--batch-tokens", "128", "--new-tokens", "12", "--format", "bf16",
                 "--layers", "1", "--on-policy", "60"]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(tmp_path / "program.py")]
     environment = os.environ | {"PYTHONPATH": str(Path(hf_specdec.__file__).parents[1]), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
                                 "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"}
-    done = subprocess.run([*launch, "train", str(tmp_path / "target"), "--out", str(tmp_path / "out"), *settings], capture_output=True,
+    done = subprocess.run([*launch, "train", str(saved), "--out", str(tmp_path / "out"), *settings], capture_output=True,
                           text=True, env=environment, timeout=170, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert load_drafter(tmp_path / "out", target) is not None

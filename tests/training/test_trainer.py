@@ -225,10 +225,8 @@ def test_a_16_bit_target_and_a_folder_without_shards_are_refused(target, data, t
         Trainer(target, tmp_path, tmp_path, CONFIG)
 
 
-def test_the_command_trains_goes_on_and_refuses(target, tokenizer, tmp_path):
-    target.save_pretrained(tmp_path / "target")
-    tokenizer.save_pretrained(tmp_path / "target")
-    arguments = ["train", str(tmp_path / "target"), "--out", str(tmp_path / "out"), "--tokens", "400", "--steps", "4", "--layers", "1",
+def test_the_command_trains_goes_on_and_refuses(saved, target, tmp_path):
+    arguments = ["train", str(saved), "--out", str(tmp_path / "out"), "--tokens", "400", "--steps", "4", "--layers", "1",
                  "--head", "40", "--batch-tokens", "128", "--new-tokens", "12", "--format", "bf16", "--loss"]
     run = CliRunner().invoke(app, [*arguments, "tvd"])
     assert run.exit_code == 0, run.output
@@ -245,19 +243,17 @@ def test_the_command_trains_goes_on_and_refuses(target, tokenizer, tmp_path):
     assert other.exit_code == 2 and "holds a run" in other.output
 
 
-def test_the_command_trains_a_feature_drafter_that_the_other_commands_take(target, tokenizer, tmp_path):
-    target.save_pretrained(tmp_path / "target")
-    tokenizer.save_pretrained(tmp_path / "target")
+def test_the_command_trains_a_feature_drafter_that_the_other_commands_take(saved, target, tmp_path):
     asked = ["--features", "--tokens", "400", "--steps", "4", "--head", "40", "--batch-tokens", "128", "--new-tokens", "12", "--format", "bf16"]
-    run = CliRunner().invoke(app, ["train", str(tmp_path / "target"), "--out", str(tmp_path / "out"), *asked])
+    run = CliRunner().invoke(app, ["train", str(saved), "--out", str(tmp_path / "out"), *asked])
     assert run.exit_code == 0, run.output
     assert re.search(r"The target's hidden states, by shard (\d+) of \1, took \d+ s\n", run.stderr)
     assert load_drafter(tmp_path / "out", target).name == "feature" and "hidden states after layers" in (tmp_path / "out" / "README.md").read_text()
-    used = CliRunner().invoke(app, ["generate", str(tmp_path / "target"), "--draft", str(tmp_path / "out"), "--prompt", "HELLO", "--max-new-tokens", "8"])
+    used = CliRunner().invoke(app, ["generate", str(saved), "--draft", str(tmp_path / "out"), "--prompt", "HELLO", "--max-new-tokens", "8"])
     assert used.exit_code == 0, used.output
-    bad = CliRunner().invoke(app, ["train", str(tmp_path / "target"), "--features", "--on-policy", "10"])
+    bad = CliRunner().invoke(app, ["train", str(saved), "--features", "--on-policy", "10"])
     assert bad.exit_code == 2 and "--on-policy" in bad.output
-    on = CliRunner().invoke(app, ["train", str(tmp_path / "target"), "--out", str(tmp_path / "on"), "--data", str(tmp_path / "out" / "data"), *asked, "--lr", "1e-9",
+    on = CliRunner().invoke(app, ["train", str(saved), "--out", str(tmp_path / "on"), "--data", str(tmp_path / "out" / "data"), *asked, "--lr", "1e-9",
                                   "--begin", str(tmp_path / "out"), "--single", "2"])
     assert on.exit_code == 0, on.output
     one, two = (load_drafter(tmp_path / name, target).model.state_dict() for name in ("out", "on"))  # at that rate of learning, where it began
@@ -265,11 +261,9 @@ def test_the_command_trains_a_feature_drafter_that_the_other_commands_take(targe
 
 
 @pytest.mark.parametrize("arguments", [("--layers", "0,9"), ("--layers=-9",), ("--features", "--layers", "7")], ids=" ".join)
-def test_layers_that_the_target_lacks_are_refused_before_any_text_is_written(target, tokenizer, data, tmp_path, arguments, monkeypatch):
+def test_layers_that_the_target_lacks_are_refused_before_any_text_is_written(saved, target, data, tmp_path, arguments, monkeypatch):
     monkeypatch.setattr(feature_trainer, "make_features", lambda *_: pytest.fail("the target was asked"))
-    target.save_pretrained(tmp_path / "target")
-    tokenizer.save_pretrained(tmp_path / "target")
-    bad = CliRunner().invoke(app, ["train", str(tmp_path / "target"), "--out", str(tmp_path / "out"), *arguments])
+    bad = CliRunner().invoke(app, ["train", str(saved), "--out", str(tmp_path / "out"), *arguments])
     assert bad.exit_code == 2 and "the target has layers 0..1, or -2..-1 from its end" in bad.output and not (tmp_path / "out").exists()
     kind, config = (FeatureTrainer, FeatureRunConfig) if "--features" in arguments else (Trainer, RunConfig)
     with pytest.raises(ValueError, match="layers=9: the target has"):
