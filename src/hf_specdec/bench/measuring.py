@@ -10,6 +10,7 @@ from itertools import cycle
 
 import torch
 
+from .. import compat
 from ..cached_model import CachedModel
 from ..config import WITH_WEIGHTS
 from ..distributions import Sampler
@@ -148,16 +149,17 @@ def right_path(proposal: Proposal, answer: list[int]) -> tuple[int, ...]:
 
 
 def ranks_of(model, texts: list[Text], step: Step) -> Ranked:
-    """The ranks that a draft model gives to the tokens of the answers: one pass over each text."""
-    result = []
+    """The ranks that a draft model gives to the tokens of the answers: one pass over each text, as far as its context reaches. Behind that it drafts nothing."""
+    most, result = compat.traits_of(compat.unwrap(model), "assistant_model").max_positions, []
     for text in texts:
-        ids = torch.tensor([text.prompt + text.answer], device=model.device)
+        ids = torch.tensor([text.prompt + text.answer], device=model.device)[:, :most]
         with torch.no_grad():
-            logits = model(input_ids=ids, use_cache=False).logits[0, len(text.prompt) : -1]
+            logits = model(input_ids=ids, use_cache=False).logits[0, len(text.prompt) : len(text.prompt) + len(text.answer) - 1]
         wanted = torch.tensor(text.answer[1:], device=logits.device)
         best = logits.topk(min(RANKS, logits.shape[-1])).indices
-        hits = best == wanted[:, None]
-        result.append(tuple(torch.where(hits.any(-1), hits.int().argmax(-1), RANKS).tolist()))
+        hits = best == wanted[: len(best), None]
+        ranks = torch.where(hits.any(-1), hits.int().argmax(-1), RANKS).tolist()
+        result.append((*ranks, *[RANKS] * (len(wanted) - len(ranks))))
         step("ranks")
     return Ranked(tuple(result))
 
