@@ -19,7 +19,7 @@ from hf_specdec.hints import install
 from hf_specdec.training import build_drafter
 from hf_specdec.training.drafter import save
 from hf_specdec.viz import canvas, gif
-from hf_specdec.viz.races import NOTE, Lap
+from hf_specdec.viz.races import RACE_NOTE, Lap
 from tests.helpers import plain, speculate
 
 from ..bench import conftest as saved
@@ -100,7 +100,7 @@ def test_a_frame_shows_what_had_come_by_then():
     early, late = bare(printed(race.frame(0.6))), bare(printed(race.frame(2.0)))
     assert "ab" in early and "abc" not in early  # slow has a, fast has ab
     assert late.count("abcd") == 2 and "slow" in early and "fast" in early
-    assert NOTE in " ".join(early.split()) and "one after the other" in NOTE
+    assert RACE_NOTE in " ".join(early.split()) and "one after the other" in RACE_NOTE
 
 
 def test_tokens_per_second_stand_under_each_arm():
@@ -188,7 +188,7 @@ def test_the_pictures_show_the_text_the_speeds_and_the_note():
     assert [len(axes.patches) for axes in picture.figure.axes] == [0, 1]
     picture.draw(2.0)
     assert [text.get_text() for text in picture.figure.axes[1].texts][:3] == ["a", "bc", "d"]
-    assert NOTE in [text.get_text() for text in picture.figure.texts]
+    assert RACE_NOTE in [text.get_text() for text in picture.figure.texts]
     assert picture.figure.axes[1].get_title() == "$fast"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import tempfile
@@ -191,15 +192,11 @@ def _print_layers(console: Console, report, every_layer: bool, whole: tuple[int,
     for row in report.rows(every_layer):
         table.add_row(*(as_typed(cell, {"lm_head": "--lm-head"}) for cell in row))
     console.print(table)
-    bits = 8 * sum(layer.bytes_after for layer in report.compressed) / sum(_numbers(layer) for layer in report.compressed)
+    bits = 8 * sum(layer.bytes_after for layer in report.compressed) / sum(math.prod(layer.shape) for layer in report.compressed)
     console.print(f"{report}; {bits:.2f} bits per compressed weight", markup=False, soft_wrap=True)
     before, after = whole
     text = f"Whole model: {mebibytes(before)} MiB to {mebibytes(after)} MiB ({after / before:.1%} of the size)"
     console.print(text, style="bold", markup=False, soft_wrap=True)
-
-
-def _numbers(layer) -> int:
-    return layer.shape[0] * layer.shape[1]
 
 
 def _print_quality(console: Console, quality, text: Path | None) -> None:

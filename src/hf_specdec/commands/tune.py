@@ -38,7 +38,7 @@ def tune(target: str, drafts: list[str], prompts: str, limit: int | None, max_ne
     from ..bench.prompts import load_prompts
     from ..bench.runner import environment
     from ..bench.terminal import working
-    from ..bench.tuning import by_position, choices
+    from ..bench.tuning import choices
 
     check_overwrite(out, REPORT, (CONFIG_NAME,), {"environment", "costs", "choices"})
     usual = QUICK if quick else USUAL
@@ -64,7 +64,7 @@ def tune(target: str, drafts: list[str], prompts: str, limit: int | None, max_ne
     best = _best(found)
     config = config_of(best)
     _print_passes(costs, environment(model), console)
-    _print_table(measured, found, by_position, console)
+    _print_table(measured, found, console)
     _print_choice(best, found, console)
     draft = loaded.get(config.draft_source or (best.label if config.draft == best.draft else None))
     real = _check(model, texts, config, draft, max_new_tokens) if check else None
@@ -141,15 +141,15 @@ def _check(model, texts, config, draft, max_new_tokens: int) -> float:
     from ..bench.measuring import decoding_seconds
     from ..bench.terminal import counting
 
-    plain = ours = 0.0
+    spent = [0.0, 0.0]
     with counting("Checking:", len(texts)) as step:
         decoding_seconds(model, texts[0].prompt, 4, speculative=config, assistant_model=draft)
         for text in texts:
-            for options in ({}, {"speculative": config, "assistant_model": draft}):
+            for way, options in enumerate(({}, {"speculative": config, "assistant_model": draft})):
                 answer, seconds = decoding_seconds(model, text.prompt, max_new_tokens, **options)
-                plain, ours = (plain, ours + seconds * len(answer)) if options else (plain + seconds * len(answer), ours)
+                spent[way] += seconds * len(answer)
             step()
-    return plain / ours
+    return spent[0] / spent[1]
 
 
 # --- what is written --------------------------------------------------------------------------------------------------------
@@ -193,7 +193,9 @@ def _print_passes(costs, env: dict, console: Console) -> None:
     console.print("  " + "  ".join(f"{width}: {1000 * costs.verify(width):.1f}" for width in costs.widths), soft_wrap=True)
 
 
-def _print_table(measured, found, by_position, console: Console) -> None:
+def _print_table(measured: list, found: list, console: Console) -> None:
+    from ..bench.tuning import by_position
+
     table = Table(header_style="bold", box=None, padding=(0, 1, 0, 0))
     for name in ("draft", "1st", "2nd", "3rd", "4th", *(f"K={k}" for k in SHOWN), "best", "tokens/pass", "predicted"):
         table.add_column(name, justify="left" if name in ("draft", "best") else "right", no_wrap=True)

@@ -126,17 +126,8 @@ def _sampling(findings: Findings, judge, tokenizer, assistant, made_for: Callabl
         drafts.insert(0, ("the draft under test", assistant, True))
     for name, draft, honest in drafts:
         with counting(f"Sampling with {name}", samples) as step:
-            counts, proposed, accepted = sample(
-                model,
-                prompt,
-                samples,
-                DEPTH,
-                TOP_K,
-                ROWS,
-                step,
-                assistant_model=draft,
-                speculative={"num_assistant_tokens": DEPTH},
-            )
+            counts, proposed, accepted = sample(model, prompt, samples, DEPTH, TOP_K, ROWS, step, assistant_model=draft,
+                                                speculative={"num_assistant_tokens": DEPTH})
         test = chi_square(counts, law)
         p = f"= {test.p:.2g}" if test.p else "< 1e-300"
         text = (

@@ -15,8 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .highlights import DRAFTED
-from .text import RACE_NOTE as NOTE
-from .text import Detokenizer, visible
+from .text import RACE_NOTE, Detokenizer, visible
 
 Line = list[tuple[str, bool]]
 
@@ -113,7 +112,7 @@ class Race:
             cells.append(Group(panel, Text(self.status(lap, now), justify="center")))
             grid.add_column(width=own)
         grid.add_row(*cells)
-        clock = f"{min(now, self.seconds):.1f} s of {self.seconds:.1f} s. {NOTE}"
+        clock = f"{min(now, self.seconds):.1f} s of {self.seconds:.1f} s. {RACE_NOTE}"
         return Group(grid, Text(clock, style="dim"))
 
     def replay(self, console: Console | None = None, clock=time.perf_counter, sleep=time.sleep) -> None:
