@@ -19,7 +19,7 @@ from hf_specdec.commands.tune import QUICK, USUAL, _confirmed, config_of
 from hf_specdec.tree import Tree
 
 from ..bench import conftest as saved
-from ..helpers import assert_unchanged, snapshot
+from ..helpers import assert_unchanged, build, snapshot
 
 target_folder, draft_folder = saved.target_folder, saved.draft_folder
 
@@ -96,6 +96,15 @@ def test_the_check_is_set_beside_the_prediction_of_the_config_that_it_runs(targe
     result = run("tune", target_folder, "--prompts", "chat", "--quick", "--max-new-tokens", 8, "--out", tmp_path, "--check")
     assert SpeculativeConfig.from_pretrained(tmp_path).predicted_speedup == 1.0
     assert "predicted 1.00x, measured" in result.stdout
+
+
+def test_a_target_that_takes_no_trees_is_tuned_by_chains(draft_folder, tmp_path):
+    build("bloom", 0, "eager", vocab_size=257, hidden_size=32, n_layer=2, n_head=4).save_pretrained(tmp_path / "target")
+    saved.byte_tokenizer().save_pretrained(tmp_path / "target")
+    done = run("tune", tmp_path / "target", "--draft", draft_folder, "--prompts", "chat", "--quick", "--max-new-tokens", 12, "--out", tmp_path / "out", "--check")
+    assert done.exit_code == 0, done.output
+    report = json.loads((tmp_path / "out" / "tune.json").read_text())
+    assert {choice["draft"] for choice in report["choices"]} == {"prompt_lookup", "suffix_automaton", "recycling", "model"}
 
 
 def test_the_quick_form_takes_fewer_prompts_and_tokens_where_nothing_else_is_said(monkeypatch):

@@ -171,7 +171,7 @@ class Recorder(Draft):
 
     def __init__(self, draft: Draft):
         self.draft, self.name, self.cost_ratio = draft, f"recorded {draft.name}", draft.cost_ratio
-        self.traits = getattr(draft, "traits", None)
+        self.traits, self.may_branch = getattr(draft, "traits", None), draft.may_branch
         self.records: list[tuple[int, tuple[int, ...]]] = []
         self.reads_prompt, self.stops, self.parts = draft.reads_prompt, draft.stops, draft.parts
         for method in ("start", "evidence", "read", "observe", "keep", "finish", "prior"):
@@ -215,11 +215,20 @@ def _no_noise(stream: str, n: int) -> torch.Tensor:
 # --- the candidates ---------------------------------------------------------------------------------------------------------
 
 
-def measure_lookups(texts: list[Text], vocab_size: int, step: Step) -> list[Measured]:
-    """Prompt lookup, and the suffix automaton with chains and with trees."""
+def takes_trees(model) -> bool:
+    """Whether the target can score trees, and not chains alone."""
+    return not compat.traits_of(compat.unwrap(model), "target").own_positions
+
+
+def lookups(trees: bool) -> list[tuple[type[Draft], dict]]:
+    """Prompt lookup, and the suffix automaton with chains and with `trees`: class and options."""
     from ..drafts import PromptLookupDraft, SuffixAutomatonDraft
 
-    made = [(PromptLookupDraft, {}), (SuffixAutomatonDraft, {}), (SuffixAutomatonDraft, {"branches": 4})]
+    return [(PromptLookupDraft, {}), (SuffixAutomatonDraft, {}), *([(SuffixAutomatonDraft, {"branches": 4})] if trees else [])]
+
+
+def measure_lookups(made: list[tuple[type[Draft], dict]], texts: list[Text], vocab_size: int, step: Step) -> list[Measured]:
+    """What `lookups` gives, measured on the text alone."""
     result = []
     for kind, options in made:
         table, seconds = replay(kind(**options), texts, vocab_size, step)
@@ -231,6 +240,11 @@ def measure_lookups(texts: list[Text], vocab_size: int, step: Step) -> list[Meas
 # most K; of most tokens, the first are those of a smaller tree
 LEARNERS = (("recycling", {}, 1, 16), ("recycling", {"branches": 4}, 1, 24), ("ngram_recycling", {}, 1, 24), ("ngram_recycling", {}, 25, MOST),
             ("mixture", {}, 1, 24), ("mixture", {}, 25, MOST))
+
+
+def learners(trees: bool) -> list[tuple]:
+    """Those of LEARNERS that a target takes which takes `trees`, or none."""
+    return [own for own in LEARNERS if trees or not load(DRAFTS, own[0], "draft")(**own[1]).may_branch]
 
 
 def measure_learner(model, learner: tuple, texts: list[Text], rest: float, step: Step) -> Measured:
@@ -251,7 +265,7 @@ def measure_draft(model, name: str, draft, texts: list[Text], vocab_size: int, s
         run = record(model, draft, texts, 16, step)
         return Measured(name, draft.name, run.table, run.per_token, 0.0, {}, name if draft.name in WITH_WEIGHTS else None, 1, 16)
     run = record(model, ModelDraft(draft), texts[:2], 6, lambda *_: None)
-    return Measured(name, "model", ranks_of(draft, texts, step), run.per_token, 0.0, {}, name)
+    return Measured(name, "model", ranks_of(draft, texts, step), run.per_token, 0.0, {}, name, trees=takes_trees(model))
 
 
 def _label(name: str, options: dict) -> str:

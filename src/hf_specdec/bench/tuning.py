@@ -118,7 +118,7 @@ class Ranked:
 @dataclass(frozen=True)
 class Measured:
     """One draft. table: what it got right. per_token, per_round: its own seconds, for each level of a tree as for each token of a chain.
-    least, most: the K for which the table holds. draft, options, source: as in `SpeculativeConfig`."""
+    least, most: the K for which the table holds. trees: whether the target takes trees of it. draft, options, source: as in `SpeculativeConfig`."""
 
     label: str
     draft: str
@@ -129,6 +129,7 @@ class Measured:
     source: str | None = None
     least: int = 1
     most: int = MOST
+    trees: bool = True
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,7 @@ def _chains(one: Measured, costs: Costs) -> Iterator[Choice]:
 
 def _trees(one: Measured, costs: Costs) -> Iterator[Choice]:
     """Of a model: the best shape of every budget and depth, then of the budgets around the best."""
-    if not isinstance(one.table, Ranked) or one.draft != "model" or not sum(one.table.rates[1:]):
+    if not one.trees or not isinstance(one.table, Ranked) or one.draft != "model" or not sum(one.table.rates[1:]):
         return
     seen = {(nodes, depth): _shaped(one, costs, nodes, depth) for nodes in BUDGETS for depth in DEPTHS if depth < nodes}
     seen = {key: choice for key, choice in seen.items() if choice.k}  # none where no rank that fits was ever right

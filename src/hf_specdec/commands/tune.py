@@ -88,13 +88,15 @@ def _measure(model, prompts: list[list[int]], drafts: dict, max_new_tokens: int,
     with counting("Reading the target's answers:", len(prompts)) as step:
         measure.timed(model, prompts[0], 4)  # the first call is a slow one
         texts = measure.read_answers(model, prompts, max_new_tokens, step)
-    total = len(texts) * (2 + 3 + len(measure.LEARNERS) + len(drafts)) + measure.PASSES
+    trees = measure.takes_trees(model)
+    lookups, learners = measure.lookups(trees), measure.learners(trees)
+    total = len(texts) * (2 + len(lookups) + len(learners) + len(drafts)) + measure.PASSES
     with counting("Tuning:", total) as step:
         rest = measure.record(model, PromptLookupDraft(), texts, 8, step).rest
         costs = measure.measure_costs(model, texts, rest, step)
-        measured = measure.measure_lookups(texts, vocab, step)
+        measured = measure.measure_lookups(lookups, texts, vocab, step)
         so_far(measured, costs)
-        for learner in measure.LEARNERS:
+        for learner in learners:
             measured.append(measure.measure_learner(model, learner, texts, rest, step))
             so_far(measured, costs)
         for name, draft in drafts.items():
