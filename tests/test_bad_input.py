@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import inspect
 import json
 from contextlib import contextmanager
 from functools import lru_cache
@@ -31,8 +32,8 @@ from transformers import (
 
 import hf_specdec
 from hf_specdec import SpeculativeConfig, SpeculativeDecoder, integration, registry
-from hf_specdec.commands.common import drafts_by_name
 from hf_specdec.compat import CACHE
+from hf_specdec.config import ALONE
 from hf_specdec.drafts import CascadeDraft, Draft, ModelDraft, NGramDraft, PromptLookupDraft, UniformDraft
 from hf_specdec.kv_cache import SlotPlan
 from hf_specdec.proposal import Proposal
@@ -476,7 +477,9 @@ def test_an_unknown_draft_is_told_the_names_that_are_enough_and_what_the_others_
     with pytest.raises(ValueError, match="choose one of") as caught:
         SpeculativeConfig(draft="oracle")
     alone, _, others = str(caught.value).partition("], a drafter")
-    assert set(drafts_by_name()) == {name for name in registry.DRAFTS if repr(name) in alone}
+    makers = {name: inspect.signature(registry.load(registry.DRAFTS, name, "draft")).parameters.values() for name in registry.DRAFTS}
+    needing_none = {name for name, given in makers.items() if all(each.default is not each.empty for each in given)}
+    assert needing_none == {name for name in registry.DRAFTS if repr(name) in alone} == set(ALONE)
     assert "'ngram'" in others and "draft_source" in others and "'cascade'" not in others
 
 

@@ -15,7 +15,8 @@ from hf_specdec.bench import arms, report
 from hf_specdec.bench.embedded import load_target, near
 from hf_specdec.cli import app
 from hf_specdec.commands import bench, leaving
-from hf_specdec.commands.common import check_overwrite, drafts_by_name, load_draft
+from hf_specdec.commands.common import check_overwrite, load_draft
+from hf_specdec.config import ALONE
 from hf_specdec.drafts import NGramDraft, RetrievalDraft
 from hf_specdec.loading import loaded
 from hf_specdec.training import build_drafter
@@ -110,10 +111,10 @@ def test_a_folder_without_a_tokenizer_is_said_to_have_none(tmp_path):
 
 def test_drafts_without_weights_go_by_name_and_a_folder_of_that_name_before_them(target_folder, monkeypatch, tmp_path):
     model, tokenizer = load_target(target_folder)
-    assert {name: load_draft(name, "float32", model, tokenizer).name for name in drafts_by_name() if name != "prompt_lookup"} == {
+    assert {name: load_draft(name, "float32", model, tokenizer).name for name in ALONE if name != "prompt_lookup"} == {
         name: name for name in ("jump_forward", "lookahead", "mixture", "ngram_recycling", "recycling", "suffix_automaton", "uniform")}
     told = next(parameter.help for parameter in get_command(app).commands["bench"].params if parameter.name == "draft")
-    assert all(name in told for name in drafts_by_name()) and load_draft("prompt_lookup", "float32", model, tokenizer) is None
+    assert all(name in told for name in ALONE) and load_draft("prompt_lookup", "float32", model, tokenizer) is None
     monkeypatch.chdir(tmp_path)
     model.save_pretrained("mixture")
     assert type(load_draft("mixture", "float32", model, tokenizer)) is type(model)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 import sys
@@ -85,18 +84,11 @@ def stored_config(target: str) -> dict | None:
         return None
 
 
-def drafts_by_name() -> dict[str, type]:
-    """The drafts that a name alone makes: those without weights."""
-    from ..registry import DRAFTS, load
-
-    made = {name: load(DRAFTS, name, "--draft") for name in DRAFTS}
-    return {name: draft for name, draft in made.items() if all(given.default is not given.empty for given in inspect.signature(draft).parameters.values())}
-
-
 def load_draft(name: str | None, dtype: str, model, tokenizer):
     """What goes into `assistant_model`: None for prompt lookup (the default), else a draft or a model by path or name, a folder before a draft
     of its name; a model with another tokenizer as a draft that translates."""
     from ..bench.embedded import EMBEDDED, load_model, near
+    from ..config import ALONE
     from ..drafts.datastore import FORMAT
     from ..drafts.mapped import format_of
     from ..registry import DRAFTS, load as registered, shipped
@@ -105,14 +97,13 @@ def load_draft(name: str | None, dtype: str, model, tokenizer):
     folder = name is not None and Path(name).is_dir()
     if name is None or name == "prompt_lookup" and not folder:
         return None
-    known = {} if folder else drafts_by_name()
-    if name in known:
-        return known[name]()
+    if name in ALONE and not folder:
+        return registered(DRAFTS, name, "--draft")()
     if name.endswith(".safetensors") and Path(name).is_file():
         return registered(DRAFTS, "retrieval" if format_of(name) == FORMAT else "ngram", "--draft").load(name, tokenizer)
     if is_drafter(name):
         return load(name, model)
-    names = f"the names are {', '.join([*known, *shipped()])}"
+    names = f"the names are {', '.join([*ALONE, *shipped()])}"
     slip = None if folder or name in DRAFTS else near(name, [*DRAFTS, *shipped(), EMBEDDED])
     if slip not in (None, name):
         raise ValueError(f"--draft {name}: did you mean {slip}?")
