@@ -138,7 +138,7 @@ def test_what_is_overwritten_is_complete_or_absent(target, draft, tmp_path, monk
         load_drafter(tmp_path, target)
 
 
-@pytest.mark.parametrize("harm", ["absent", "cut", "half", "newer", "ids", "missing"])
+@pytest.mark.parametrize("harm", ["absent", "cut", "half", "list", "lacking", "newer", "ids", "missing"])
 def test_a_bad_folder_is_refused(target, draft, tmp_path, harm):
     if harm != "absent":
         save(draft, tmp_path, "tiny")
@@ -147,6 +147,10 @@ def test_a_bad_folder_is_refused(target, draft, tmp_path, harm):
         weights.write_bytes(weights.read_bytes()[:-50])
     elif harm == "half":
         about.write_text(about.read_text()[:-20])
+    elif harm == "list":
+        about.write_text("[]")
+    elif harm == "lacking":
+        about.write_text(json.dumps({name: value for name, value in json.loads(about.read_text()).items() if name != "probe"}))
     elif harm == "newer":
         about.write_text(json.dumps(json.loads(about.read_text()) | {"format": "hf_specdec drafter 9"}))
     elif harm == "ids":

@@ -7,7 +7,6 @@ and a model card.
 from __future__ import annotations
 
 import copy
-import json
 import os
 from pathlib import Path
 
@@ -23,10 +22,9 @@ from ..flash import flash_of
 from ..mx.attention import use_for_few
 from ..mx.norms import use_kernel_norms
 from ..registry import SHIPPED, shipped
-from . import mtp, published
+from . import mtp, published, storage
 from .shared import PrunedHead, dense, empty, share, shared_names
 from .shards import probe, same
-from .storage import FORMAT, pack, stored, write
 
 
 def build(target: PreTrainedModel, layers: list[int], head_ids: torch.Tensor | None = None, reads: tuple[int, ...] = ()) -> PreTrainedModel:
@@ -95,14 +93,14 @@ def save(draft: PreTrainedModel, folder: str | Path, target_name: str, format: s
     """Write what the draft does not share; Linear weights in the MX `format`, or dense 16 bit ("bf16"). Complete or absent."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = stored(draft, shared_names(draft), format)
+    tensors = storage.stored(draft, shared_names(draft), format)
     head = draft.get_output_embeddings()
     if isinstance(head, PrunedHead):
         tensors["head_ids"] = head.ids.int()
     draft.config.name_or_path = ""
     draft.config.save_pretrained(folder)
     about = {"vocab_size": draft.config.vocab_size, "reads": list(getattr(draft, "reads", ())), "notes": notes or {}}
-    return write(folder, tensors, draft.get_input_embeddings().weight, target_name, format, about)
+    return storage.write(folder, tensors, draft.get_input_embeddings().weight, target_name, format, about)
 
 
 def is_drafter(name: str | Path) -> bool:
@@ -130,12 +128,7 @@ def load(folder: str | Path, target: PreTrainedModel | None = None) -> PreTraine
         published.refuse_pickles(folder)
         raise ValueError(f"{folder} holds no drafter (drafter.json is missing); `hf-specdec train` writes one, and {shipped()} come "
                          f"with the package.")
-    try:
-        about = json.loads((folder / "drafter.json").read_text())
-    except ValueError as error:
-        raise ValueError(f"{folder}: drafter.json is not whole ({error}); copy the folder again, or train into it anew.") from None
-    if about.get("format") != FORMAT:
-        raise ValueError(f"{folder}: format {about.get('format')!r} is not {FORMAT!r}; a newer hf_specdec has written it.")
+    about = storage.read(folder)
     _check_target(about, target, folder)
     try:
         with safe_open(folder / "model.safetensors", "pt") as file:
@@ -153,7 +146,7 @@ def load(folder: str | Path, target: PreTrainedModel | None = None) -> PreTraine
     share(draft, target, None if ids is None else ids.long())
     if about.get("reads"):
         features.attach(draft, tuple(about["reads"]))
-    pack(draft, tensors, about["weights"])
+    storage.pack(draft, tensors, about["weights"])
     missing, unexpected = draft.load_state_dict(tensors, strict=False)
     absent = set(missing) - shared_names(draft)
     if absent or unexpected:

@@ -15,6 +15,7 @@ from ..mx.swap import replace
 from .shards import probe, save_whole
 
 FORMAT = "hf_specdec drafter 1"
+TOLD = ("target", "weights", "vocab_size", "hidden_size", "probe")  # what every drafter.json of that format says
 
 
 def stored(draft: nn.Module, shared: set[str], format: str) -> dict[str, torch.Tensor]:
@@ -39,6 +40,21 @@ def write(folder: Path, tensors: dict[str, torch.Tensor], embedding: torch.Tenso
     save_whole(tensors, folder / "model.safetensors", {"format": FORMAT})
     made.write_text(json.dumps(about, indent=1) + "\n")
     return folder
+
+
+def read(folder: Path) -> dict:
+    """The folder's `drafter.json`. Raises ValueError where it is damaged, or written by a newer version."""
+    try:
+        about = json.loads((folder / "drafter.json").read_text())
+        if not isinstance(about, dict):
+            raise ValueError("no JSON object")
+        if about.get("format") == FORMAT and (lacking := [name for name in TOLD if name not in about]):
+            raise ValueError(f"no {lacking[0]!r}")
+    except ValueError as error:
+        raise ValueError(f"{folder}: drafter.json is not whole ({error}); copy the folder again, or train into it anew.") from None
+    if about.get("format") != FORMAT:
+        raise ValueError(f"{folder}: format {about.get('format')!r} is not {FORMAT!r}; a newer hf_specdec has written it.")
+    return about
 
 
 def pack(draft: nn.Module, tensors: dict[str, torch.Tensor], format: str) -> None:
