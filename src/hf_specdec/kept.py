@@ -255,8 +255,12 @@ def _read_cell(value: CellType) -> list[Any]:
 
 
 def _write_cell(value: CellType, contents: list[Any]) -> None:
-    if contents and not _same(_read_cell(value), contents):
+    if _same(_read_cell(value), contents):
+        return
+    if contents:
         value.cell_contents = contents[0]
+    else:
+        del value.cell_contents
 
 
 _WAYS_OF_OBJECTS = _Way(attributes, _write_attributes)

@@ -178,6 +178,20 @@ def in_a_closure():
     return process
 
 
+def in_a_cell_that_is_empty_at_first():
+    calls: int
+
+    def process(input_ids, scores):
+        nonlocal calls
+        try:
+            calls += 1
+        except NameError:
+            calls = 1
+        return bumped(scores, calls * 7)
+
+    return process
+
+
 def in_a_partial():
     def process(seen, input_ids, scores):
         seen.append(int(input_ids[0, -1]))
@@ -213,7 +227,7 @@ def one_of_another():
     return [first, OfAnother(first)]
 
 
-ALONE = [ByClass, InSlots, InModule, InOwnPenalty, Everywhere, Aliased, Rolling, LastScores, Magic, in_a_closure, in_a_partial]
+ALONE = [ByClass, InSlots, InModule, InOwnPenalty, Everywhere, Aliased, Rolling, LastScores, Magic, in_a_closure, in_a_cell_that_is_empty_at_first, in_a_partial]
 MADE = {**{make.__name__: lambda make=make: [make()] for make in ALONE}, "a method": lambda: [ByClass().__call__], "a list for two": sharing, "one in another": one_of_another,
         "one twice": lambda: [ByClass()] * 2}
 every_kind = pytest.mark.parametrize("make", MADE.values(), ids=MADE)
