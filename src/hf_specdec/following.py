@@ -90,10 +90,10 @@ class Following(LogitsProcessor):
 
 def that_follow(rows: list[list[LogitsProcessor]], texts: list[list[int]]) -> list[list[LogitsProcessor]]:
     """The processors of each row, those with a memory made to follow its text; texts: the rows' tokens without padding, live, the prompts alone as yet."""
-    return [_of_a_row([_of_row(own, b) if remembers(own) else own for own in processors], text) for b, (processors, text) in enumerate(zip(rows, texts))]
+    return [_together([_for_row(own, b) if remembers(own) else own for own in processors], text) for b, (processors, text) in enumerate(zip(rows, texts))]
 
 
-def _of_a_row(processors: list[LogitsProcessor], text: list[int]) -> list[LogitsProcessor]:
+def _together(processors: list[LogitsProcessor], text: list[int]) -> list[LogitsProcessor]:
     """From the first to the last of those that share something, they are asked together: what one of them changes, another sees."""
     following = {i: Following([own], len(text), text) for i, own in enumerate(processors) if remembers(own)}
     alone = [following.get(i, own) for i, own in enumerate(processors)]
@@ -117,7 +117,7 @@ def remembers(processor: Any) -> bool:
     return isinstance(processor, compat.SYNTHID) or not type(processor).__module__.startswith(("transformers.", "hf_specdec."))
 
 
-def _of_row(processor: LogitsProcessor, b: int) -> LogitsProcessor:
+def _for_row(processor: LogitsProcessor, b: int) -> LogitsProcessor:
     """The processor for row b: xgrammar's may have a grammar for every row, of which it gets its own."""
     grammars = getattr(processor, "__dict__", {}).get("compiled_grammars")
     if not isinstance(grammars, list) or not b < len(grammars) > 1:

@@ -197,7 +197,10 @@ class SpeculativeDecoder:
         self.trace: SpeculationTrace | None = None
         self._give_back = _nothing  # to the model, when transformers has prepared the call
         check_streamer(streamer)
-        if stop_strings is not None and tokenizer is None:
+        self._check_stop_strings()
+
+    def _check_stop_strings(self) -> None:
+        if self.stop_strings is not None and self.tokenizer is None:
             raise ValueError("stop_strings needs tokenizer=, the target's tokenizer, beside it.")
 
     def _take(self, draft: PreTrainedModel | Draft | None) -> None:
@@ -227,8 +230,7 @@ class SpeculativeDecoder:
             own = model.generation_config  # of a call that is being prepared, it may lack its stop strings
         strings = [getattr(config, "stop_strings", None) for config in (given, own)]
         self.stop_strings = self.stop_strings or strings[0] or strings[1]
-        if self.stop_strings is not None and self.tokenizer is None:
-            raise ValueError("stop_strings needs tokenizer=, the target's tokenizer, beside it.")
+        self._check_stop_strings()
         if strings[0] is not None:
             kwargs = {**kwargs, "generation_config": _without_stop_strings(given)}
         if strings[1] is None:
@@ -288,8 +290,7 @@ def _translated(draft: Any, config: SpeculativeConfig, tokenizer, assistant_toke
         raise ValueError("assistant_tokenizer needs tokenizer=, the target's tokenizer, beside it: the two are compared, and where they differ the "
                          "draft's text is translated.")
     ours, theirs = tokenizer.get_vocab(), assistant_tokenizer.get_vocab()
-    different = any(ours[token] != theirs[token] for token in ours.keys() & theirs.keys())
-    if not different and len(ours.keys() ^ theirs.keys()) <= min(max(64, len(ours) // 100), len(ours) // 10):
+    if len(ours.keys() ^ theirs.keys()) <= min(max(64, len(ours) // 100), len(ours) // 10) and all(ours[token] == theirs[token] for token in ours.keys() & theirs.keys()):
         return draft
     if not isinstance(compat.unwrap(draft), PreTrainedModel):
         raise ValueError(f"assistant_tokenizer: its vocabulary is not that of tokenizer, and assistant_model={type(draft).__name__} is no model that could "
