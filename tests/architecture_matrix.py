@@ -77,7 +77,7 @@ def shown_line(family: seeing.Family) -> str:
 def encoder_decoder_line(family: encoder_decoders.Family) -> str:
     columns = []
     for rows in (1, 3):
-        results = {attn: encoder_decoders.outcome(family, attn, rows=rows) for attn in ATTENTION if encoder_decoders.offers(family, attn)}
+        results = {attn: encoder_decoders.outcome(family, attn, rows=rows) for attn in ATTENTION if offers(family, attn)}
         words = set(results.values())
         columns.append(words.pop() if len(words) == 1 else "; ".join(f"{attn}: {result}" for attn, result in results.items()))
     return f"| {family.name} | `{family.kind}` | {family.positions} | {', '.join(results)} | {' | '.join(columns)} |\n"

@@ -361,7 +361,7 @@ MAX_NEW = 22
 SEEDS = (0,)
 
 
-def offers(family: Family, attn: str) -> bool:
+def offers(family, attn: str) -> bool:
     """Whether transformers has this attention for the family."""
     try:
         family.model(attn)

@@ -117,17 +117,6 @@ def speculate(model, inputs: dict, draft=None, k: int | str = 4, seed: int | Non
     return integration.generate(model, **inputs, assistant_model=draft, speculative={"seed": seed}, num_assistant_tokens=k, **options)
 
 
-def offers(line: Family, attn: str) -> bool:
-    """Whether transformers has this attention for the family."""
-    try:
-        line.model(attn)
-    except ValueError as error:
-        if "does not support an attention implementation" not in str(error):
-            raise
-        return False
-    return True
-
-
 @lru_cache(maxsize=None)
 def seeds(name: str, n: int, attn: str = "eager") -> list[int]:
     """The first n seeds with which the family's text is not stuck."""

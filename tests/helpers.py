@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -45,6 +46,17 @@ def torch_defaults(dtype: torch.dtype = torch.float32, device: str | None = None
     finally:
         torch.set_default_dtype(torch.float32)
         torch.set_default_device(None)
+
+
+def without_a_home(monkeypatch) -> None:
+    """Python knows no folder of the user's, and the environment names none for caches."""
+    for name in ("HF_SPECDEC_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", home)
 
 
 def build(config_class: str, seed: int = 0, attn: str = "sdpa", spread: float = 0.3, **settings):

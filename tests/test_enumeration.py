@@ -74,15 +74,19 @@ def acceptance_probability(rule, proposal: Proposal, law: Law, coins: torch.Tens
 def committed(rule, tree: Tree, world: World, draft_law, tokens: int, point_mass: bool = False) -> dict[tuple[int, ...], float]:
     """Law of the first `tokens` tokens that come out when every node of `tree` is drawn from draft_law(row tokens so far, node), and
     what the round does not decide is drawn by the target."""
+    (proposal, weights), out = every_draft(tree, draft_law, point_mass), {}
+    add_patterns(out, rule, proposal, world.law(tree, proposal.tokens), weights, world, tokens)
+    return out
+
+
+def every_draft(tree: Tree, draft_law, point_mass: bool = False) -> tuple[Proposal, torch.Tensor]:
+    """All that can be drafted when every node of `tree` is drawn from draft_law(row tokens so far, node), a row each, and how likely each row is."""
     drawn = [((), 1.0)]
     for node in range(1, len(tree) + 1):
         drawn = [((*row, x), weight * q) for row, weight in drawn for x, q in enumerate(draft_law(row, node).tolist()) if q > 0]
-    rows = torch.tensor([row for row, _ in drawn])
     probs = torch.stack([torch.stack([draft_law(row[: node - 1], node) for node in range(1, len(tree) + 1)]) for row, _ in drawn])
-    proposal = Proposal(tree, rows, None if point_mass else probs, [len(tree)] * len(rows))
-    law, out = world.law(tree, rows), {}
-    add_patterns(out, rule, proposal, law, torch.tensor([weight for _, weight in drawn], dtype=torch.float64), world, tokens)
-    return out
+    proposal = Proposal(tree, torch.tensor([row for row, _ in drawn]), None if point_mass else probs, [len(tree)] * len(drawn))
+    return proposal, torch.tensor([weight for _, weight in drawn], dtype=torch.float64)
 
 
 def add_patterns(out: dict, rule, proposal: Proposal, law: Law, weights: torch.Tensor, world: World, tokens: int, coins=()) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, DynamicCache
 
+from hf_specdec.bench.meter import measured
 from hf_specdec.cached_model import CachedModel
 from hf_specdec.caches import CACHE, GOES_ON
 from hf_specdec.drafts import CascadeDraft, EarlyExitDraft, ModelDraft, PromptLookupDraft, RecyclingDraft
@@ -30,21 +31,6 @@ RECURRENT, CONVOLUTIONS = "Qwen3.5 (text)", "LFM2"
 
 def model_of(kind: str, seed: int = 0):
     return next(family for family in STATEFUL if family.name == kind).model("eager", seed)
-
-
-def widths_of(model, run) -> list[int]:
-    """Tokens of every pass of the model during run()."""
-    widths = []
-
-    def hook(module, args, kwargs):
-        widths.append(kwargs["input_ids"].shape[1])
-
-    handle = model.register_forward_pre_hook(hook, with_kwargs=True)
-    try:
-        run()
-    finally:
-        handle.remove()
-    return widths
 
 
 @every_kind
@@ -89,15 +75,18 @@ def test_states_go_back_to_a_pass_and_those_of_convolutions_to_a_token():
 def test_what_was_not_rejected_is_fed_once_more_and_never_more_than_the_limit_in_front_of_candidates():
     model, k = model_of(RECURRENT), 4
     wrong = ScriptedDraft(lambda row: [1] * k)
-    widths = widths_of(model, lambda: speculate(model, prompts(30), wrong, k=k, max_new_tokens=60))
+    with measured(model) as cost:
+        speculate(model, prompts(30), wrong, k=k, max_new_tokens=60)
+    widths = cost.target.widths
     assert widths[:2] == [30, k], "the prompt has a pass of its own"
     assert max(widths[1:]) <= Checkpoints.PENDING + k and sum(width > k + 1 for width in widths) > 20
 
 
 def test_a_model_of_convolutions_reads_nothing_twice():
     model, k = model_of(CONVOLUTIONS), 4
-    widths = widths_of(model, lambda: speculate(model, prompts(30), ScriptedDraft(lambda row: [1] * k), k=k, max_new_tokens=40))
-    assert max(widths[1:]) <= k + 1
+    with measured(model) as cost:
+        speculate(model, prompts(30), ScriptedDraft(lambda row: [1] * k), k=k, max_new_tokens=40)
+    assert max(cost.target.widths[1:]) <= k + 1
 
 
 @every_kind
@@ -125,13 +114,9 @@ def test_a_draft_model_never_reads_its_text_again(kind):
     model, rows = model_of(kind), prompts(30, seed=3)
     draft = perturbed(model, 0.02)
     for make in (ModelDraft, lambda draft: CascadeDraft(draft, PromptLookupDraft())):
-        widths, out = [], None
-
-        def run():
-            nonlocal out
+        with measured(draft) as cost:
             out = speculate(model, rows, make(draft), k=5, max_new_tokens=40)
-
-        widths = widths_of(draft, run)
+        widths = cost.target.widths
         assert generated(out, rows) == plain(model, rows, max_new_tokens=40) and 0.3 < out.speculation.acceptance_rate < 0.95
         assert widths[0] == 30 and max(widths[1:]) < 12, make
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
+from hf_specdec.bench.meter import measured
 from hf_specdec.cached_model import CachedModel
 from hf_specdec.bench.simulated import SimulatedTable
 from hf_specdec.caches import GOES_ON
@@ -20,7 +21,7 @@ from hf_specdec.training import build_drafter
 from tests.architectures import STATEFUL
 from tests.conformance.builders import medusa_heads
 from tests.helpers import ScriptedDraft, enabled, generated, padded, perturbed, plain, prompts, speculate, tiny_llama
-from tests.test_states import CONVOLUTIONS, CPU, HERE, KINDS, RECURRENT, every_kind, model_of, refused, widths_of
+from tests.test_states import CONVOLUTIONS, CPU, HERE, KINDS, RECURRENT, every_kind, model_of, refused
 
 pytestmark = pytest.mark.skipif(not GOES_ON, reason="this transformers does not go on from a state over several tokens")
 ROWS = prompts(12, 1, 20, 12, seed=5)
@@ -125,13 +126,9 @@ def test_all_who_watch_a_pass_over_padded_prompts_see_the_text_first():
 
 def test_a_pass_is_no_wider_than_candidates_make_it_and_reads_what_was_rejected_once():
     model, k = tried(RECURRENT), 5
-    out, widths = None, []
-
-    def run():
-        nonlocal out
+    with measured(model) as cost:
         out = speculate(model, ROWS, ScriptedDraft(lambda row: [1] * k), k=k, max_new_tokens=60)
-
-    widths = widths_of(model, run)
+    widths = cost.target.widths
     assert generated(out, ROWS) == texts(model, ROWS, max_new_tokens=60)
     assert widths[0] == 20 and max(widths[1:]) == k + 1 and len(widths) < 60 + 3, "one pass a round, whatever is rejected"
 
@@ -139,23 +136,18 @@ def test_a_pass_is_no_wider_than_candidates_make_it_and_reads_what_was_rejected_
 def test_rows_that_have_to_be_told_what_was_rejected_get_fewer_candidates_and_the_others_all():
     model, k = tried(RECURRENT), 3
     expected = texts(model, ROWS, max_new_tokens=60)
-    out, widths = None, []
-
-    def run():
-        nonlocal out
+    with measured(model) as cost:
         out = speculate(model, ROWS, SimulatedTable(expected, 0.8, seed=0), k=k, max_new_tokens=60)
-
-    widths = widths_of(model, run)
-    assert generated(out, ROWS) == expected and max(widths[2:]) == k + 1
+    assert generated(out, ROWS) == expected and max(cost.target.widths[2:]) == k + 1
     sizes = {entry.proposed for entries in out.speculation.rounds for entry in entries}
     assert sizes == {0, 1, 2, 3} and out.speculation.block_efficiency > 2.2, "2.5 by the chain of what is to be read again; 2.95 without"
 
 
 def test_a_model_of_convolutions_gives_every_row_all_candidates_and_reads_nothing_twice():
-    model, sizes = tried(CONVOLUTIONS), []
-    draft = ScriptedDraft(lambda row: [1] * 4)
-    widths = widths_of(model, lambda: sizes.append(speculate(model, ROWS, draft, k=4, max_new_tokens=30).speculation))
-    assert max(widths[1:]) == 5 and {entry.proposed for entries in sizes[0].rounds[:20] for entry in entries} == {4}
+    model = tried(CONVOLUTIONS)
+    with measured(model) as cost:
+        trace = speculate(model, ROWS, ScriptedDraft(lambda row: [1] * 4), k=4, max_new_tokens=30).speculation
+    assert max(cost.target.widths[1:]) == 5 and {entry.proposed for entries in trace.rounds[:20] for entry in entries} == {4}
 
 
 @pytest.mark.parametrize("kind", [RECURRENT, CONVOLUTIONS])
@@ -164,13 +156,9 @@ def test_a_draft_model_reads_no_text_again_whatever_its_rows_accept(kind):
     draft = perturbed(model, 0.02)
     assert obeys_masks(draft, traits_of(draft, "assistant_model"))
     for make in (ModelDraft, lambda draft: CascadeDraft(draft, PromptLookupDraft())):
-        out, widths = None, []
-
-        def run():
-            nonlocal out
+        with measured(draft) as cost:
             out = speculate(model, ROWS, make(draft), k=5, max_new_tokens=40)
-
-        widths = widths_of(draft, run)
+        widths = cost.target.widths
         assert generated(out, ROWS) == texts(model, ROWS, max_new_tokens=40) and 0.3 < out.speculation.acceptance_rate < 0.95
         assert widths[0] == 20 and max(widths[1:]) < 12, make
 

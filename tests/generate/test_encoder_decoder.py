@@ -11,8 +11,9 @@ import hf_specdec
 from hf_specdec.compat import CACHE
 from hf_specdec.drafts import Context, ModelDraft, PromptLookupDraft, RecyclingDraft, SuffixAutomatonDraft, UniformDraft
 from tests import encoder_decoders
+from tests.architectures import offers
 from tests.conformance.builders import ngram
-from tests.encoder_decoders import FAMILIES, MAX_NEW, REFUSED, REQUIRED, family, offers, outcome, plain, seeds, source, speculate
+from tests.encoder_decoders import FAMILIES, MAX_NEW, REFUSED, REQUIRED, family, outcome, plain, seeds, source, speculate
 from tests.helpers import FULL, KnowingTreeDraft, assert_unchanged, perturbed, snapshot, tiny_llama
 
 CASES = [(line, attn) for i, line in enumerate(FAMILIES) for attn in ("eager", "sdpa") if FULL or i < REQUIRED or attn == "eager"]

@@ -15,7 +15,8 @@ from hf_specdec.drafts import ModelDraft, PromptLookupDraft, RecyclingDraft, Suf
 from hf_specdec.positions import counted_by_row, counting
 from hf_specdec.proposal import Proposal
 from tests import architectures
-from tests.encoder_decoders import DRAFTS, FAMILIES, MAX_NEW, family, offers, outcome, plain, seeds, source, sources, speculate
+from tests.architectures import offers
+from tests.encoder_decoders import DRAFTS, FAMILIES, MAX_NEW, family, outcome, plain, seeds, source, sources, speculate
 from tests.generate.test_encoder_decoder import counted, model_and_source, whisper
 from tests.helpers import FULL, perturbed
 

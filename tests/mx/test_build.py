@@ -20,6 +20,7 @@ from hf_specdec.mx.kernels import build as built
 from hf_specdec.mx.kernels import cpu
 from hf_specdec.mx.linear import MXLinear
 
+from ..helpers import without_a_home
 from .reference import FULL
 
 CC = next((found for found in map(shutil.which, ("cc", "gcc", "clang")) if found), None)
@@ -206,13 +207,7 @@ def test_a_cache_that_cannot_be_written(sources, tmp_path, monkeypatch):
 
 @needs_a_compiler
 def test_a_user_without_a_home(sources, monkeypatch):
-    for name in ("HF_SPECDEC_CACHE", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-
-    def home():
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.setattr(Path, "home", home)
+    without_a_home(monkeypatch)
     with pytest.raises(built.BuildError, match=r"Could not determine home directory\. Name a folder in \$HF_SPECDEC_CACHE"):
         built.build()
 
