@@ -288,6 +288,7 @@ def test_a_compiled_function_draws_from_any_vocabulary(width):
     assert torch.equal(tokens, draw(law, uniform))
 
 
+@pytest.mark.share(1 / 2)
 @pytest.mark.parametrize("k", [None, 3])
 @pytest.mark.parametrize("q", [False, True])
 @pytest.mark.parametrize("order", ORDERS)
