@@ -156,7 +156,10 @@ def test_beams(gpu, draft):
 @pytest.mark.share(1 / 2)
 @pytest.mark.parametrize("name", ["Mistral", "Gemma 2", "BLOOM", "GPT-Neo", "Falcon (ALiBi)", "Qwen3.5", "Mamba 2"])
 def test_families(gpu, name):
-    target = next(line for line in FAMILIES if line.name.startswith(name)).model("eager")
+    family = next((line for line in FAMILIES if line.name.startswith(name)), None)
+    if family is None:
+        pytest.skip(f"transformers has no {name} that generates from its cache")
+    target = family.model("eager")
     out = call(gpu, target, ROWS, ModelDraft(perturbed(target)))
     assert torch.equal(out, target.generate(**gpu.put(padded(ROWS)), max_new_tokens=12, pad_token_id=0, do_sample=False))
 

@@ -21,8 +21,7 @@ from .probe import check_batch, check_mode
 
 # Arguments that ask transformers for another way of decoding, and what to do instead.
 _OTHER_WAYS = {
-    "prompt_lookup_num_tokens": "speculative=True looks the prompt up by itself where it is given no draft. Drop it, and say "
-                                "num_assistant_tokens for a fixed number of tokens.",
+    "prompt_lookup_num_tokens": "speculative=True looks the prompt up where it is given no draft. Drop it, and say num_assistant_tokens for a fixed K.",
     "assistant_early_exit": "the target's first layers cannot be the draft. Pass a smaller assistant_model, or use speculative=False.",
     "use_mtp": "the model's own prediction heads cannot be the draft. Drop it, or use speculative=False.",
     "penalty_alpha": "contrastive search is another way of decoding. Drop it, or use speculative=False.",
@@ -32,9 +31,8 @@ _OTHER_WAYS = {
     "force_words_ids": "constrained beam search is another way of decoding. Drop it, or use speculative=False.",
 }
 # Arguments that tune transformers' own drafting. A model's own config may carry them, so they are refused where the caller gives them.
-_OTHER_TUNING = ("num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind",
-                 "max_matching_ngram_size")
-
+_FILLED = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.4, "assistant_lookbehind": 10, "target_lookbehind": 10}
+_OTHER_TUNING = (*_FILLED, "max_matching_ngram_size")
 
 # Arguments that transformers does not hand to a `custom_generate`, and where a `SpeculativeDecoder` takes them.
 _NOT_HANDED_ON = {"assistant_model": "draft", "streamer": "streamer=...", "stop_strings": "stop_strings=..., tokenizer=...",
@@ -81,9 +79,11 @@ def check_hook(kwargs: dict[str, Any], own) -> None:
 
 
 def given_in_config(kwargs: dict[str, Any], own, name: str) -> Any:
-    """What the caller's `generation_config` says of `name`, None if it is what the model's own config says, too."""
-    value = getattr(kwargs.get("generation_config"), name, None)
-    return None if value == getattr(own, name, None) else value
+    """What the caller's `generation_config` says of `name`; None if the model's own says so, too, or one of transformers' pipelines has filled it in."""
+    config = kwargs.get("generation_config")
+    value, filled = getattr(config, name, None), all(getattr(config, other, None) == default for other, default in _FILLED.items())
+    filled = filled and value == {**_FILLED, "num_assistant_tokens": 20}.get(name)
+    return None if filled or value == getattr(own, name, None) else value
 
 
 def _check_options(kwargs: dict[str, Any], own) -> None:

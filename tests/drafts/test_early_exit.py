@@ -103,7 +103,10 @@ def test_layers_that_need_the_others_are_refused_by_what_binds_them(name):
 
 
 def test_what_is_wrong_with_the_draft_is_said_though_it_never_started():
-    masked = next(family for family in FAMILIES if family.kind == "roformer").model("eager")
+    masked = next((family for family in FAMILIES if family.kind == "roformer"), None)
+    if masked is None:
+        pytest.skip("transformers has no RoFormer that generates from its cache")
+    masked = masked.model("eager")
     draft = EarlyExitDraft(masked, 1)
     for _ in range(2):
         with pytest.raises(ValueError, match="assistant_model: RoFormerForCausalLM gives a row other logits in a ragged batch"):

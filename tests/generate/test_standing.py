@@ -96,6 +96,19 @@ def test_code_that_calls_generate_itself(rounds):
     assert made(tokenizer.decode(ROWS[0])) and rounds
 
 
+def test_what_transformers_fills_into_a_config_is_not_asked_for(rounds):
+    """The pipelines of transformers 5.17 pass a config with a value for everything."""
+    filled = dict(num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.4, assistant_lookbehind=10, target_lookbehind=10)
+    model = hf_specdec.enable(tiny_llama(), speculative=True)
+    for drafted, k in ((20, "auto"), (5, 5)):
+        config = GenerationConfig(max_new_tokens=5, num_assistant_tokens=drafted, **filled)
+        output = model.generate(**padded(ROWS), generation_config=config, return_dict_in_generate=True)
+        assert rounds and output.speculation.config["num_assistant_tokens"] == k
+        rounds.clear()
+    with pytest.raises(ValueError, match="assistant_lookbehind=3: this tunes transformers' own"):
+        model.generate(**padded(ROWS), generation_config=GenerationConfig(max_new_tokens=5, assistant_lookbehind=3), speculative=True)
+
+
 @pytest.mark.parametrize(("options", "word"), [(dict(prompt_lookup_num_tokens=3), "prompt_lookup_num_tokens"), (dict(num_beams=2, do_sample=True), "num_beams"),
                                                (dict(guidance_scale=1.5), "guidance_scale")], ids=["lookup", "beams", "guidance"])  # fmt: skip
 def test_a_call_that_is_refused_is_stock_and_says_why(options, word, rounds):
