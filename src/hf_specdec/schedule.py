@@ -108,9 +108,9 @@ class RoundCost:
     TRUST, FAR = 0.5, 1.25          # of the other line, in rounds; how far a wide one may raise what is timed of narrow rounds
     SLOW, DOUBT = 0.75, 0.25        # a round by so much faster than expected leaves little of those before it
 
-    def __init__(self, timed: bool = True, rows: int = 1, drafting: float = 0.0):
+    def __init__(self, timed: bool = True, rows: int = 1, drafting: float = 0.0, blocks: tuple[int, ...] = ()):
         self.timed, self.plain, self.rounds = timed, None, 0
-        self.blocks: tuple[int, ...] = ()
+        self.blocks = blocks
         self.expect(rows, drafting)
         self.sums = [[0.0] * 5 for _ in range(2)]  # narrow and wide: n, k, k^2, t, k t
 

@@ -6,6 +6,8 @@ from itertools import count
 import pytest
 import torch
 
+from hf_specdec import passes
+from hf_specdec.compiled import WIDTHS
 from hf_specdec.distributions import Sampler
 from hf_specdec.drafts import Context, Draft, MixtureDraft, ModelDraft, PromptLookupDraft, SuffixAutomatonDraft, earning
 from hf_specdec.proposal import Proposal, Verdict
@@ -136,13 +138,16 @@ def test_a_mixture_begins_with_what_earlier_calls_have_taught_it(rate, mode, clo
     assert again < 0.99 * anew
 
 
-def test_what_is_learned_for_one_target_and_one_number_of_rows_is_not_used_for_another():
+def test_what_is_learned_for_one_target_and_one_kind_of_rows_and_passes_is_not_used_for_another(monkeypatch):
     mixture, learned = MixtureDraft(), []
-    for target, rows in ((tiny_llama(3), 1), (tiny_llama(4), 1), (tiny_llama(4), 2)):
-        speculate(target, repetitive(12) * rows, mixture, "auto")
+    monkeypatch.setattr(passes, "options", lambda device, places, whole=True: {"backend": "aot_eager"})
+    other, target = tiny_llama(3), tiny_llama(4)
+    for model, rows, compiled in ((other, 1, False), (target, 1, False), (target, 2, False), (target, 2, True)):
+        speculate(model, repetitive(12) * rows, mixture, "auto", speculative={"compile": compiled})
         learned.append(mixture.experience)
-    speculate(target, repetitive(12) * 2, mixture, "auto")
-    assert len(set(map(id, learned))) == 3 and mixture.experience is learned[-1] and mixture.experience.calls == 2
+    speculate(target, repetitive(12) * 2, mixture, "auto", speculative={"compile": True})
+    assert len(set(map(id, learned))) == 4 and mixture.experience is learned[-1] and mixture.experience.calls == 2
+    assert learned[2].verify.blocks == () and learned[3].verify.blocks == WIDTHS
 
 
 @pytest.mark.parametrize("mode", ["choose", "merge"])

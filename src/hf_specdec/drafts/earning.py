@@ -40,14 +40,14 @@ class DraftCost:
 
 
 class Experience:
-    """What a mixture has learned in calls without a seed, for the next one on the same target with as many rows: costs, and every draft's
+    """What a mixture has learned in calls without a seed, for the next one on the same target with as many rows in passes of its kind: costs, and every draft's
     acceptance, which in here forgets twenty times as slowly as within a call. It decides what is drafted at first, never what is accepted."""
 
     WEIGHT, MEMORY = 20.0, 0.999  # of what earlier calls have taught, in tokens judged; and per token judged
 
-    def __init__(self, of: tuple[int, int], drafts: Sequence[Draft], ratios: list[float | None], timed: bool):
+    def __init__(self, of: tuple[int, int, tuple[int, ...]], drafts: Sequence[Draft], ratios: list[float | None], timed: bool):
         self.of, self.calls = of, 0
-        self.verify = RoundCost(timed, of[1])
+        self.verify = RoundCost(timed, of[1], blocks=of[2])
         self.budget: Budget | None = None  # of the last call
         self.drafting = [DraftCost(Earnings.UNKNOWN if ratio is None else ratio) for ratio in ratios]
         self.reach = [Earnings.START + Earnings.STEP] * len(ratios)  # how much more of a costly draft than the last time
@@ -79,13 +79,12 @@ class Earnings:
         target = context.target.model if context.target is not None else None
         ratios = [draft.cost_ratio if target is None else draft.relative_cost(target) for draft in self.drafts]
         self.free = [ratio == 0 for ratio in ratios]
-        of = id(target), len(context.rows)
+        of = id(target), len(context.rows), () if context.target is None else context.target.blocks
         known = mixture.experience if self.timed else None
         self.known = known if known is not None and known.of == of else Experience(of, self.drafts, ratios, self.timed)
         if self.timed:
             mixture.experience = self.known
         self.verify, self.drafting, self.reach = self.known.verify, self.known.drafting, self.known.reach
-        self.verify.blocks = () if context.target is None else context.target.blocks
         self.budget = self.known.budget = Budget(self.verify, self.known.budget)
         self.asked, self.waited = [0] * len(self.drafts), [0] * len(self.drafts)  # how often; rounds since
         own = len(context.rows) if context.sampler.do_sample else 1
