@@ -43,7 +43,7 @@ def outcome(line) -> str:
     try:
         target = line.model("eager")
         texts = [target.generate(**shown(target, rows), **OPTIONS) for rows in (ROWS[:1], ROWS)]
-    except (ValueError, TypeError, NotImplementedError, AttributeError, RuntimeError):
+    except (ValueError, TypeError, NotImplementedError, AttributeError, RuntimeError, IndexError):
         return "plain"
     try:
         for rows, text in zip((ROWS[:1], ROWS), texts):
