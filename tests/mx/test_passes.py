@@ -31,6 +31,12 @@ def threads(request):
         yield request.param
 
 
+@pytest.fixture
+def crowded(monkeypatch):
+    """Says from now on whether other work displaces this thread."""
+    return lambda answer: monkeypatch.setattr(kernel_passes.Crowd, "__call__", lambda crowd: answer)
+
+
 def layers(shapes, format="mxfp6_e2m3", bias=False):
     torch.manual_seed(0)
     return [MXLinear.from_linear(torch.nn.Linear(k, n, bias=bias), format).prepare() for n, k in shapes]
@@ -144,13 +150,50 @@ def test_more_threads_than_pieces(threads):
 # --- which passes ---------------------------------------------------------------------------------------------------------------
 
 
-def test_a_model_of_kernels_alone_has_a_runner(threads):
+def test_a_model_of_kernels_alone_has_a_runner(threads, crowded):
+    crowded(False)
     for name in ("hf_specdec_rows", "hf_specdec_few"):
         model = compressed(name)
         assert passes.runner(model, compiled=True) == (kernel_passes.TOKENS, cpu.together) == (passes.FEW, cpu.together)
         for hidden, most in ((576, 64), (2048, 32), (4096, 16), (8192, 16)):  # what an operator of torch has to do is to stay small
             model.config.hidden_size = hidden
             assert passes.runner(model, compiled=False) == (most, cpu.together)
+
+
+def test_beside_other_work_long_passes_are_the_teams_too_where_threads_are_few(crowded):
+    model = compressed("hf_specdec_few")
+    for answer, threads, most in ((True, 4, 1024), (True, 5, 64), (False, 2, 64)):
+        crowded(answer)
+        with torch_threads(threads):
+            assert passes.runner(model, compiled=False)[0] == most
+            assert passes.runner(model, compiled=True)[0] == kernel_passes.TOKENS
+
+
+@pytest.mark.parametrize("format", ["bf16", "fp32"])
+def test_a_prompt_in_the_team_has_the_bits_of_one_outside(format, threads, crowded):
+    model = llama().to(torch.bfloat16 if format == "bf16" else torch.float32)
+    mx.compress(model, format, lm_head=format, measure=False)
+    model.set_attn_implementation("hf_specdec_few")
+    found, calls, (row,) = [], [], prompts(150)
+    for answer in (False, True):
+        crowded(answer)
+        target = CachedModel(model, 256)
+        target.runner = lambda *given, **options: (calls.append(answer), cpu.together(*given, **options))[1]
+        with torch.inference_mode():
+            found.append(target.score([row]))
+    assert torch.equal(*found) and calls == [True]
+
+
+def test_the_books_tell_whether_other_work_displaces_this_thread(tmp_path, monkeypatch):
+    monkeypatch.setattr(kernel_passes.Crowd, "BOOKS", tmp_path / "schedstat")
+    crowd, found = kernel_passes.Crowd(), []
+    assert not crowd()  # there are no books
+    for ran, waited in ((100, 1), (150, 51), (151, 52), (250, 53), (255, 60), (280, 60)):  # milliseconds
+        crowd.BOOKS.write_text(f"{ran * 10**6} {waited * 10**6} 17\n")
+        found.append(crowd())
+    assert found == [False, True, True, False, False, True]  # two milliseconds say nothing
+    crowd.BOOKS.write_text("what?")
+    assert not crowd()
 
 
 @pytest.mark.parametrize("case", ["dense", "sdpa", "dense head", "one thread"])

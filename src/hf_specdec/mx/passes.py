@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import operator
+import threading
 from functools import lru_cache
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from .ops import mx_tiles, mx_tiles2, mx_tiles3
 
 TOKENS = 16  # of a pass in which torch's own operators have no use for threads, and whose compiled loops (`passes.FEW`) have none
 GRAIN = 1 << 15  # numbers up to which torch runs an operator of one number in, one out on one thread anyway
+CROWDED, THREADS = 1024, 4  # tokens of a pass, and threads, up to which all of it is the team's where other work displaces threads: loops of torch wait for each
 LARGE = 1 << 19  # weights of a dense layer that want all threads
 TOGETHER = {2: mx_tiles2, 3: mx_tiles3}
 HANDLE, INT = "AtenTensorHandle", "int64_t"
@@ -34,7 +36,32 @@ SHIMS = {
 OUTPUTS = {"mx_tiles2": 2, "mx_tiles3": 3}
 
 
+class Crowd(threading.local):
+    """Whether other work keeps this thread from its core, by Linux's own books; never where there are none.
+
+    SHARE: of the time since it was last asked, waited for a core. LEAST: nanoseconds to go by.
+    """
+
+    BOOKS, SHARE, LEAST = Path("/proc/thread-self/schedstat"), 0.1, 20_000_000
+
+    def __init__(self):
+        self.before, self.answer = (0, 0), False
+
+    def __call__(self) -> bool:
+        try:
+            ran, waited = map(int, self.BOOKS.read_text().split()[:2])
+        except (OSError, ValueError):
+            return False
+        waiting, total = waited - self.before[1], ran + waited - sum(self.before)
+        if total >= self.LEAST:
+            self.before, self.answer = (ran, waited), waiting > self.SHARE * total
+        return self.answer
+
+
 class KernelPasses(PassAddition):
+    def __init__(self):
+        self.crowded = Crowd()
+
     def runner(self, model, compiled):
         config = model.config.get_text_config()
         if config._attn_implementation not in (NAME, FEW_NAME) or model.device.type != "cpu" or torch.get_num_threads() < 2 or cpu.library() is None:
@@ -43,6 +70,8 @@ class KernelPasses(PassAddition):
         ours = [layer for layer in linear if isinstance(layer, MXLinear)]
         dense = any(layer.weight.numel() > LARGE for layer in linear if not isinstance(layer, MXLinear))
         most = TOKENS if compiled else max(TOKENS, min(2 * GRAIN // getattr(config, "hidden_size", GRAIN), FEW))
+        if not compiled and torch.get_num_threads() <= THREADS and self.crowded():
+            most = CROWDED
         return (most, cpu.together) if ours and not dense else None
 
     def prepare(self, model):
