@@ -115,6 +115,8 @@ def test_a_config_that_two_models_share_stays_the_other_ones(tmp_path):
 def test_what_is_no_model_is_refused():
     with pytest.raises(TypeError, match="model: expected a model, got str"):
         mx.compress("smollm2")
+    with pytest.raises(TypeError, match="model: a Linear by itself .* nn.Sequential"):
+        mx.compress(nn.Linear(64, 64))
 
 
 def test_names_to_skip_that_no_module_has_are_named():

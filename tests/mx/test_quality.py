@@ -133,6 +133,10 @@ def test_bad_input(pair):
             compare(model, other, *arguments)
     with pytest.raises(TypeError, match="text must be a string"):
         compare(model, other, tokenizer, ["a", "b"])
+    with pytest.raises(TypeError, match="expected a tokenizer or token ids, got str"):
+        compare(model, other, "smollm2")
+    with pytest.raises(ValueError, match="token ids from 3 to 70; the model's go from 0 to 60"):
+        compare(model, other, [3, 70])
     with pytest.raises(ValueError, match="vocabularies have 61 and 67 tokens"):
         compare(model, tiny(vocab_size=67), IDS)
     broken = tiny(**SIZE)

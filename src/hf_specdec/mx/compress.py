@@ -65,6 +65,8 @@ def compress(
 def check_is_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a model, got {what(model)}; load one with from_pretrained.")
+    if isinstance(model, nn.Linear):
+        raise TypeError("model: a Linear by itself has no place where another layer could be put: compress the model that it is in, or nn.Sequential(linear).")
 
 
 def check_model(model: nn.Module, choices: list[Choice]) -> None:

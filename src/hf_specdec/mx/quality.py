@@ -75,7 +75,7 @@ def compare(
     computed in float32, a few positions at a time.
 
     Raises ValueError for a text or window that is too short or long, for token ids beside a text, for models whose
-    vocabularies differ, and for a model that predicts NaN.
+    vocabularies differ, for token ids that they do not have, and for a model that predicts NaN.
     """
     ids = _ids(tokenizer_or_ids, text)
     window = _window(window, model, compressed)
@@ -84,6 +84,9 @@ def compare(
     ids = ids[:max_tokens]
     if len(ids) < 2:
         raise ValueError(f"the text has {len(ids)} tokens; at least 2 are needed.")
+    vocabulary = min(owner.get_input_embeddings().weight.shape[0] for owner in (model, compressed))
+    if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
+        raise ValueError(f"the text has token ids from {int(ids.min())} to {int(ids.max())}; the model's go from 0 to {vocabulary - 1}. Use its own tokenizer.")
     parts = [part for part in ids.split(window) if len(part) > 1]
     console, sums = Console(stderr=True), torch.zeros(5, dtype=torch.float64)
     off = not (progress and console.is_terminal)
@@ -110,6 +113,8 @@ def _ids(source, text: str | None) -> torch.Tensor:
         if not isinstance(text, str):
             raise TypeError(f"text must be a string, not {type(text).__name__}.")
         return torch.tensor(source(text, verbose=False)["input_ids"], dtype=torch.long)
+    if isinstance(source, str):
+        raise TypeError("expected a tokenizer or token ids, got str; the text goes behind the tokenizer: compare(model, compressed, tokenizer, text).")
     if text is not None:
         raise ValueError("text is given, and token ids instead of a tokenizer, too: leave one of them out.")
     ids = torch.as_tensor(source)
