@@ -93,6 +93,12 @@ def test_the_command_writes_prompt_lookup_without_a_target(tmp_path):
     assert json.loads((tmp_path / "out" / CONFIG).read_text()) == expected == json.loads(result.stdout)
 
 
+def test_without_k_there_are_as_many_tokens_as_heads(target, tmp_path):
+    folder = heads_folder(target, tmp_path / "heads", None, "bf16")
+    assert export(str(folder), target, tmp_path / "out")["num_speculative_tokens"] == 3
+    assert export("prompt_lookup", target, tmp_path / "lookup")["num_speculative_tokens"] == 4
+
+
 def test_what_vllm_has_no_method_for_is_refused(target, tmp_path):
     save(build_drafter(target, [1], None, (0, 1, 2)), tmp_path / "features", "tiny")
     with pytest.raises(ValueError, match="EAGLE layers do not have"):

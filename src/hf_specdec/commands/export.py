@@ -13,7 +13,7 @@ from .common import check_folder, refuse_compressed, stored_config
 EMBEDDED_FOLDER = '"$(python -c "from hf_specdec.bench.embedded import embedded_folder; print(embedded_folder())")"'
 
 
-def export(draft: str, target: str, out: Path, k: int, dtype: str) -> None:
+def export(draft: str, target: str, out: Path, k: int | None, dtype: str) -> None:
     from ..bench.embedded import EMBEDDED, load_model
     from ..training.export import CONFIG, LOOKUP, check
     from ..training.export import export as write

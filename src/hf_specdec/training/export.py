@@ -25,12 +25,15 @@ from .shards import save_whole
 CONFIG = "vllm_speculative_config.json"
 WEIGHTS = "draft"
 LOOKUP = "prompt_lookup"
+K = 4  # drafted per round, where nothing is said
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 
 
-def export(name: str, target: PreTrainedModel, out: str | Path, k: int) -> dict:
+def export(name: str, target: PreTrainedModel, out: str | Path, k: int | None = None) -> dict:
     """Write the draft `name` (prompt_lookup, a drafter's name or folder, a published checkpoint, a draft model's folder or hub id) for
     `target` into the new folder `out`; returns the `speculative_config`, which lies there as vllm_speculative_config.json.
+
+    k: tokens drafted per round; without it 4, or as many as there are heads.
 
     Raises ValueError for a K outside of 1..64 or above the heads, a folder that is not empty, a name that is none, and drafts that
     vLLM has no method for.
@@ -43,9 +46,10 @@ def export(name: str, target: PreTrainedModel, out: str | Path, k: int) -> dict:
     return config
 
 
-def check(name: str, out: Path, k: int) -> None:
+def check(name: str, out: Path, k: int | None) -> None:
     """What `export` refuses before it reads any weights."""
-    check_int("k", k, 1, MAX_ASSISTANT_TOKENS)
+    if k is not None:
+        check_int("k", k, 1, MAX_ASSISTANT_TOKENS)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"out: {out} is not an empty folder; name a new one.")
     if name == LOOKUP or Path(name).is_dir() or drafter.is_drafter(name):
@@ -56,7 +60,8 @@ def check(name: str, out: Path, k: int) -> None:
         raise ValueError(f"draft: {name} is no folder, no drafter's name ({', '.join(drafter.shipped())}) and no hub id, which is OWNER/NAME.")
 
 
-def _config(name: str, target: PreTrainedModel, folder: Path, k: int) -> dict:
+def _config(name: str, target: PreTrainedModel, folder: Path, given: int | None) -> dict:
+    k = K if given is None else given
     if name == LOOKUP:
         return {"method": "ngram", "num_speculative_tokens": k, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     if not drafter.is_drafter(name):
@@ -66,6 +71,7 @@ def _config(name: str, target: PreTrainedModel, folder: Path, k: int) -> dict:
         raise ValueError(f"draft: vLLM has no method for {name}, a {draft.name} drafter of this package; export Medusa heads or a drafter without hidden "
                          f"states.")
     if isinstance(draft, MedusaDraft):
+        k = min(K, draft.heads.depth) if given is None else k
         if k > draft.heads.depth:
             raise ValueError(f"k={k}: there are {draft.heads.depth} heads; take no more tokens than heads.")
         return {"method": "medusa", "model": _medusa(draft.heads, folder), "num_speculative_tokens": k}
