@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from transformers.utils import ModelOutput
 
 import hf_specdec
 from hf_specdec import SpeculationTrace, theory, viz
@@ -209,6 +211,7 @@ def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
         (lambda: figures.predicted_and_measured([{"arm": "plain", "decoding_speed_up": 1.0}]), "no row"),
         (lambda: viz.timeline({}), "nothing to draw"),
         (lambda: viz.timeline({"a": None}), "no speculation trace"),
+        (lambda: viz.timeline(ModelOutput(sequences=torch.ones(1, 3))), "ModelOutput has no speculation trace"),
         (lambda: viz.timeline([0.1, "x"]), "'x'"),
         (lambda: viz.timeline([timed()]), r"^a lane .*; SpeculationTrace.* is none\. Give several outputs as a dict, by their labels\.$"),
         (lambda: viz.timeline([0.1], until=0), "until=0"),

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from transformers.utils import ModelOutput
+
 from ..hints import short
 from ..trace import SpeculationTrace
 from .canvas import new_figure
@@ -70,7 +72,7 @@ def timeline(runs: Any, until: float | None = None):
     seconds. Above each target pass stands how many tokens it committed, where there is room. The seconds are the host's: on a GPU,
     work that is launched is paid for where the host waits, in "accepting".
     """
-    lanes = dict(runs) if isinstance(runs, Mapping) and not hasattr(runs, "speculation") else {"speculative": runs}
+    lanes = dict(runs) if isinstance(runs, Mapping) and not isinstance(runs, ModelOutput) else {"speculative": runs}
     if not lanes:
         raise ValueError("runs: nothing to draw; give an output, a trace, or a dict of them by label.")
     if until is not None and not until > 0:
