@@ -263,6 +263,12 @@ def test_lenience_has_no_shape_and_says_why(run):
     assert len(error.strip().splitlines()) == 1
 
 
+def test_the_help_says_how_many_tokens_each_scale_has(recipes, capsys):
+    with pytest.raises(SystemExit):
+        recipes["lenience"].main(recipes["lenience"].RECIPE, ["--help"])
+    assert "(default full 64, tiny 32)" in " ".join(capsys.readouterr().out.split())
+
+
 def test_text_that_is_not_text_or_too_little_is_refused(kit, tmp_path):
     (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(kit.RecipeError, match="not a UTF-8 text file"):
