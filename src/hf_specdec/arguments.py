@@ -17,7 +17,7 @@ from .drafts.base import Draft
 from .hints import meant, nearest, what
 from .media import media_in, untried
 from .positions import counting
-from .probe import check_batch, check_mode
+from .probe import check_batch, check_mode, check_source
 
 # Arguments that ask transformers for another way of decoding, and what to do instead.
 _OTHER_WAYS = {
@@ -100,14 +100,15 @@ def _check_options(kwargs: dict[str, Any], own) -> None:
         raise ValueError(f"{name} is an option of the config: pass speculative={{\"{name}\": {value!r}}}.")
 
 
-def check_arguments(kwargs: dict[str, Any], own) -> None:
-    """What `generate` was called with, before transformers does anything with it. own: the model's own generation config."""
-    _check_options(kwargs, own)
+def check_arguments(kwargs: dict[str, Any], model) -> None:
+    """What `generate` was called with, before transformers does anything with it."""
+    _check_options(kwargs, own := model.generation_config)
     for name in ("inputs", "input_ids"):
         given = kwargs.get(name)
         if given is not None and (not torch.is_tensor(given) or given.ndim < 2):
             shape = f"a Tensor of the shape {list(given.shape)}" if torch.is_tensor(given) else what(given)
             raise TypeError(f'{name}: expected token ids int64 [B, L], got {shape}. Pass **tokenizer(text, return_tensors="pt").')
+    check_source(model, kwargs)
     if len(kwargs.get("adapter_names") or ()) > 1:
         raise ValueError("adapter_names: rows leave a batch as they end, which an adapter per row does not survive. Generate the rows of one adapter at a "
                          "time, with set_adapter, or use speculative=False.")

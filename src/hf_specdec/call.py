@@ -72,7 +72,9 @@ class Call:
         self.prompts = [row[columns].tolist() for row, columns in zip(input_ids, self.columns)]
         if min(map(len, self.prompts)) == 0:
             raise ValueError("input_ids: a row without a token cannot be continued; give every row at least one.")
-        if self.source is None and self.media is None:  # what is shown may have marks of its own
+        if self.source is not None:
+            check_tokens(compat.unwrap(model).get_decoder(), input_ids, self.prompts, "decoder_input_ids")
+        elif self.media is None:  # what is shown may have marks of its own
             check_tokens(model, input_ids, self.prompts)
         if hasattr(decoder.streamer, "put") and len(self.prompts) > 1 and generation_config.num_beams in (None, 1):
             raise ValueError(f"streamer: a text streamer takes one row, this call has {len(self.prompts)}. Pass a callable "

@@ -143,7 +143,7 @@ def _generate(model, stock, *args, began=None, speculative=None, assistant_model
     if kwargs.pop("custom_generate", None) is not None:
         raise ValueError("custom_generate cannot be combined with speculative=; pass custom_generate=SpeculativeDecoder(...) alone.")
     check_names(kwargs, compat.unwrap(model))
-    check_arguments(kwargs, own)
+    check_arguments(kwargs, compat.unwrap(model))
     check_draft(assistant_model, "assistant_model", "speculative")
     decoder = SpeculativeDecoder(assistant_model, config, **bound)
     decoder.began = began or decoder.began

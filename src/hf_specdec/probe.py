@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -33,14 +34,22 @@ def check_batch(model: PreTrainedModel, traits: ModelTraits, batch: int, role: s
     raise ValueError(own_mask_refusal(model, role))
 
 
-def check_tokens(model: PreTrainedModel, ids: torch.Tensor, prompts: list[list[int]]) -> None:
-    """ValueError unless ids [B, P], whose rows without padding are `prompts`, are whole numbers that the model's embedding has."""
+def check_tokens(model: torch.nn.Module, ids: torch.Tensor, prompts: list[list[int]], name: str = "input_ids") -> None:
+    """ValueError unless ids [B, P], passed as `name`, whose rows without padding are `prompts`, are whole numbers that the model's embedding has."""
     if ids.is_floating_point() or ids.dtype == torch.bool:
-        raise ValueError(f"input_ids: expected token ids int64, got {ids.dtype}.")
+        raise ValueError(f"{name}: expected token ids int64, got {ids.dtype}.")
     count = getattr(compat.unwrap(model).get_input_embeddings(), "num_embeddings", None)
     least, most = min(map(min, prompts)), max(map(max, prompts))
     if count is not None and not 0 <= least <= most < count:
-        raise ValueError(f"input_ids has token ids from {least} to {most}; the model's go from 0 to {count - 1}. Use the model's own tokenizer.")
+        raise ValueError(f"{name} has token ids from {least} to {most}; the model's go from 0 to {count - 1}. Use the model's own tokenizer.")
+
+
+def check_source(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
+    """`check_tokens` of a text that an encoder is given, which transformers has it read before anything else."""
+    if model.config.is_encoder_decoder and model.main_input_name == "input_ids" and not any(name.startswith("pixel") for name in kwargs):
+        for name in ("inputs", "input_ids"):
+            if kwargs.get(name) is not None and kwargs[name].numel() and kwargs.get("encoder_outputs") is None:
+                check_tokens(model.get_encoder(), kwargs[name], kwargs[name].tolist(), name)
 
 
 def check_trees(draft, model: PreTrainedModel, traits: ModelTraits, length: int, role: str) -> None:

@@ -295,6 +295,19 @@ def refused(words: str, call):
         call()
 
 
+@pytest.mark.parametrize("name", ["T5", "BART", "Marian"])
+def test_token_ids_that_encoder_or_decoder_does_not_have_are_refused(name):
+    model = family(name).model(seed=1)
+
+    def call(**given):
+        return hf_specdec.enable(model).generate(speculative=True, max_new_tokens=4, **given)
+
+    refused("input_ids has token ids from 5 to 99; the model's go from 0 to 60", lambda: call(input_ids=torch.tensor([[5, 99]])))
+    refused("inputs has token ids from -5 to 5; the model's go from 0 to 60", lambda: call(inputs=torch.tensor([[5, -5]])))
+    refused("input_ids: expected token ids int64, got torch.float32", lambda: call(input_ids=torch.ones(1, 4)))
+    refused("decoder_input_ids has token ids from . to 99", lambda: call(input_ids=torch.tensor([[5, 9]]), decoder_input_ids=torch.tensor([[2, 99]])))
+
+
 def test_trees_and_caches_are_refused():
     model, inputs = model_and_source()
     text = plain(model, inputs)
