@@ -40,7 +40,7 @@ from hf_specdec.proposal import Proposal
 from hf_specdec.tree import Tree
 
 from .helpers import (
-    VOCAB, ScriptedDraft, assert_unchanged, enabled, generated, padded, perturbed, plain, prompts, repetitive, snapshot, speculate, tiny_llama,
+    VOCAB, ScriptedDraft, assert_unchanged, build, enabled, generated, padded, perturbed, plain, prompts, repetitive, snapshot, speculate, tiny_llama,
 )
 
 ROWS = repetitive(12)
@@ -971,3 +971,11 @@ def test_a_draft_without_propose_is_named():
 
     with pytest.raises(NotImplementedError, match="Own has no propose"):
         call(tiny_llama(), assistant_model=type("Own", (Draft,), {})())
+
+
+def test_a_text_that_outgrows_the_table_of_positions_ends_in_an_error_that_says_so():
+    gpt2 = build("gpt2", vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=2, n_positions=20)
+    ids = {"input_ids": torch.ones(1, 8, dtype=torch.long)}
+    assert call(gpt2, ids, max_new_tokens=13, eos_token_id=None).shape == (1, 21)
+    with pytest.raises(ValueError, match="max_new_tokens: a text has outgrown the 20 positions that .*may have 21 tokens at most"):
+        call(gpt2, ids, max_new_tokens=14, eos_token_id=None)

@@ -79,7 +79,18 @@ class CachedModel(Forward):
     def score(self, rows: list[list[int]], proposal: Proposal | None = None) -> torch.Tensor:
         """Logits [B, N+1, V] after the root and after every candidate of `proposal` (None: nothing is proposed), where rows[b] are
         the committed tokens of row b. One forward; two at the start where there are states or images, and for a tree that comes with more than one uncached
-        token; with states, more of them where rows that propose nothing have unequal numbers of uncached tokens."""
+        token; with states, more of them where rows that propose nothing have unequal numbers of uncached tokens. ValueError for a text that has outgrown
+        a table of positions, which is not refused before: it might have ended in time."""
+        try:
+            return self._score(rows, proposal)
+        except IndexError as error:
+            if not self.beyond(rows):
+                raise
+            most = self.traits.max_positions
+            raise ValueError(f"max_new_tokens: a text has outgrown the {most} positions that {type(self.model).__name__} has; with its prompt it may have {most + 1} "
+                             f"tokens at most. Ask for fewer.") from error
+
+    def _score(self, rows: list[list[int]], proposal: Proposal | None) -> torch.Tensor:
         self.lengths = self.lengths or [0] * len(rows)
         if self.media is not None and not any(self.lengths):
             prompts = [row[: len(own)] for row, own in zip(rows, self.media.columns)]

@@ -278,6 +278,13 @@ def test_the_decoders_context_may_be_filled_to_its_end():
         assert torch.equal(speculate(model, inputs, draft, 7, max_new_tokens=20).sequences, text)
 
 
+@pytest.mark.parametrize("num_beams", [1, 2])
+def test_a_text_that_outgrows_a_table_of_positions_ends_in_an_error_that_says_so(num_beams):
+    model = family("BART").model(seed=1, max_position_embeddings=20)
+    refused("max_new_tokens: a text has outgrown the 20 positions that BartFor.*may have 21 tokens at most",
+            lambda: speculate(model, source(), num_beams=num_beams, max_new_tokens=30))
+
+
 def test_models_are_left_as_they_were():
     model, inputs = model_and_source("Whisper")
     draft = perturbed(model)
