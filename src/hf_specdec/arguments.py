@@ -293,8 +293,7 @@ def _check_beams(generation) -> None:
 
 
 def _check_decoder_padding(model, real: torch.Tensor) -> None:
-    """Whisper's positions go by the mask (transformers 5.10: not yet), and of relative ones it hides all that matters; others take padding for text, and would write
-    something else alone."""
+    """Whisper's positions go by the mask (transformers 5.10: not yet), and of relative ones it hides all that matters; others take padding for text."""
     by_mask = model.config.model_type == "whisper" and type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
     if not real.all() and counting(model) and not by_mask:
         raise ValueError(f"decoder_attention_mask: {type(model).__name__} counts padding of decoder_input_ids as text, so they are not supported with speculative=True; "
