@@ -125,6 +125,14 @@ def test_packed_layers_are_made_where_the_dense_ones_were():
     assert isinstance(model[0], MXLinear) and [p.device.type for p in model.parameters()] == ["meta"] * 3
 
 
+def test_who_names_a_model_where_a_drafter_is_expected_is_told_how_it_is_loaded(target, tmp_path):
+    target.config.save_pretrained(tmp_path)  # what train --config and --distill write has one, too
+    with pytest.raises(ValueError, match="holds no drafter .* A model of its own is read by AutoModelForCausalLM.from_pretrained"):
+        load_drafter(tmp_path, target)
+    with pytest.raises(ValueError, match="smolm2_drafter holds no drafter .*did you mean 'smollm2_drafter'"):
+        load_drafter("smolm2_drafter", target)
+
+
 def test_what_is_overwritten_is_complete_or_absent(target, draft, tmp_path, monkeypatch):
     save(draft, tmp_path, "tiny", "mxint8")
 

@@ -19,6 +19,7 @@ from ..drafts import features
 from ..drafts.base import Draft
 from ..drafts.feature import FeatureDraft
 from ..flash import flash_of
+from ..hints import meant
 from ..mx.attention import use_for_few
 from ..mx.norms import use_kernel_norms
 from ..registry import SHIPPED, shipped
@@ -126,8 +127,9 @@ def load(folder: str | Path, target: PreTrainedModel | None = None) -> PreTraine
         if str(given).startswith(published.HUB) or published.kind(folder):
             return published.load(given, target)
         published.refuse_pickles(folder)
-        raise ValueError(f"{folder} holds no drafter (drafter.json is missing); `hf-specdec train` writes one, and {shipped()} come "
-                         f"with the package.")
+        own = " A model of its own is read by AutoModelForCausalLM.from_pretrained." if (folder / "config.json").is_file() else ""
+        raise ValueError(f"{folder} holds no drafter (drafter.json is missing){meant(given, shipped())}; `hf-specdec train` writes one, and {shipped()} come "
+                         f"with the package.{own}")
     about = storage.read(folder)
     _check_target(about, target, folder)
     try:
