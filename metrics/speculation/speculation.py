@@ -38,10 +38,11 @@ class Speculation(evaluate.Metric):
 
     @staticmethod
     def columns(traces: Iterable[Any]) -> dict[str, list[list[int]]]:
-        """The three inputs from `SpeculationTrace`s, or from outputs that hold one, one example for every row of every trace, and one for all beams of
-        a search."""
+        """The three inputs from `SpeculationTrace`s, or from outputs that hold one, a lone one, too; one example for every row of every trace, and one for all
+        beams of a search."""
         found: dict[str, list[list[int]]] = {"proposed": [], "accepted": [], "committed": []}
-        for trace in (getattr(one, "speculation", one) for one in traces):
+        lone = hasattr(traces, "speculation") or hasattr(traces, "rounds")
+        for trace in (getattr(one, "speculation", one) for one in ([traces] if lone else traces)):
             if not hasattr(trace, "rounds"):
                 raise ValueError(f"traces: expected SpeculationTraces, out.speculation of generate(speculative=True, return_dict_in_generate=True), in a list; "
                                  f"got {type(trace).__name__}.")

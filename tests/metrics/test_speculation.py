@@ -40,7 +40,7 @@ def test_it_agrees_with_the_traces_of_calls_of_one_row_and_of_several(metric):
                              pad_token_id=0, return_dict_in_generate=True)
         traces.append(out.speculation)
         found = metric.compute(**metric.columns([out.speculation]))
-        assert metric.columns([out]) == metric.columns([out.speculation])
+        assert metric.columns([out]) == metric.columns([out.speculation]) == metric.columns(out) == metric.columns(out.speculation)
         assert found["acceptance_rate"] == out.speculation.acceptance_rate
         assert found["block_efficiency"] == found["mbsu"] == out.speculation.block_efficiency
     together = metric.compute(**metric.columns(traces), c=0.5)
