@@ -45,11 +45,15 @@ def check_tokens(model: torch.nn.Module, ids: torch.Tensor, prompts: list[list[i
 
 
 def check_source(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
-    """`check_tokens` of a text that an encoder is given, which transformers has it read before anything else."""
+    """`check_tokens` of a text that an encoder is given, which transformers has it read before anything else; ValueError for a mask of another shape."""
+    mask = kwargs.get("attention_mask")
     if model.config.is_encoder_decoder and model.main_input_name == "input_ids" and not any(name.startswith("pixel") for name in kwargs):
         for name in ("inputs", "input_ids"):
             if kwargs.get(name) is not None and kwargs[name].numel() and kwargs.get("encoder_outputs") is None:
                 check_tokens(model.get_encoder(), kwargs[name], kwargs[name].tolist(), name)
+                if torch.is_tensor(mask) and mask.shape != kwargs[name].shape:
+                    raise ValueError(f"attention_mask has the shape {list(mask.shape)} and {name} {list(kwargs[name].shape)}: give one number per token, 0 for "
+                                     f"padding, or leave it out.")
 
 
 def check_trees(draft, model: PreTrainedModel, traits: ModelTraits, length: int, role: str) -> None:

@@ -312,6 +312,7 @@ def test_token_ids_that_encoder_or_decoder_does_not_have_are_refused(name):
     refused("input_ids has token ids from 5 to 99; the model's go from 0 to 60", lambda: call(input_ids=torch.tensor([[5, 99]])))
     refused("inputs has token ids from -5 to 5; the model's go from 0 to 60", lambda: call(inputs=torch.tensor([[5, -5]])))
     refused("input_ids: expected token ids int64, got torch.float32", lambda: call(input_ids=torch.ones(1, 4)))
+    refused(r"attention_mask has the shape \[1, 1\] and input_ids \[1, 2\]", lambda: call(input_ids=torch.tensor([[5, 9]]), attention_mask=torch.ones(1, 1)))
     refused("decoder_input_ids has token ids from . to 99", lambda: call(input_ids=torch.tensor([[5, 9]]), decoder_input_ids=torch.tensor([[2, 99]])))
 
 
