@@ -215,8 +215,10 @@ def test_texts_are_those_of_one_thread(threads):
     assert generated(speculate(model, rows, PromptLookupDraft()), rows) == expected
 
 
-def test_a_pass_with_few_tokens_runs_in_the_team_and_a_prompt_does_not(threads, monkeypatch):
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_pass_with_few_tokens_runs_in_the_team_and_a_prompt_beside_other_work_alone(beside, threads, monkeypatch, crowded):
     seen = []
+    crowded(beside)
     monkeypatch.setattr(cpu, "together", lambda run, **inputs: (seen.append(inputs["input_ids"].shape[1]), run(**inputs))[1])
     model = CachedModel(compressed(), 128)
     text = [1 + i % 30 for i in range(100)]
@@ -224,7 +226,7 @@ def test_a_pass_with_few_tokens_runs_in_the_team_and_a_prompt_does_not(threads, 
         model.score([text[:70]])
         model.commit([1])
         model.score([text[:71]])
-    assert seen == [1]
+    assert seen == ([70, 1] if beside else [1])
 
 
 # --- products of one input --------------------------------------------------------------------------------------------------------
