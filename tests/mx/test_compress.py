@@ -156,7 +156,9 @@ def test_dequantize_takes_a_dtype_and_refuses_what_is_none():
         with pytest.raises(ValueError, match="dtype="):
             mx.dequantize(model, wrong)
     assert mx_layers(model)
-    assert mx.dequantize(copy.deepcopy(model), "bfloat16").model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
+    for name, dtype in {"bfloat16": torch.bfloat16, "float64": torch.float64}.items():
+        dense = mx.dequantize(copy.deepcopy(model), name)
+        assert {tensor.dtype for tensor in dense.state_dict().values()} == {dtype} and logits(dense).dtype == dtype
     assert same(copy.deepcopy(model).dequantize(), mx.dequantize(copy.deepcopy(model)))
     with pytest.raises(ValueError, match="no MX layers to dequantise: it is dense.*import hf_specdec"):
         mx.dequantize(mx.dequantize(model))

@@ -97,7 +97,7 @@ def _part(model: nn.Module) -> None:
 
 
 def dequantize(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
-    """Swap a model's MX layers for dense ones, in `dtype` (the model's own without it), in place, and return the model."""
+    """Swap a model's MX layers for dense ones, in place, and return the model: in its own dtype, or all that a checkpoint of it holds in `dtype`."""
     names = [name for name, module in model.named_modules() if isinstance(module, MXLinear)]
     if not names:
         raise ValueError("model has no MX layers to dequantise: it is dense as it is. A folder of MX weights is read as one after import hf_specdec.")
@@ -111,6 +111,10 @@ def dequantize(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         if isinstance(module, RowActivation):
             replace(model, name, module.original)
     _forget(model)
+    if given is not None:
+        for tensor in model.state_dict(keep_vars=True).values():
+            if torch.is_tensor(tensor) and tensor.is_floating_point():
+                tensor.data = tensor.data.to(dtype)
     return model
 
 
