@@ -222,6 +222,11 @@ def test_inputs_that_make_no_whole_blocks_are_refused(k):
         MXLinear.from_linear(nn.Linear(k, 16))
 
 
+def test_what_is_no_linear_layer_is_refused():
+    with pytest.raises(TypeError, match="linear: expected an nn.Linear, got str"):
+        MXLinear.from_linear("x")
+
+
 def test_unknown_formats_and_rules_are_refused():
     for make in (lambda name: MXLinear(32, 16, format=name), lambda name: MXLinear.from_linear(dense(), name),
                  lambda name: quantize(torch.zeros(2, 32), name)):  # fmt: skip

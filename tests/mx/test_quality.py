@@ -133,8 +133,14 @@ def test_bad_input(pair):
             compare(model, other, *arguments)
     with pytest.raises(TypeError, match="text must be a string"):
         compare(model, other, tokenizer, ["a", "b"])
-    with pytest.raises(TypeError, match="expected a tokenizer or token ids, got str"):
-        compare(model, other, "smollm2")
+    for wrong, name in (("smollm2", "str"), (None, "NoneType"), (["a"], "list")):
+        with pytest.raises(TypeError, match=f"expected a tokenizer or token ids, got {name}"):
+            compare(model, other, wrong)
+    with pytest.raises(TypeError, match="no place for 'tokenizer' .did you mean 'tokenizer_or_ids'"):
+        compare(model, other, tokenizer=tokenizer)
+    for models, name in ((("smollm2", other), "model: "), ((model, None), "compressed: ")):
+        with pytest.raises(TypeError, match=f"{name}expected a transformers model"):
+            compare(*models, IDS)
     with pytest.raises(ValueError, match="token ids from 3 to 70; the model's go from 0 to 60"):
         compare(model, other, [3, 70])
     with pytest.raises(ValueError, match="vocabularies have 61 and 67 tokens"):

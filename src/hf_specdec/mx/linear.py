@@ -8,6 +8,7 @@ from threading import Lock
 import torch
 from torch import nn
 
+from ..hints import what
 from .codec import round_to_integers
 from .formats import BLOCK, DEFAULT_FORMAT, DEFAULT_RULE, SCALE_NAN, Format, check_activations, get_format
 from .kernels import cpu, gpu
@@ -65,6 +66,8 @@ class MXLinear(nn.Linear):
     @classmethod
     def from_linear(cls, linear: nn.Linear, format=DEFAULT_FORMAT, scale_rule: str = DEFAULT_RULE, activations=None) -> MXLinear:
         """The layer, compressed. It keeps the bias as it is; `linear` is left alone. Raises what `quantize` raises."""
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(f"linear: expected an nn.Linear, got {what(linear)}; mx.compress takes a whole model.")
         weight = linear.weight.detach()
         return cls.from_packed(quantize(weight.clone() if get_format(format).is_dense else weight, format, scale_rule), linear, activations)
 
@@ -97,12 +100,8 @@ class MXLinear(nn.Linear):
 
     def _check_packed(self, packed: PackedMatrix) -> None:
         codes, scales = self._shapes()
-        parts = packed.codes, packed.scales
-        if (
-            packed.format != self.format
-            or any(part.dtype != torch.uint8 for part in parts)
-            or tuple(part.shape for part in parts) != (codes, scales)
-        ):
+        bytes_ = all(part.dtype == torch.uint8 for part in (packed.codes, packed.scales))
+        if packed.format != self.format or not bytes_ or (packed.codes.shape, packed.scales.shape) != (codes, scales):
             raise ValueError(
                 f"a {self.format.name} matrix of shape {(self.out_features, self.in_features)} is wanted, with uint8 codes "
                 f"{codes} and scales {scales}; got {packed.format.name} with {packed.codes.dtype} codes {tuple(packed.codes.shape)} and "

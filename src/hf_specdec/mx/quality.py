@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.progress import track
 from torch.nn import functional as F
 
+from ..hints import by_name, what
+
 CHUNK = 128  # positions whose distributions are held in float32 at a time
 WINDOW = 512
 
@@ -59,6 +61,7 @@ class QualityReport:
         return f"<table>{''.join(cells)}</table>"
 
 
+@by_name
 def compare(
     model,
     compressed,
@@ -75,8 +78,12 @@ def compare(
     computed in float32, a few positions at a time.
 
     Raises ValueError for a text or window that is too short or long, for token ids beside a text, for models whose
-    vocabularies differ, for token ids that they do not have, and for a model that predicts NaN.
+    vocabularies differ, for token ids that they do not have, and for a model that predicts NaN; TypeError for what is no
+    model, tokenizer or token ids.
     """
+    for name, owner in (("model", model), ("compressed", compressed)):
+        if not hasattr(owner, "get_input_embeddings"):
+            raise TypeError(f"{name}: expected a transformers model, got {what(owner)}.")
     ids = _ids(tokenizer_or_ids, text)
     window = _window(window, model, compressed)
     if max_tokens is not None and max_tokens < 2:
@@ -117,7 +124,10 @@ def _ids(source, text: str | None) -> torch.Tensor:
         raise TypeError("expected a tokenizer or token ids, got str; the text goes behind the tokenizer: compare(model, compressed, tokenizer, text).")
     if text is not None:
         raise ValueError("text is given, and token ids instead of a tokenizer, too: leave one of them out.")
-    ids = torch.as_tensor(source)
+    try:
+        ids = torch.as_tensor(source)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"expected a tokenizer or token ids, got {what(source)}.") from error
     if ids.dim() == 2 and ids.shape[0] == 1:
         ids = ids[0]
     if ids.dim() != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
