@@ -14,6 +14,12 @@ ALIKE = (
     ("num_assistant_tokens", "k", "gamma", "num_speculative_tokens", "num_draft_tokens", "speculative_tokens", "draft_tokens"),
     ("assistant_model", "draft", "draft_model", "drafter", "assistant", "speculative_model"),
     ("max_new_tokens", "max_tokens"),
+    ("mxfp4_e2m1", "mxfp4", "fp4"),
+    ("mxfp6_e2m3", "mxfp6", "fp6"),
+    ("mxfp8_e4m3", "mxfp8", "fp8"),
+    ("mxint8", "int8"),
+    ("bf16", "bfloat16"),
+    ("fp32", "float32"),
 )
 
 

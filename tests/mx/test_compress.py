@@ -230,6 +230,8 @@ def test_layer_by_layer_no_second_copy_of_the_model_is_held():
     [
         ({"format": "mxfp5"}, ValueError, "format='mxfp5'.*Take one of: mxfp8_e4m3"),
         ({"format": None}, ValueError, "format=None"),
+        ({"format": "mxfp4"}, ValueError, r"format='mxfp4' is not an MX format \(did you mean 'mxfp4_e2m1'\?\)"),
+        ({"lm_head": "int8"}, ValueError, r"^lm_head='int8' is not an MX format \(did you mean 'mxint8'\?\)"),
         ({"lm_head": "int4"}, ValueError, "^lm_head='int4' is not an MX format"),
         ({"lm_head": True}, ValueError, "^lm_head=True is not an MX format.*mxint8"),
         ({"scale_rule": "round"}, ValueError, "scale_rule='round'.*Take one of: floor"),

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ..hints import meant
+
 BLOCK = 32
 SCALE_BIAS = 127
 SCALE_NAN = 0xFF
@@ -122,7 +124,7 @@ def get_format(name: str | Format, argument: str = "format") -> Format:
         return name
     known = FORMATS | DENSE
     if not isinstance(name, str) or name not in known:
-        raise ValueError(f"{argument}={name!r} is not an MX format. Take one of: {', '.join(known)}.")
+        raise ValueError(f"{argument}={name!r} is not an MX format{meant(name, known)}. Take one of: {', '.join(known)}.")
     return known[name]
 
 
