@@ -78,12 +78,12 @@ def t5(width: int, layers: int, heads: int, mlp: int, vocabulary: int = 32128) -
 
 
 def rows(options: argparse.Namespace) -> list[Row]:
-    """The n-gram tables draft one token: at their acceptance a second one would be judged in vain."""
+    """Without --k the n-gram tables draft one token: at their acceptance a second one would be judged in vain."""
     found = []
     for (draft, temperature), (alpha, *rest) in TABLES[options.task].items():
         if draft in options.drafts and not (options.scale == "shape" and temperature):
             gamma, speed_up, c = rest or (1, None, None)
-            ks = range(3, 8) if options.all_k and rest else [options.k or gamma if rest else 1]
+            ks = range(3, 8) if options.all_k and rest else [options.k or gamma]
             found += [Row(draft, bool(temperature), k, 1.0, alpha, gamma if rest else None, c, speed_up) for k in ks]
     return found
 
