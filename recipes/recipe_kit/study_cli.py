@@ -147,7 +147,7 @@ def notes(data: dict[str, Any]) -> list[str]:
     lines = [
         f"paper's alpha: {data['paper']}; other weights and data. alpha: accepted / judged. block eff.: tokens per target forward; Eq. 1: what "
         "the paper's equation says of it from alpha and K. c: a draft step over a target step. speed-up: decoding, over plain decoding at the same "
-        "temperature; theory: Theorem 3.8 with the cost of a wide pass, from single forwards timed here. LOSSY: l < 1 changes the output's law."
+        "temperature; theory: Theorem 3.8 with the cost of a wide pass, from single forwards timed here."
     ]
     if data["acceptance"]["kind"] == "SIMULATED":
         lines.append("* SIMULATED acceptance: the weights are random, the draft model runs, and what is proposed is replaced by right tokens at a "
