@@ -402,6 +402,22 @@ def test_what_is_neither_model_nor_draft_is_refused(thing):
         call(model, assistant_model=thing)
 
 
+def test_a_dict_that_names_another_draft_than_the_one_that_is_passed_is_refused():
+    model, draft = enabled(tiny_llama()), tiny_llama()
+    with refused(model, words=("assistant_model=LlamaForCausalLM", "speculative={\"draft\": 'mixture'}", "two drafts")):
+        call(model, speculative={"draft": "mixture"}, assistant_model=draft)
+    with refused(model, words=("assistant_model=PromptLookupDraft", "'recycling'")):
+        call(model, speculative={"draft": "recycling"}, assistant_model=PromptLookupDraft())
+    with refused(model, words=("assistant_model=LlamaForCausalLM", "'mixture'")):
+        hf_specdec.enable(model, speculative={"draft": "mixture"}, assistant_model=draft)
+    call(model, speculative={"draft": "model_tree"}, assistant_model=draft)
+    call(model, speculative={"draft": "prompt_lookup"}, assistant_model=PromptLookupDraft())
+    out = call(model, speculative=SpeculativeConfig(draft="mixture"), assistant_model=draft, return_dict_in_generate=True)
+    hf_specdec.enable(model, speculative={"draft": "mixture"})
+    said = call(model, speculative=None, assistant_model=draft, return_dict_in_generate=True)
+    assert out.speculation.config["draft"] == said.speculation.config["draft"] == "model"
+
+
 @pytest.mark.parametrize(("thing", "words"), [
     ("prompt_lookup", 'speculative={"draft": "prompt_lookup"}'), ("smollm2_drafter", 'speculative={"draft": "smollm2_drafter"}'),
     ("gpt2", "AutoModelForCausalLM.from_pretrained('gpt2')"), ("model", "Load the model"), (PromptLookupDraft, "Pass an instance: PromptLookupDraft()."),

@@ -131,8 +131,7 @@ def _generate(model, stock, *args, began=None, speculative=None, assistant_model
         with standing.explained(named):
             return stock(*args, **given, **kwargs)
     kwargs = dict(named)
-    by_position = kwargs.pop("assistant_model", None)
-    assistant_model = assistant_model if by_position is None else by_position
+    assistant_model = kwargs.pop("assistant_model", None) or assistant_model  # by position, or by name
     options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
     check_said_once(speculative, options)
     said = {**speculative, **options} if isinstance(speculative, dict) else options
@@ -145,6 +144,7 @@ def _generate(model, stock, *args, began=None, speculative=None, assistant_model
     check_names(kwargs, compat.unwrap(model))
     check_arguments(kwargs, compat.unwrap(model))
     check_draft(assistant_model, "assistant_model", "speculative")
+    standing.check_one_draft(speculative if began is None else None, assistant_model)  # began: enable() said it, which a call may override
     decoder = SpeculativeDecoder(assistant_model, config, **bound)
     decoder.began = began or decoder.began
     decoder.load(model)

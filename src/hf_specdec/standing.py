@@ -15,7 +15,7 @@ from .arguments import check_draft, check_vocabulary
 from .config import SpeculativeConfig
 from .drafts.base import Draft
 from .hints import meant
-from .loading import as_draft
+from .loading import OF_A_MODEL, as_draft
 
 _UNKNOWN = "not used by the model"  # what transformers says of arguments that it does not know
 _OPTIONS = [field.name for field in fields(SpeculativeConfig)]
@@ -43,9 +43,18 @@ def say(model, speculative: bool | dict | SpeculativeConfig | None, assistant_mo
         return
     config = SpeculativeConfig.resolve(before.speculative or True if speculative is None else speculative)
     check_draft(assistant_model, "assistant_model", "speculative")
+    check_one_draft(speculative, assistant_model)
     if assistant_model is not None:
         check_vocabulary(as_draft(assistant_model, config), compat.traits_of(compat.unwrap(model), "model"))
     vars(model)[_ATTRIBUTE] = Standing(before.speculative if speculative is None else speculative, before.assistant_model if assistant_model is None else assistant_model)
+
+
+def check_one_draft(speculative: Any, assistant_model: Any) -> None:
+    """ValueError for a dict that names another draft than the one that is passed. (What a `SpeculativeConfig` names is for calls without one.)"""
+    named = speculative.get("draft") if isinstance(speculative, dict) else None
+    fits = (assistant_model.name,) if isinstance(assistant_model, Draft) else OF_A_MODEL
+    if named is not None and assistant_model is not None and named not in fits:
+        raise ValueError(f"assistant_model={type(assistant_model).__name__} and speculative={{\"draft\": {named!r}}} are two drafts. Pass one of them.")
 
 
 def said(model) -> Standing:

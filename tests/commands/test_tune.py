@@ -238,7 +238,7 @@ def test_a_config_that_cannot_be_used_is_refused_by_name(values, words, target_f
 def test_options_of_a_draft_that_is_replaced_are_refused(target_folder):
     model = enable(load_target(target_folder, device="cpu")[0])
     with pytest.raises(ValueError, match="draft_options=.*assistant_model replaces"):
-        continued(model, {"draft": "recycling", "draft_options": {"branches": 2}}, assistant_model=model)
+        continued(model, SpeculativeConfig(draft="recycling", draft_options={"branches": 2}), assistant_model=model)
 
 
 @pytest.mark.parametrize("shape", [{"parents": [0, 5]}, {"parents": "x"}, {"nodes": 0}, {"leaves": 3}, {}])
