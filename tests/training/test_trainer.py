@@ -305,7 +305,7 @@ def test_a_checkpoint_from_before_there_was_an_option_is_gone_on_with(target, da
 
 
 @pytest.mark.parametrize("kind", ["two layers", "reads states", "heads"])
-def test_a_drafter_that_a_run_cannot_go_on_from_is_refused(target, data, tmp_path, kind):
+def test_a_drafter_that_a_run_cannot_go_on_from_is_refused(target, saved, data, tmp_path, kind):
     made = drafter.build(target, [0, 1] if kind == "two layers" else [0], None, (1, 2) if kind == "reads states" else ())
     if kind == "heads":
         heads.save(heads.build(target, 2), target.get_input_embeddings().weight, tmp_path / "first", "tiny", "bf16")
@@ -317,6 +317,8 @@ def test_a_drafter_that_a_run_cannot_go_on_from_is_refused(target, data, tmp_pat
         LookAheadRunConfig(begin="smollm2_drafter")
     with pytest.raises(ValueError, match="begin='nowhere' is no drafter"):
         Trainer(target, data, tmp_path / "next", replace(CONFIG, begin="nowhere"), "tiny")
+    bad = CliRunner().invoke(app, ["train", str(saved), "--out", str(tmp_path / "next"), "--layers", "0", "--begin", str(tmp_path / "first")])
+    assert bad.exit_code == 2 and "--begin: a drafter with 1 layers" in bad.output and not (tmp_path / "next").exists()  # before any text is written
 
 
 def test_a_run_of_another_target_is_not_gone_on_with(target, data, tmp_path, monkeypatch):

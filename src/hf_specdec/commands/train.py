@@ -66,7 +66,7 @@ def _run(target: str, data: Path, out: Path, config, losses: list[str], own: boo
     """Text where it is lacking, then the draft; own: it is a model of its own, and the target stays in 16 bit."""
     from ..bench.embedded import load_target
     from ..training import pipeline
-    from ..training.drafter import layer_numbers
+    from ..training.drafter import check_start
     from ..training.independent import check_config, draft_config
     from ..training.processes import is_main
 
@@ -75,7 +75,7 @@ def _run(target: str, data: Path, out: Path, config, losses: list[str], own: boo
     if own:
         check_config(draft_config(config.model), model, config.model)
     else:
-        layer_numbers(config.layers, model)
+        check_start(config, model)
     pipeline.prepare(data, model, tokenizer, tokens, prompts, new_tokens, seed=config.seed, console=console)
     if not own:
         del model

@@ -71,6 +71,23 @@ def check_begin(name: str) -> None:
         raise ValueError(f"begin={name!r} is no drafter; name a folder that training wrote, or one of {shipped()}.")
 
 
+def check_fits(other: PreTrainedModel | Draft, count: int, reads: tuple[int, ...]) -> None:
+    """ValueError where a draft of `count` layers that reads these hidden states cannot begin with the weights of the drafter `other`."""
+    given, layers = getattr(other, "reads", ()), 0 if isinstance(other, Draft) else len(parts.decoder_layers(other)[1])
+    if layers != count or given not in ((), reads):
+        here = f"this one has {layers} and reads {given or 'none'}" if layers else f"this one is of another kind, {other.name!r}"
+        raise ValueError(f"begin: a drafter with {count} layers that reads {f'the hidden states {reads} or none' if reads else 'no hidden states'} is needed; {here}.")
+
+
+def check_start(config, target: PreTrainedModel) -> None:
+    """ValueError, before text is made, for layers that the target lacks, and for a `begin` that does not fit the config."""
+    layers = layer_numbers(config.layers, target)
+    if config.begin:
+        other = load(config.begin, target)
+        other = other.model if isinstance(other, FeatureDraft) else other
+        check_fits(other, len(layers), getattr(other, "reads", ()) if hasattr(config, "reads") else ())
+
+
 def begin(draft: PreTrainedModel, other: PreTrainedModel | Draft) -> PreTrainedModel:
     """`draft` with the weights of another one that reads what it reads, or that reads no hidden states: at first it takes no notice of
     them either.
@@ -79,10 +96,7 @@ def begin(draft: PreTrainedModel, other: PreTrainedModel | Draft) -> PreTrainedM
     """
     other = other.model if isinstance(other, FeatureDraft) else other
     reads, given, count = getattr(draft, "reads", ()), getattr(other, "reads", ()), len(parts.decoder_layers(draft)[1])
-    layers = 0 if isinstance(other, Draft) else len(parts.decoder_layers(other)[1])
-    if layers != count or given not in ((), reads):
-        here = f"this one has {layers} and reads {given or 'none'}" if layers else f"this one is of another kind, {other.name!r}"
-        raise ValueError(f"begin: a drafter with {count} layers that reads {f'the hidden states {reads} or none' if reads else 'no hidden states'} is needed; {here}.")
+    check_fits(other, count, reads)
     shared = shared_names(draft)
     draft.load_state_dict({name: p for name, p in dense(other).items() if name not in shared}, strict=False)
     if reads and not given:
