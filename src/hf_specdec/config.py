@@ -136,7 +136,7 @@ class SpeculativeConfig:
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
         path = path / CONFIG_NAME
-        path.write_text(json.dumps(self.to_dict(), indent=2) + "\n")
+        path.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
         return path
 
     @classmethod
@@ -145,7 +145,7 @@ class SpeculativeConfig:
         path = Path(folder)
         path = path / CONFIG_NAME if path.is_dir() else path
         try:
-            values = json.loads(path.read_text())
+            values = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError as error:
             raise FileNotFoundError(f"{path}: there is no such file. Name a folder that SpeculativeConfig.save_pretrained or `hf-specdec tune` has written.") from error
         except json.JSONDecodeError as error:

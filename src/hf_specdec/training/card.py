@@ -52,5 +52,5 @@ def write_card(folder: Path, trainer, data: dict) -> Path:
         greedy=last["greedy_acceptance"], sampling=last["sampling_acceptance"],
     )
     path = folder / "README.md"
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     return path

@@ -74,7 +74,7 @@ def save(draft: PreTrainedModel, folder: str | Path, notes: dict | None = None) 
     config |= {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1, "vocab_size": own.vocab_size,
                "draft_vocab_size": len(draft.get_output_embeddings().ids), "tie_word_embeddings": False, "torch_dtype": "bfloat16", "fc_norm": True,
                "eagle_config": {"eagle_aux_hidden_state_layer_ids": before, "use_aux_hidden_state": True}, "hf_specdec_notes": notes or {}}
-    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
     save_whole(tensors(draft), folder / "model.safetensors", {"format": "pt"})
     return folder
 

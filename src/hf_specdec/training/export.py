@@ -42,7 +42,7 @@ def export(name: str, target: PreTrainedModel, out: str | Path, k: int | None = 
     check(name, out, k)
     config = _config(name, target, out / WEIGHTS, k)
     out.mkdir(parents=True, exist_ok=True)
-    (out / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
+    (out / CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
     return config
 
 
@@ -108,7 +108,7 @@ def _medusa(heads, folder: Path) -> str:
               "num_heads": heads.depth, "num_hidden_layers": len(heads.blocks[0]), "medusa_fc_bias": True,
               "original_lm_head": heads.outputs is None, "torch_dtype": str(tensors["lm_heads.0.weight"].dtype).removeprefix("torch.")}
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
     save_whole({name: tensor.cpu().clone().contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
     return str(folder.resolve())
 

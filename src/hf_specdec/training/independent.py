@@ -82,7 +82,7 @@ class IndependentTrainer(Trainer):
         stored = copy.deepcopy(self.draft).to(torch.bfloat16)
         stored.config.name_or_path = ""
         stored.save_pretrained(self.out)
-        (self.out / "training.json").write_text(json.dumps({"target": self.target_name, "notes": notes}, indent=1) + "\n")
+        (self.out / "training.json").write_text(json.dumps({"target": self.target_name, "notes": notes}, indent=1) + "\n", encoding="utf-8")
         return self.out
 
     @property

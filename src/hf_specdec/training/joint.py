@@ -119,7 +119,7 @@ class JointTrainer(HeadsTrainer):
         mark = f"{self.target_name or 'a model'}, changed by Medusa-2 training, {digest.hexdigest()}"
         model.config.hf_specdec_changed = self.draft.changed = mark
         model.save_pretrained(self.out / CHANGED)
-        (self.out / CHANGED / "README.md").write_text(f"# A changed model\n\n{self.warning}")
+        (self.out / CHANGED / "README.md").write_text(f"# A changed model\n\n{self.warning}", encoding="utf-8")
         return super()._save(notes)
 
 

@@ -78,7 +78,7 @@ def train(target, tokenizer, data: str | Path, out: str | Path, config: RunConfi
             _describe(trainer, tokenizer, data, console)
     results.sort(key=lambda result: -result["greedy_acceptance"])
     if main:
-        (out / checkpoint.RESULTS).write_text(json.dumps(results, indent=1) + "\n")
+        (out / checkpoint.RESULTS).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
         console.print(table(results))
         console.print(f"How to use it: {Path(results[0]['out'], 'README.md')}", soft_wrap=True, highlight=False, markup=False)
     trainer.accelerator.wait_for_everyone()

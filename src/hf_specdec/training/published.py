@@ -67,7 +67,7 @@ def _config(folder: Path) -> dict | None:
     if not path.is_file():
         return None
     try:
-        config = json.loads(path.read_text())
+        config = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}: not a JSON file ({error}); copy it again.") from error
     return config if isinstance(config, dict) else None

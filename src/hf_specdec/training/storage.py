@@ -38,14 +38,14 @@ def write(folder: Path, tensors: dict[str, torch.Tensor], embedding: torch.Tenso
     made = folder / "drafter.json"
     made.unlink(missing_ok=True)  # until all is there, the folder holds no drafter
     save_whole(tensors, folder / "model.safetensors", {"format": FORMAT})
-    made.write_text(json.dumps(about, indent=1) + "\n")
+    made.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
     return folder
 
 
 def read(folder: Path) -> dict:
     """The folder's `drafter.json`. Raises ValueError where it is damaged, or written by a newer version."""
     try:
-        about = json.loads((folder / "drafter.json").read_text())
+        about = json.loads((folder / "drafter.json").read_text(encoding="utf-8"))
         if not isinstance(about, dict):
             raise ValueError("no JSON object")
         if about.get("format") == FORMAT and (lacking := [name for name in TOLD if name not in about]):
