@@ -462,6 +462,8 @@ def test_what_enable_does_not_take_is_told_where_it_goes(options, words):
 def test_what_is_no_model_but_leads_to_one_is_told_how(thing, words):
     with refused(words=("model: expected a transformers model", words), error=TypeError):
         hf_specdec.enable(thing)
+    with refused(words=("model: expected the model that was enabled, got",), error=TypeError):
+        hf_specdec.disable(thing)
 
 
 @pytest.mark.parametrize(("make", "words"), [

@@ -104,8 +104,9 @@ def _model_in(thing: Any) -> str:
 
 def disable(model):
     """Undo `enable`; returns the instance. What compiled passes keep on a GPU for the next call (a cache) is freed, of a draft model, too."""
-    if isinstance(model, torch.nn.Module):
-        free(model)
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model: expected the model that was enabled, got {what(model)}.")
+    free(model)
     if isinstance(model, _Enabled):
         model.__class__ = type(model).__base_class__
         standing.unsay(model)
@@ -251,8 +252,7 @@ class SpeculativeDecoder:
 
     @torch.no_grad()
     def __call__(self, model, input_ids, logits_processor, stopping_criteria, generation_config, inputs_tensor=None, **model_kwargs):
-        """What transformers calls after it has prepared inputs, processors and criteria. Returns int64 [B, P + new], or a
-        `SpeculativeOutput` with `return_dict_in_generate=True`."""
+        """What transformers calls with prepared inputs, processors and criteria. Returns int64 [B, P + new], or by `return_dict_in_generate` a `SpeculativeOutput`."""
         self._give_back()
         self.load(model)
         beams = (generation_config.num_beams or 1) > 1
