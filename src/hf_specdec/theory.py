@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from numbers import Integral
+from numbers import Integral, Real
 
 import torch
 
@@ -123,6 +123,6 @@ def _drafted(name: str, k: int) -> None:
 
 
 def _ratio(name: str, value: float) -> float:
-    if not 0 <= value < math.inf:
+    if not isinstance(value, Real) or not 0 <= value < math.inf:
         raise ValueError(f"{name}={value!r} must be a finite ratio of costs, 0 or more.")
     return value

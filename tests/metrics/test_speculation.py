@@ -90,5 +90,6 @@ def test_memory_bound_speedup_is_theorem_3_8_with_the_tokens_counted():
     assert memory_bound_speedup(1.0, 0, 0.3) == 1
     with pytest.raises(ValueError, match="^k=-1 must be"):
         memory_bound_speedup(2.0, -1, 0.1)
-    with pytest.raises(ValueError, match="^c=nan must be"):
-        memory_bound_speedup(2.0, 1, float("nan"))
+    for wrong in (float("nan"), "x"):
+        with pytest.raises(ValueError, match=f"^c={wrong!r} must be"):
+            memory_bound_speedup(2.0, 1, wrong)
