@@ -69,6 +69,8 @@ def test_stop_strings_of_the_models_own_generation_config_end_its_answers(target
 
 
 def test_the_version():
+    done = subprocess.run([sys.executable, "-m", "hf_specdec.cli", "--version"], capture_output=True, text=True)
+    assert done.stdout == f"hf-specdec {__version__}\n"
     result = run("--version")
     assert result.exit_code == 0 and result.stdout == f"hf-specdec {__version__}\n"
 

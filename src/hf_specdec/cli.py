@@ -286,3 +286,7 @@ def export(
     from .commands.export import export as run
 
     run(draft, target, out, k, dtype)
+
+
+if __name__ == "__main__":
+    app(prog_name=PROGRAM)
