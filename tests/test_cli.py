@@ -68,9 +68,11 @@ def test_stop_strings_of_the_models_own_generation_config_end_its_answers(target
     assert json.loads((tmp_path / "out" / "rows-00000.jsonl").read_text())["text"] == whole[: whole.index(stop) + 1]
 
 
-def test_the_version():
+def test_the_version_and_the_completion_of_a_shell():
     done = subprocess.run([sys.executable, "-m", "hf_specdec.cli", "--version"], capture_output=True, text=True)
     assert done.stdout == f"hf-specdec {__version__}\n"
+    asked = {"_HF_SPECDEC_COMPLETE": "complete_bash", "COMP_WORDS": "hf-specdec gen", "COMP_CWORD": "1"}
+    assert subprocess.run([sys.executable, "-m", "hf_specdec"], capture_output=True, text=True, env=os.environ | asked).stdout.strip() == "generate"
     result = run("--version")
     assert result.exit_code == 0 and result.stdout == f"hf-specdec {__version__}\n"
 

@@ -13,7 +13,7 @@ from .commands.leaving import PROGRAM, guarded
 from .config import MAX_ASSISTANT_TOKENS
 
 app = typer.Typer(
-    help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
+    help=__doc__, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None
 )
 
 Target = Annotated[str, typer.Argument(help="The model: smollm2 (the embedded one), a folder, or a hub id.")]
