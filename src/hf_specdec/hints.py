@@ -48,6 +48,11 @@ def what(value: Any) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 
+def many(count: int, thing: str) -> str:
+    """1 row, 2 rows, 2 passes."""
+    return f"{count} {thing}{'' if count == 1 else 'es' if thing.endswith('s') else 's'}"
+
+
 def first_line(error: BaseException) -> str:
     """What went wrong, in one line."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

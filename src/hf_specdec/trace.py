@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .hints import many
 from .uploads import upload
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class SpeculationTrace:
 
     def __repr__(self) -> str:
         rows = f" of {len(self.drafted)} rows" if len(self.drafted) > 1 else ""
-        said = [f"{self._total('committed')} tokens{rows} in {self.target_calls} passes"]
+        said = [f"{many(self._total('committed'), 'token')}{rows} in {many(self.target_calls, 'pass')}"]
         said += [f"{self.block_efficiency:.2f} tokens per forward"] if self.rounds else []
         said += [f"{self.acceptance_rate:.0%} accepted" if self.proposed else "nothing drafted", "lossless" if self.lossless else "not lossless"]
         return f"SpeculationTrace({', '.join(said)})"

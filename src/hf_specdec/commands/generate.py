@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from ..hints import many
 from ..viz.highlights import Highlighter
 from ..viz.text import visible
 from .common import apply_mx, check_length, read_prompt
@@ -54,7 +55,7 @@ def generate(work: Work, prompt: str | None, file: Path | None, as_json: bool) -
     if streamer is None:
         print(visible(answer) if sys.stdout.isatty() else answer)
     rate = f"acceptance rate {trace.acceptance_rate:.0%}" if trace.proposed else "nothing was drafted"
-    print(f"{len(tokens)} tokens, {len(tokens) / seconds:.1f} tokens/s, {trace.target_calls} target forwards, "
+    print(f"{many(len(tokens), 'token')}, {len(tokens) / seconds:.1f} tokens/s, {many(trace.target_calls, 'target forward')}, "
           f"block efficiency {trace.block_efficiency:.2f}, {rate}, lossless: {trace.lossless}", file=sys.stderr)
     if said := hint(trace, ids, tokens, shipped() if work.target == EMBEDDED else []):
         print(said, file=sys.stderr)

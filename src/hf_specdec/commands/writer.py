@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..hints import many
 from .common import apply_mx, check_length
 from .rows import Row
 from .shards import Place, Shards
@@ -54,7 +55,7 @@ class Writer:
         """Find the rows that have no answer. ValueError names the first and says how many there are, unless they are skipped."""
         from ..bench.terminal import working
 
-        with working(f"Checking {len(rows)} prompts ..."):
+        with working(f"Checking {many(len(rows), 'prompt')} ..."):
             for row in rows:
                 row.problem = row.problem or self._problem(row)
         bad = [row for row in rows if row.problem]
@@ -161,7 +162,7 @@ class Writer:
         totals, ratios = self.totals, _ratios(self.totals)
         if not totals["rows"]:
             return ""
-        parts = [f"{totals['rows']} rows, {totals['committed']} tokens in {self.seconds:.1f} s"]
+        parts = [f"{many(totals['rows'], 'row')}, {many(totals['committed'], 'token')} in {self.seconds:.1f} s"]
         parts += [f"{totals['committed'] / self.seconds:.1f} tokens/s"]
         parts += [f"block efficiency {ratios['block_efficiency']:.2f}"] if totals["forwards"] else []
         parts += [f"acceptance rate {ratios['acceptance_rate']:.0%}"] if totals["proposed"] else []

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import track
 from torch.nn import functional as F
 
-from ..hints import by_name, what
+from ..hints import by_name, many, what
 
 CHUNK = 128  # positions whose distributions are held in float32 at a time
 WINDOW = 512
@@ -49,7 +49,7 @@ class QualityReport:
             ("KL(original || compressed), nats per token", f"{self.kl:.5f}"),
             ("same most likely token", f"{self.top1_agreement:.2%}"),
             ("overlap: acceptance if it drafts for the original", f"{self.overlap:.2%}"),
-            ("tokens predicted", f"{self.tokens} in {self.windows} windows"),
+            ("tokens predicted", f"{self.tokens} in {many(self.windows, 'window')}"),
         ]
 
     def __str__(self) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from ..hints import many
 from ..trace import SpeculationTrace
 from . import page
 from .pieces import Piece, lines_of, trace_of
@@ -105,8 +106,7 @@ def highlight(output_or_trace, tokenizer, row: int = 0, rejected: bool = False) 
     proposals that were not taken, struck through. With `speculative={"record_probs": True}`, p and q are in the tooltips.
     """
     trace = trace_of(output_or_trace)
-    lines = lines_of(trace, tokenizer, row, rejected)
-    return Highlight(lines, rejected, _summary(trace, row))
+    return Highlight(lines_of(trace, tokenizer, row, rejected), rejected, _summary(trace, row))
 
 
 def _piece(text: str, name: str, coloured: bool) -> Text:
@@ -117,4 +117,4 @@ def _summary(trace: SpeculationTrace, row: int) -> str:
     own = [entry for entries in trace.rounds for entry in entries if entry.row == row]
     accepted, proposed, tokens = (sum(getattr(entry, name) for entry in own) for name in ("accepted", "proposed", "committed"))
     rate = f"{accepted} of {proposed} drafted tokens accepted ({accepted / proposed:.0%})" if proposed else "nothing was drafted"
-    return f"{tokens} tokens in {len(own)} rounds, {rate}"
+    return f"{many(tokens, 'token')} in {many(len(own), 'round')}, {rate}"

@@ -14,6 +14,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from ..hints import many
 from .highlights import DRAFTED
 from .text import RACE_NOTE, Detokenizer, visible
 
@@ -89,8 +90,8 @@ class Race:
         """The line under an arm: tokens per second so far, and once it is over how it compares with the first arm."""
         text = f"{lap.speed(now):.1f} tokens/s"
         if now < lap.seconds:
-            return f"{text}, {lap.count(now)} tokens"
-        text += f", {lap.count()} tokens in {lap.seconds:.1f} s"
+            return f"{text}, {many(lap.count(now), 'token')}"
+        text += f", {many(lap.count(), 'token')} in {lap.seconds:.1f} s"
         first = self.laps[0]
         if lap is not first and now >= first.seconds and first.speed():
             text += f", {lap.speed() / first.speed():.2f}x"
