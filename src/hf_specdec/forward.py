@@ -22,7 +22,7 @@ from .masks import Placing
 from .media import Media
 from .parts import read_at
 from .positions import counted_by_row, counting
-from .seq2seq import Decoder, Source
+from .seq2seq import BLIND, Decoder, Source
 from .states import Checkpoints, StateLayer
 from .tap import Tap, layers_of, show, watched, without_padding
 from .tree import Tree
@@ -51,6 +51,7 @@ class Forward:
         aligned = self.traits.own_positions and not self.traits.states
         self.cache = SlotCache(limit, FixedBuffers(model, role) if compile else None, self.traits.states, StateLayer, aligned)
         self.counting = counting(compat.unwrap(model)) if aligned and not self.traits.placed else []
+        self.blind = source is not None and compat.unwrap(model).config.model_type in BLIND
         self.states = Checkpoints(self.cache.layers, compat.unwrap(model)) if self.traits.states else None
         self.compiled = CompiledPasses(model, role, compile) if compile else None
         self.most, self.runner = passes.runner(model, compiled=False)
@@ -83,6 +84,9 @@ class Forward:
         """Logits at `columns` int64 [B, m] of the block, on the CPU, or at all of them; sizes[b]: places of row b that are meant. first: the node
         of the tree at which the block begins."""
         begin = perf_counter()
+        if tokens.shape[1] == 1 and self.blind and len(set(self.lengths)) > 1:  # a place of padding more, and the mask hides what is before shorter rows
+            tokens = torch.nn.functional.pad(tokens, (0, 1))
+            columns = torch.zeros((len(tokens), 1), dtype=torch.long, device="cpu")
         most = None if self.reader is None else max(READ // (len(tokens) * self.traits.vocab_size), 1)
         places, columns = (None, None) if columns is None else places_of(columns, tokens.shape[1], most)
         wanted, columns = (None, None) if columns is None else (upload(places, self.device), upload(columns, self.device))

@@ -17,6 +17,8 @@ from transformers.modeling_outputs import BaseModelOutput
 from . import compat, parts
 from .uploads import upload
 
+BLIND = {"led"}  # decoders that look at no mask in a pass over one token
+
 
 @dataclass
 class Source:

@@ -18,7 +18,7 @@ from tests import architectures
 from tests.architectures import offers
 from tests.encoder_decoders import DRAFTS, FAMILIES, MAX_NEW, family, outcome, plain, seeds, source, sources, speculate
 from tests.generate.test_encoder_decoder import counted, model_and_source, whisper
-from tests.helpers import FULL, perturbed
+from tests.helpers import FULL, ScriptedDraft, perturbed
 
 CASES = [(line, attn) for i, line in enumerate(FAMILIES) for attn in ("eager", "sdpa") if FULL or attn == ("sdpa" if i % 2 and offers(line, "sdpa") else "eager")]
 
@@ -73,6 +73,23 @@ def test_left_padded_sources_are_read_as_plain_generate_reads_them(name):
     inputs = {"input_ids": torch.tensor([[9, 8, 7, 6, 5, 4], [0, 0, 0, 12, 13, 14]]), "attention_mask": torch.tensor([[1] * 6, [0] * 3 + [1] * 3])}
     for draft in (ModelDraft(perturbed(model, 0.03)), ModelDraft(model), None):
         assert torch.equal(speculate(model, inputs, draft).sequences, plain(model, inputs))
+
+
+@pytest.mark.parametrize("name", ["BART", "LED"])
+def test_passes_over_one_token_of_rows_of_unequal_lengths(name):
+    """LED's decoder looks at no mask in them."""
+    model, inputs = family(name).model(seed=1), sources(seed=25, rows=2)
+    text = plain(model, inputs)
+    first = text[0].tolist()
+    apart = 1 + int((text[0] != text[1]).int().argmax())
+
+    def script(tokens):  # one token of the first row, behind what the two have in common
+        return first[apart : apart + 1] if tokens == first[:apart] else []
+
+    out = speculate(model, inputs, ScriptedDraft(script), output_logits=True)
+    expected = model.generate(**inputs, max_new_tokens=MAX_NEW, num_beams=1, return_dict_in_generate=True, output_logits=True)
+    assert torch.equal(out.sequences, text) and out.speculation.accepted == 1
+    torch.testing.assert_close(torch.stack(out.logits), torch.stack(expected.logits), rtol=1e-4, atol=1e-4)
 
 
 def test_an_encoder_is_shown_where_its_attention_is_global():
