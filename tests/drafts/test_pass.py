@@ -80,6 +80,17 @@ def test_an_interrupt_inside_the_drafts_pass_leaves_no_hook():
     assert generated(speculate(target, [[5, 6, 7]], draft, 4), [[5, 6, 7]]) == plain(target, [[5, 6, 7]])
 
 
+@pytest.mark.parametrize("name", ["Gemma 4", "Gemma 4 (text)"])
+def test_a_target_that_looks_embeddings_up_is_refused(name):
+    """Gemma 4 finds out which tokens they are of, and fails in the midst of a call on those of none."""
+    family = next((line for line in FAMILIES if line.name == name), None)
+    if family is None:
+        pytest.skip("this transformers has no Gemma 4")
+    target = family.model()
+    with pytest.raises(ValueError, match="target: Gemma4For.* look-ahead embeddings are those of no token. Pass another draft"):
+        PassDraft(look_ahead(target), target)
+
+
 def test_what_are_no_embeddings_and_targets_with_an_encoder_are_refused():
     target = tiny_llama(3)
     with pytest.raises(ValueError, match="not LookAhead"):

@@ -43,6 +43,19 @@ class LookAhead(nn.Module):
         return {"kind": "pass", "heads": len(self.embeddings)}
 
 
+def traits_of(target: PreTrainedModel) -> compat.ModelTraits:
+    """Those of a target that look-ahead embeddings can be shown to; ValueError for another."""
+    refuse_encoder(target, "target")
+    model = compat.unwrap(target)
+    config, traits = model.config.get_text_config(), compat.traits_of(model, "target")
+    if traits.own_positions:
+        raise ValueError(compat.own_mask_refusal(target, "target", branches=True))
+    if config.model_type == "gemma4_text" and config.hidden_size_per_layer_input:
+        raise ValueError(f"target: {type(model).__name__} looks tokens up by their embeddings for every layer, and look-ahead embeddings are those of no token. Pass "
+                         f"another draft.")
+    return traits
+
+
 class PassDraft(OnePassDraft, Holder):
     """One pass of `target` over the root token and the look-ahead embeddings behind it, on the target's own cache: the first token comes from
     the target's own law, the others from what it says at the look-ahead places. Nothing of the pass stays: what it writes to the
@@ -54,7 +67,7 @@ class PassDraft(OnePassDraft, Holder):
 
     Cost: a whole pass of the target per round, beside the one that verifies. The first drafted token is practically always
     accepted, so a round commits two tokens or more in two passes; it pays from the third token on. Under stock decoding and inside drafts
-    whose rows the target has not read it has nothing to propose. Raises ValueError as `MedusaDraft` does, and for a target with an encoder.
+    whose rows the target has not read it has nothing to propose. Raises ValueError as `MedusaDraft` does, for a target with an encoder and for Gemma 4.
     """
 
     name = "pass"
@@ -63,11 +76,8 @@ class PassDraft(OnePassDraft, Holder):
     def __init__(self, heads: LookAhead, target: PreTrainedModel, tree: Tree | DynamicTree | Sequence[int] | int | None = None):
         if type(heads) is not LookAhead:
             raise ValueError(f"heads: {type(heads).__name__} is not LookAhead; load look-ahead embeddings with training.load_drafter.")
-        refuse_encoder(target, "target")
         super().__init__(heads, tree)
-        self.target, self.traits = target, compat.traits_of(compat.unwrap(target), "target")
-        if self.traits.own_positions:
-            raise ValueError(compat.own_mask_refusal(target, "target", branches=True))
+        self.target, self.traits = target, traits_of(target)
         self.context: Context | None = None
 
     def start(self, context: Context) -> None:

@@ -10,8 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .. import compat
-from ..drafts.inner import refuse_encoder
-from ..drafts.pass_draft import LookAhead
+from ..drafts.pass_draft import LookAhead, traits_of
 from ..hints import check_int
 from . import heads
 from .batches import Batch
@@ -93,9 +92,7 @@ class LookAheadTrainer(Trainer):
         return self.config.heads
 
     def _build(self, layers: list[int], ids: torch.Tensor | None) -> LookAhead:
-        refuse_encoder(self.target, "target")
-        if compat.traits_of(self.target, "target").own_positions:
-            raise ValueError(compat.own_mask_refusal(self.target, "target", branches=True))
+        traits_of(self.target)
         return build(self.target, self.config.heads)
 
     def _own(self) -> list[nn.Parameter]:
