@@ -60,8 +60,10 @@ def decoder_layers(model: PreTrainedModel) -> tuple[str, torch.nn.ModuleList]:
     """Name and modules of the model's list of decoder layers; ValueError if it has none."""
     count = model.config.get_text_config().num_hidden_layers
     prefix, text = text_part(model)
+    eyes = [own for own in text.modules() if own is not text and getattr(own, "main_input_name", "") == "pixel_values"]  # GIT's are a part of its decoder
+    seeing = {id(part) for own in eyes for part in own.modules()}
     for name, module in text.named_modules(prefix=prefix):
-        if isinstance(module, torch.nn.ModuleList) and len(module) == count:
+        if isinstance(module, torch.nn.ModuleList) and len(module) == count and id(module) not in seeing:
             return name, module
     raise ValueError(f"{type(model).__name__}: no list of its {count} layers found; a draft cannot be made from its parts.")
 

@@ -14,6 +14,7 @@ from hf_specdec.tree import Tree
 from hf_specdec.tree_shapes import DynamicTree, rank_tree
 
 from .. import encoder_decoders
+from ..architectures import FAMILIES
 from ..conformance.builders import block_drafter, medusa_heads
 from ..helpers import Logged, generated, plain, small_vocabulary_llama, speculate, tiny_llama
 
@@ -132,3 +133,14 @@ def test_a_target_that_is_cast_after_its_drafter_was_made_is_refused(make):
         speculate(target, [[5, 6, 7, 8]], draft, 4)
     target.float()
     assert speculate(target, [[5, 6, 7, 8]], draft, 4).speculation.drafted
+
+
+def test_layers_that_read_images_are_not_taken_for_those_of_the_text():
+    """GIT's image encoder is a part of its decoder, and here has as many layers."""
+    family = next((line for line in FAMILIES if line.name == "GIT"), None)
+    if family is None:
+        pytest.skip("this transformers' GIT is refused")
+    target = family.model("eager")
+    rows = [[5, 6, 7, 8], [9, 10, 11, 12]]
+    out = speculate(target, rows, MedusaDraft(medusa_heads(target), target), 4)
+    assert generated(out, rows) == plain(target, rows) and out.speculation.proposed
