@@ -71,7 +71,8 @@ class Call:
             self.media = Embedded(model, {"inputs_embeds": embeds}, input_ids, self.columns, None)
         self.prompts = [row[columns].tolist() for row, columns in zip(input_ids, self.columns)]
         if min(map(len, self.prompts)) == 0:
-            raise ValueError("input_ids: a row without a token cannot be continued; give every row at least one.")
+            raise ValueError(f"input_ids: a row of padding alone cannot be continued. Give every row at least one token, or {self.traits.mask_name} with a 1 where the token of "
+                             f"padding is meant: without one, transformers takes it for padding.")
         if self.source is not None:
             check_tokens(compat.unwrap(model).get_decoder(), input_ids, self.prompts, "decoder_input_ids")
         elif self.media is None:  # what is shown may have marks of its own

@@ -350,3 +350,12 @@ def test_what_the_models_own_config_asks_for_is_refused_with_where_that_is(name,
     assert torch.equal(ours(model, ROWS[:1], **{name: off}), expected)
     setattr(model.generation_config, name, None)
     assert torch.equal(ours(model, ROWS[:1]), expected)
+
+
+def test_a_prompt_of_padding_alone_is_told_of_the_mask_that_makes_it_a_token():
+    """transformers takes a prompt of the beginning of text alone for padding, where the two are one token and there is no mask."""
+    model, ids = hf_specdec.enable(tiny_llama(3)), torch.tensor([[0]])
+    with pytest.raises(ValueError, match="input_ids: a row of padding alone.*attention_mask with a 1 where"):
+        model.generate(ids, max_new_tokens=8, pad_token_id=0, speculative=True)
+    options = dict(attention_mask=torch.ones_like(ids), max_new_tokens=8, pad_token_id=0)
+    assert torch.equal(model.generate(ids, **options, speculative=True), model.generate(ids, **options))
