@@ -14,7 +14,7 @@ import transformers
 from hf_specdec.budget import Budget
 from hf_specdec.law import Law
 from hf_specdec.lazy_law import LazyLaw
-from hf_specdec.schedule import RoundCost
+from hf_specdec.schedule import AutoSchedule, RoundCost
 
 from .helpers import FULL
 
@@ -58,9 +58,12 @@ def pytest_collection_modifyitems(config, items) -> None:
 
 @pytest.fixture
 def generous(monkeypatch):
-    """K "auto" drafts in the tests of laws, too: a text of three tokens has nothing to spend on it, and a batch of thousands of rows would gain nothing."""
+    """K "auto" drafts in the tests of laws, too: a text of three tokens has nothing to spend on it, a batch of thousands of rows would gain nothing, and
+    the models that draft for these targets cost half as much or more."""
+    begin = AutoSchedule.__init__
     monkeypatch.setattr(Budget, "SHARE", 1e4)
     monkeypatch.setattr(RoundCost, "PER_ROW", 0.0)
+    monkeypatch.setattr(AutoSchedule, "__init__", lambda self, most, ratio, *more: begin(self, most, 0.0, *more))
 
 
 @pytest.fixture(params=[Law, lambda scores: LazyLaw(scores, [])], ids=["tensors", "host"])

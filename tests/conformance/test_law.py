@@ -72,8 +72,7 @@ def test_the_first_tokens_follow_the_targets_own_law(option, draft, k, shape, ge
     found, traces = law.counts(target, rows, make(draft, target, VARIANTS), n, TOKENS, k, **options)
     laws = [law.joint(target, row, TOKENS, **options) for row in rows]
     assert law.worst_p_value(found, laws, TOKENS) > law.THRESHOLD
-    dear = k == "auto" and draft.split(",")[0] in ("model", "early_exit")  # half the size of the target or more
-    assert dear or sum(trace.proposed for trace in traces) > n / 2, "hardly anything was drafted, so hardly anything was shown"
+    assert sum(trace.proposed for trace in traces) > n / 2, "hardly anything was drafted, so hardly anything was shown"
 
 
 def test_the_law_holds_for_a_target_in_bfloat16():
