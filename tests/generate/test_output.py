@@ -280,8 +280,8 @@ def test_the_draft_may_be_named_in_the_config(name):
 
 @pytest.mark.parametrize(("make", "options", "name"), [
     (lambda target: perturbed(target), {}, "model"), (lambda target: perturbed(target), {"draft": "model_tree"}, "model_tree"),
-    (lambda target: UniformDraft(), {}, "uniform"), (lambda target: UniformDraft(), {"draft": "mixture"}, "uniform"),
-    (lambda target: ScriptedDraft(lambda row: [1]), {"draft": "model", "draft_source": "nowhere"}, "scripted"),
+    (lambda target: UniformDraft(), {}, "uniform"), (lambda target: UniformDraft(), SpeculativeConfig(draft="mixture"), "uniform"),
+    (lambda target: ScriptedDraft(lambda row: [1]), SpeculativeConfig(draft="model", draft_source="nowhere"), "scripted"),
 ], ids=["model", "tree", "draft", "draft beside a name", "own draft beside a source"])
 @pytest.mark.parametrize("beams", [1, 2])
 def test_the_trace_names_the_draft_that_was_passed(make, options, name, beams):
