@@ -132,7 +132,7 @@ def _generate(model, stock, *args, began=None, speculative=None, assistant_model
         with standing.explained(named):
             return stock(*args, **given, **kwargs)
     kwargs = dict(named)
-    assistant_model = kwargs.pop("assistant_model", None) or assistant_model  # by position, or by name
+    assistant_model = assistant_model if (by_position := kwargs.pop("assistant_model", None)) is None else by_position
     options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
     check_said_once(speculative, options)
     said = {**speculative, **options} if isinstance(speculative, dict) else options

@@ -266,6 +266,16 @@ def test_no_draft_by_position_is_the_one_that_was_said(rounds):
     assert set(rounds) == {"uniform"}
 
 
+def test_a_draft_by_position_is_taken_whatever_its_truth(rounds):
+    class Empty(UniformDraft):
+        def __len__(self):
+            return 0
+
+    model = hf_specdec.enable(tiny_llama(), speculative=True)
+    model.generate(padded(ROWS)["input_ids"], None, None, None, None, None, Empty(), **OPTIONS)
+    assert set(rounds) == {"uniform"}
+
+
 def test_a_draft_that_is_the_model_itself(rounds):
     model = tiny_llama()
     hf_specdec.enable(model, speculative=True, assistant_model=model)
