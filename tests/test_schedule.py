@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from statistics import mean
 
 import pytest
 
-from hf_specdec.drafts import PromptLookupDraft
+from hf_specdec.drafts import PromptLookupDraft, SuffixAutomatonDraft
 from hf_specdec.budget import Budget, progress
 from hf_specdec.schedule import AutoSchedule, FixedSchedule, Rates, RoundCost
+from tests.helpers import perturbed, repetitive, speculate, tiny_llama
 
 NEW = 48
 # seconds of a round that drafts k tokens for n rows, and of the first one, which reads the prompts: measured on two CPUs' worth of kinds
@@ -146,7 +149,7 @@ def left(room: list[int], *later: list[int], spent: float = 0.0) -> float:
 
 
 def test_a_call_may_fall_behind_by_a_share_of_what_it_has_room_for_and_spend_what_it_is_ahead():
-    assert left([48, 48]) == pytest.approx(0.96 / 2) and left([10]) == pytest.approx(0.2 / 2)  # half of it in the round that is not timed
+    assert left([48, 48]) == pytest.approx(0.96) and left([10]) == pytest.approx(0.2)
     assert left([200, 200], [200, 196], spent=1.5) == pytest.approx(0.96 + 1 - 1.5)  # the slowest row has got one token
     assert left([200, 200], [200, 196], [150, 150], spent=1.5) == pytest.approx(0.02 * 51 + 51 - 1.5)
 
@@ -251,6 +254,104 @@ def test_no_round_is_faster_than_a_plain_step():
     assert cost.plain == 1.2
     cost.update(4, 1.1)  # by so little, that is noise
     assert cost.plain == 1.2
+
+
+@pytest.mark.parametrize("share", [3, 10])
+def test_a_round_in_a_bad_moment_costs_a_call_no_more_than_such_rounds_do(share):
+    """Five tokens that are not taken, in a round during which the machine was busy: the next ones are drafted all the same."""
+    schedule, left, asked = AutoSchedule(16, 0.0, prior=PromptLookupDraft().prior), 64, []
+    for step in range(12):
+        k = schedule.next_k([6], [left])[0]
+        taken = 0 if step == 5 else k
+        schedule.observe([k], [taken], (1 + 0.08 * k) * (share if step == 5 else 1) if step else None)
+        asked, left = [*asked, k], left - taken - 1
+        if left < 2:
+            break
+    assert asked[5] and all(asked[6:8])
+
+
+# --- one call after the other ----------------------------------------------------------------------------------------------------
+
+
+class Target:
+    """Something to remember calls by."""
+
+
+def calls_of(target, rows: list, kind=("lookup", 1), slope: float = 0.03, tokens: int = 48) -> list[list[tuple[int, float]]]:
+    """(K, plain steps) of the rounds of one call per row. A row says of every place of its text what the draft's evidence is there, and how many of
+    the tokens that follow it has right."""
+    made = []
+    for row in rows:
+        schedule, at, rounds = AutoSchedule(16, 0.0, prior=PromptLookupDraft().prior), 0, []
+        if target is not None:
+            schedule.follow(target, kind)
+        while at < tokens:
+            evidence, right = row(at)
+            k = schedule.next_k([evidence], [tokens - at])[0]
+            schedule.observe([k], [min(k, right)], 1 + slope * k if rounds else None)
+            rounds.append((k, 1 + slope * k))
+            at += 1 + min(k, right)
+        made.append(rounds)
+    return made
+
+
+def copies(at: int) -> tuple[int, int]:
+    return 10, 64
+
+
+def misleads(at: int) -> tuple[int, int]:
+    """Nothing of what the draft finds at first is right; all of it later."""
+    return 10, 64 if at >= 8 else 0
+
+
+def steps(rounds: list[tuple[int, float]]) -> float:
+    return sum(cost for _, cost in rounds)
+
+
+def test_a_call_begins_with_what_rounds_have_cost_in_the_one_before():
+    first, *others = calls_of(Target(), [copies] * 8)
+    assert first[0][0] < 16 and all(rounds[1][0] == 16 for rounds in others)
+    assert sum(map(steps, others)) < 0.9 * 7 * steps(first)
+    looks = sum(k == 0 for rounds in others for k, _ in rounds[:-1])
+    assert looks <= 1  # what a plain step costs need not be looked at in every call
+
+
+def test_what_the_call_before_is_ahead_pays_for_trials():
+    alone, (_, after) = calls_of(None, [misleads], slope=0.05)[0], calls_of(Target(), [copies, misleads], slope=0.05)
+    assert steps(after) < 0.7 * steps(alone)
+
+
+def test_calls_of_other_targets_and_kinds_are_not_taken_for_the_one_before():
+    target = Target()
+    first = calls_of(target, [copies])
+    assert calls_of(target, [copies], kind=("lookup", 2)) == calls_of(Target(), [copies]) == first != calls_of(target, [copies])
+
+
+@pytest.mark.parametrize("before, now", [(0.02, 0.4), (0.4, 0.02)])
+def test_what_has_been_learned_is_soon_forgotten_where_it_is_no_longer_so(before, now):
+    """The weights are stored otherwise now, say."""
+    def chats(at):
+        return (1, 0) if at % 2 else (-1, 0)
+
+    target = Target()
+    calls_of(target, [copies] * 5, slope=before)
+    for row in (chats, copies):
+        made, fresh = calls_of(target, [row] * 4, slope=now), calls_of(Target(), [row] * 4, slope=now)
+        assert sum(map(steps, made)) < 1.06 * sum(map(steps, fresh))
+
+
+def test_calls_of_a_model_follow_one_another_without_a_seed_and_keep_nothing_of_it_alive(monkeypatch):
+    followed = []
+    monkeypatch.setattr(AutoSchedule, "follow", lambda self, model, kind, really=AutoSchedule.follow: followed.append(kind) or really(self, model, kind))
+    target, other, rows = tiny_llama(3), perturbed(tiny_llama(3), 0.3), repetitive(12)
+    for draft, batch, options in ((PromptLookupDraft(), rows, {}), (PromptLookupDraft(), rows, {}), (PromptLookupDraft(), rows * 2, {}),
+                                  (SuffixAutomatonDraft(), rows, {}), (other, rows, {}), (other, rows, {}), (PromptLookupDraft(), rows, {"seed": 5})):
+        speculate(target, batch, draft, "auto", **options)
+    assert len(followed) == 6 and [followed.count(kind) for kind in followed] == [2, 2, 1, 1, 2, 2]
+    gone = weakref.ref(target)
+    del target
+    gc.collect()
+    assert gone() is None
 
 
 # --- passes that are filled up -----------------------------------------------------------------------------------------------------

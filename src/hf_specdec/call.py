@@ -225,6 +225,8 @@ class Call:
         schedule = by_row and draft.schedule(most, timed) or AutoSchedule(most, draft.relative_cost(self.model), timed, draft.prior)
         if isinstance(schedule, AutoSchedule) and not schedule.drafting:  # a draft that costs something costs more with every token
             schedule.cost.blocks = target.blocks
+        if isinstance(schedule, AutoSchedule) and timed:
+            schedule.follow(compat.unwrap(self.model), (type(draft), *(id(run.model) for run in draft.models()), len(self.prompts), by_row, target.blocks))
         return schedule
 
     def _stop(self) -> StopRule | None:

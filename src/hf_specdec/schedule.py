@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from itertools import accumulate
+from weakref import WeakKeyDictionary
 
 from .budget import Budget, progress
 
@@ -107,9 +109,12 @@ class RoundCost:
     MEMORY, ELSEWHERE = 0.95, 0.99  # what a round leaves of those before it, on its own line and on the other one
     TRUST, FAR = 0.5, 1.25          # of the other line, in rounds; how far a wide one may raise what is timed of narrow rounds
     SLOW, DOUBT = 0.75, 0.25        # a round by so much faster than expected leaves little of those before it
+    PLAIN_EVERY = 48, 384           # rounds until the second look at what a plain step costs; twice as many to every further one, at most
+    INHERITED = 0.5                 # what a call leaves to the next one, in rounds timed
 
     def __init__(self, timed: bool = True, rows: int = 1, drafting: float = 0.0, blocks: tuple[int, ...] = ()):
         self.timed, self.plain, self.rounds = timed, None, 0
+        self.since_plain, self.plain_every = self.PLAIN_EVERY[0] if timed else 0, self.PLAIN_EVERY[0]
         self.blocks = blocks
         self.expect(rows, drafting)
         self.sums = [[0.0] * 5 for _ in range(2)]  # narrow and wide: n, k, k^2, t, k t
@@ -119,13 +124,30 @@ class RoundCost:
         self.rows, self.prior_ratio = rows, drafting + min(self.PER_ROW * rows, self.WORST[1])
         self.worst_ratio = drafting + min(self.WORST[0] * rows, self.WORST[1])
 
+    def again(self) -> RoundCost:
+        """What the next call begins with."""
+        made = deepcopy(self)
+        made.sums = [[self.INHERITED * value for value in sums] for sums in self.sums]
+        made.plain_every = self.PLAIN_EVERY[0]
+        return made
+
+    def plain_is_due(self) -> bool:
+        """Whether it is time to look at what a plain step costs, as is then done."""
+        due = self.since_plain >= self.plain_every
+        if due and self.plain is not None:
+            self.plain_every = min(2 * self.plain_every, self.PLAIN_EVERY[1])
+        return due
+
     def update(self, k: int, seconds: float) -> None:
         if not self.timed:
             return
+        self.since_plain = self.since_plain + 1 if k else 0
         k = self._filled(k)
         wide, expected = self._wide(k), self(k)
         if self.plain is not None and seconds < self.SLOW * self.plain:
-            self.plain = seconds  # no round is faster than a plain step: that one was timed in a bad moment
+            self.plain = seconds  # no round is faster than a plain step: that one was timed in a bad moment, or for other weights, and so were the others
+            self.since_plain = self.plain_every if k else 0
+            self.sums = [[self.DOUBT * value for value in sums] for sums in self.sums]
         if k and expected is not None and seconds < self.SLOW * expected:
             self.sums[wide] = [self.DOUBT * old for old in self.sums[wide]]  # so were these
         if expected is not None and (k == 0 and self.plain is not None or k and self.sums[wide][0] > 2):
@@ -191,6 +213,9 @@ class RoundCost:
         return (n * here + self.TRUST * there) / (n + self.TRUST)
 
 
+_calls: WeakKeyDictionary = WeakKeyDictionary()  # target -> kind of rounds -> the budget of the last call
+
+
 class AutoSchedule:
     """K that maximises tokens per second: expected tokens (Leviathan et al. 2023, Eq. 1) over the cost of the round, which is
     Theorem 3.8 with a measured c. K = 0 is a choice; after plain rounds it tries again, less and less often while that fails.
@@ -204,7 +229,6 @@ class AutoSchedule:
     """
 
     MARGIN = 1.03, 1.2  # a gain below this is taken for noise: in a row alone; in a batch, where a wrong guess costs all rows
-    PLAIN_EVERY = 48    # rounds until the second look at what a plain step costs; twice as many to every further one
     PATIENCE = 16, 64   # plain rounds before the first probe of one token, and at most, where the budget covers it
     START, STEP = 4, 2  # the first K; how much more a draft that costs something may be asked for than the last time
 
@@ -214,8 +238,15 @@ class AutoSchedule:
         self.budget = Budget(self.cost)
         self.rates = Rates(prior or (lambda strength: (0.7, 0.7)))
         self.idle, self.patience = 0, self.PATIENCE[0]
-        self.since_plain, self.plain_every = self.PLAIN_EVERY if timed else 0, self.PLAIN_EVERY
         self.reach = self.START + self.STEP if cost_ratio else k_max
+
+    def follow(self, model, kind: tuple) -> None:
+        """Begin with what the last call has learned of the cost of `model`'s rounds of that kind, and leave it to the next one what this call learns."""
+        calls = _calls.setdefault(model, {})
+        if kind in calls:
+            self.cost = calls[kind].cost.again()
+            self.budget = Budget(self.cost, calls[kind])
+        calls[kind] = self.budget
 
     def next_k(self, evidence: list[int], room: list[int]) -> list[int]:
         self.evidence = evidence
@@ -225,8 +256,7 @@ class AutoSchedule:
         k = self._best(evidence, caps, room)
         if k:
             self.idle, self.patience = 0, self.PATIENCE[0]
-            if self.since_plain >= self.plain_every and self.cost(1) is not None:
-                self.plain_every *= 1 if self.cost.plain is None else 2
+            if self.budget.done and self.cost(1) is not None and self.cost.plain_is_due():
                 k = 0
         elif any(caps):
             self.idle += 1
@@ -240,8 +270,10 @@ class AutoSchedule:
         if not most:
             return 0
         blind = cost(0) is None
+        if blind or not self.budget.done:
+            most = min(self.START, most)
         if blind:  # nothing has been timed: a draft that costs nothing goes by its prior, another is asked for what is affordable
-            cost, most = RoundCost(False, len(caps), self.drafting), min(self.START, most)
+            cost = RoundCost(False, len(caps), self.drafting)
         expected = self._expected(evidence, caps)
         best, best_rate = 0, 0.0 if blind and self.drafting else self.MARGIN[len(caps) > 1] / cost(0)
         for k in range(1, most + 1):
@@ -267,5 +299,4 @@ class AutoSchedule:
             self.reach = k + self.STEP
         if seconds is not None and not told:
             self.cost.update(k, seconds)
-            self.since_plain = 0 if k == 0 or not self.cost.timed else self.since_plain + 1
         self.budget.spend(k, seconds, told=told)

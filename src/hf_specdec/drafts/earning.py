@@ -51,7 +51,6 @@ class Experience:
         self.budget: Budget | None = None  # of the last call
         self.drafting = [DraftCost(Earnings.UNKNOWN if ratio is None else ratio) for ratio in ratios]
         self.reach = [Earnings.START + Earnings.STEP] * len(ratios)  # how much more of a costly draft than the last time
-        self.since_plain, self.plain_every = AutoSchedule.PLAIN_EVERY if timed else 0, AutoSchedule.PLAIN_EVERY
         self.rates = [Rates(draft.prior, memory=self.MEMORY) for draft in drafts]
 
     def begin(self, rows: int) -> list[list[Rates]]:
@@ -114,7 +113,6 @@ class Earnings:
             told = self.context.target is not None and self.context.target.told
             if seconds is not None and not told:
                 self.verify.update(self.shown, seconds)
-                self.known.since_plain = self.known.since_plain + 1 if self.shown else 0
             self.budget.spend(self.shown, seconds, self.steps, told)
         self.begin = now
         self.forget()
@@ -168,10 +166,7 @@ class Earnings:
 
     def looks_at_plain(self) -> bool:
         """Whether it is time to see what a plain step costs."""
-        due = self.rounds > 1 and self.known.since_plain >= self.known.plain_every
-        if due and self.verify.plain is not None:
-            self.known.plain_every = min(2 * self.known.plain_every, 8 * AutoSchedule.PLAIN_EVERY)
-        return due
+        return self.rounds > 1 and self.verify.plain_is_due()
 
     def next_round(self) -> None:
         self.verify.expect(len(self.rows))
