@@ -79,7 +79,7 @@ def main(
     Console(highlight=False, width=110).print(table)
     if out is not None:
         settings = {"target": target, "draft": draft, "k": k, "dtype": dtype, "format": format, "threads": torch.get_num_threads(), "clock": clock}
-        out.write_text(json.dumps({"torch": torch.__version__, **settings, "batches": results}, indent=1) + "\n")
+        out.write_text(json.dumps({"torch": torch.__version__, **settings, "batches": results}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

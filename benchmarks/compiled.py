@@ -99,7 +99,7 @@ def main(
     in_all(results)
     if out is not None:
         settings = {"torch": torch.__version__, "threads": torch.get_num_threads(), "clock": clock, "tokens": max_new_tokens, "k": k}
-        out.write_text(json.dumps(settings | {"prompts": results}, indent=1) + "\n")
+        out.write_text(json.dumps(settings | {"prompts": results}, indent=1) + "\n", encoding="utf-8")
 
 
 def in_all(results: dict) -> None:

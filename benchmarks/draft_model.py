@@ -110,7 +110,7 @@ def main() -> None:
                            repetitions=arguments.repetitions, batch=arguments.batch)
     print_report(report, Console())
     if arguments.out:
-        arguments.out.write_text(json.dumps(report, indent=2))
+        arguments.out.write_text(json.dumps(report, indent=2), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -245,7 +245,7 @@ def main(arguments: list[str] | None = None) -> None:
     settings = {name: getattr(given, name) for name in ("target", "k", "nodes", "max_new_tokens", "dtype", "row_invariant", "draft_stop")}
     result = {"settings": settings, "records": {}}
     if given.out and given.out.exists():
-        result = json.loads(given.out.read_text())
+        result = json.loads(given.out.read_text(encoding="utf-8"))
         if result["settings"] != settings:
             parser.error(f"{given.out} was made with {result['settings']}; choose another file, or the same settings.")
     target, tokenizer = load_target(given.target, given.dtype, "cpu" if given.row_invariant else None)
@@ -257,7 +257,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{len(result['records'])} prompts", file=sys.stderr, flush=True)
         if given.out:
             partial = given.out.with_name(given.out.name + ".part")
-            partial.write_text(json.dumps(result, indent=1) + "\n")
+            partial.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
             os.replace(partial, given.out)
 
     made = {name: DRAFTS[name] for name in given.drafts} | trained(given.drafters, given.ways, target)

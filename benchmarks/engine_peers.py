@@ -286,14 +286,14 @@ def main(
     with engine_arms(engines, bits, ks, options) as (theirs, versions):
         text = calibration_text(dense, tokenizer, None) if calibrate else None
         arms = own_arms(dense, bits, ks[""], longest, compiled, activations, text) | theirs
-        keep = (lambda found: out.write_text(json.dumps({"measured": found}) + "\n")) if out else (lambda _: None)
+        keep = (lambda found: out.write_text(json.dumps({"measured": found}) + "\n", encoding="utf-8")) if out else (lambda _: None)
         result = reduce(found := measure(arms, prompts, max_new_tokens, repetitions, keep), groups)
     show(result, prompts)
     settings = {"hf_specdec": hf_specdec.__version__, "torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version(),
                 **versions, "threads": torch.get_num_threads(), "max_new_tokens": max_new_tokens, "k": ks, "repetitions": repetitions}
     console.print(", ".join(f"{name} {value}" for name, value in settings.items()))
     if out is not None:
-        out.write_text(json.dumps({"settings": settings, **result, "measured": found}, indent=1) + "\n")
+        out.write_text(json.dumps({"settings": settings, **result, "measured": found}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

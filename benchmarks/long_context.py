@@ -96,7 +96,7 @@ def main(
         table.add_row(f"{length:,}", *(f"{value:.2f}" for value in result[length].values()), f"{outside / base:.2f}x")
     Console(highlight=False).print(table)
     if out is not None:
-        out.write_text(json.dumps({"torch": torch.__version__, "draft": draft, "k": k, "batch": batch, "ms": result}, indent=1) + "\n")
+        out.write_text(json.dumps({"torch": torch.__version__, "draft": draft, "k": k, "batch": batch, "ms": result}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

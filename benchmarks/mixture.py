@@ -142,7 +142,8 @@ def main(arguments: list[str] | None = None) -> None:
     def after(records: dict) -> None:
         print(f"{len(records)} prompts", file=sys.stderr, flush=True)
         if given.out:
-            given.out.write_text(json.dumps({"settings": {name: str(value) for name, value in vars(given).items()}, "records": records}, indent=1) + "\n")
+            settings = {name: str(value) for name, value in vars(given).items()}
+            given.out.write_text(json.dumps({"settings": settings, "records": records}, indent=1) + "\n", encoding="utf-8")
 
     with torch.inference_mode():
         records = measure(hf_specdec.enable(target), drafter, load_prompts(given.prompts, given.limit), tokenizer, given.rate, given.max_new_tokens,

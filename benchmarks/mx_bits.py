@@ -39,8 +39,8 @@ def main() -> None:
     parser.add_argument("--json")
     options = parser.parse_args()
     model, tokenizer = load_target(dtype="float32")
-    text = options.text.read_text() if options.text else sample_text()
-    sequences = calibration_text(model, tokenizer, None if options.calibrate == GENERATED else Path(options.calibrate).read_text())
+    text = options.text.read_text(encoding="utf-8") if options.text else sample_text()
+    sequences = calibration_text(model, tokenizer, None if options.calibrate == GENERATED else Path(options.calibrate).read_text(encoding="utf-8"))
     forms = rounded(model, plan(model, FORMATS[0], (), None), FORMATS, sequences, "even")
     found = costs(model, forms, sequences)
     rows = []
@@ -50,7 +50,7 @@ def main() -> None:
         rows.append({"chosen_by": name, "bits": mean_bits(model, places), "expected_kl": sum(found[layer][at] for layer, at in places.items()), **quality.to_dict()})
         print("{bits:.3f}  {chosen_by:22s}  {expected_kl:.4f}       {loss_difference:+.4f}  {kl:.4f}  {top1_agreement:.1%}".format(**rows[-1]), flush=True)
     if options.json:
-        Path(options.json).write_text(json.dumps({"costs": found, "rows": rows}, indent=1))
+        Path(options.json).write_text(json.dumps({"costs": found, "rows": rows}, indent=1), encoding="utf-8")
 
 
 def contestants(model, found: dict[str, list[float]], options):

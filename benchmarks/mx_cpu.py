@@ -39,7 +39,7 @@ def main() -> None:
             for name in options.formats:
                 results += measure(n, k, name, options, peak)
     if options.json:
-        with open(options.json, "w") as file:
+        with open(options.json, "w", encoding="utf-8") as file:
             json.dump({"kernel": kernel_info(), "results": results}, file, indent=1)
 
 

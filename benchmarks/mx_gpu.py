@@ -112,7 +112,7 @@ def main() -> None:
             print("{n:6} x {k:5}  M {rows:2}  {arm:10} {us:8.1f} us  {GB/s:6.0f} GB/s  error {error:.1e}".format(**entry), f" {ratio:.2f}x")
     result = {"device": properties.name, "torch": torch.__version__, "copy_GB/s": 2 * big.numel() / copy / 1000, "figures": found}
     text = json.dumps(result, indent=1)
-    print(text) if options.json is None else open(options.json, "w").write(text)
+    print(text) if options.json is None else open(options.json, "w", encoding="utf-8").write(text)
 
 
 if __name__ == "__main__":

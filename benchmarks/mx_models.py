@@ -53,7 +53,7 @@ def main() -> None:
     with torch.inference_mode():
         result = {"smollm2": smollm2, "memory": memory}.get(options.what, shape)(options)
     if options.json:
-        with open(options.json, "w") as file:
+        with open(options.json, "w", encoding="utf-8") as file:
             json.dump(result, file, indent=1)
 
 

@@ -32,10 +32,10 @@ def main() -> None:
     parser.add_argument("--json")
     options = parser.parse_args()
     model, tokenizer = load_target(dtype="float32")
-    text = options.text.read_text() if options.text else sample_text()
+    text = options.text.read_text(encoding="utf-8") if options.text else sample_text()
     sequences = None
     if options.calibrate:
-        sequences = calibration_text(model, tokenizer, None if options.calibrate == GENERATED else Path(options.calibrate).read_text())
+        sequences = calibration_text(model, tokenizer, None if options.calibrate == GENERATED else Path(options.calibrate).read_text(encoding="utf-8"))
     rows = []
     print("format       rule   SQNR dB  perplexity  nats    KL      top-1   overlap")
     for name in [name for name in options.formats if not options.activations or FORMATS[name].fits_int8]:
@@ -46,7 +46,7 @@ def main() -> None:
             rows.append({"format": name, "rule": rule, "sqnr_db": sum(layers) / len(layers), **quality})
             print(line(rows[-1]), flush=True)
     if options.json:
-        Path(options.json).write_text(json.dumps(rows, indent=1))
+        Path(options.json).write_text(json.dumps(rows, indent=1), encoding="utf-8")
 
 
 def line(row: dict) -> str:

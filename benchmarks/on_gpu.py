@@ -30,7 +30,7 @@ def run(name: str, out: Path) -> str:
     """Run one part; what became of it, in a word."""
     command, limit = PARTS[name]
     begin = perf_counter()
-    with (out / f"{name}.txt").open("w") as file:
+    with (out / f"{name}.txt").open("w", encoding="utf-8") as file:
         try:
             code = subprocess.run([sys.executable, *(word.format(out=out) for word in command)], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, timeout=limit).returncode
         except subprocess.TimeoutExpired:
@@ -49,7 +49,7 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     for name in given.parts:
         print(f"{name}: {run(name, given.out.resolve())}", flush=True)
-        tail = (given.out / f"{name}.txt").read_text(errors="replace").splitlines()[-15:]
+        tail = (given.out / f"{name}.txt").read_text(encoding="utf-8", errors="replace").splitlines()[-15:]
         print("\n".join(f"    {line}" for line in tail), flush=True)
 
 

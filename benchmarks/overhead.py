@@ -173,7 +173,7 @@ def main(tokens: int = 200, repetitions: int = 15, out: Path | None = None):
         table.add_row(name, f"{result[name]['ms']:.2f}", f"{result[name]['ratio']:.2f}x")
     Console(highlight=False).print(table)
     if out is not None:
-        out.write_text(json.dumps(result, indent=1) + "\n")
+        out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

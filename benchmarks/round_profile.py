@@ -176,7 +176,7 @@ def main(
         console.print(f"named: {100 * named:.1f} %; outside the forwards: {100 * (1 - forwards):.1f} %")
         poor |= named < 0.95
     if out is not None:
-        out.write_text(json.dumps({"versions": [hf_specdec.__version__, torch.__version__], **results}, indent=1) + "\n")
+        out.write_text(json.dumps({"versions": [hf_specdec.__version__, torch.__version__], **results}, indent=1) + "\n", encoding="utf-8")
     raise typer.Exit(1 if poor else 0)
 
 

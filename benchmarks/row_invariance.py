@@ -60,7 +60,7 @@ def main(
     plain = generate_arm("plain", model)
     source = load_draft(draft, "bfloat16", model, tokenizer)
     ours = generate_arm("ours", enable(model), assistant_model=source, speculative=True, num_assistant_tokens=parse_k(k))
-    done = json.loads(out.read_text())["prompts"] if out is not None and out.is_file() else {}
+    done = json.loads(out.read_text(encoding="utf-8"))["prompts"] if out is not None and out.is_file() else {}
     chosen = {f"{Path(name).stem} {prompt.id}": prompt for name in prompts for prompt in load_prompts(name, limit)}
     settings = {"target": target, "draft": draft, "k": k, "format": format, "max_new_tokens": max_new_tokens, "sdpa": stock_attention}
     with counting("Comparing", len(chosen)) as step:

@@ -117,7 +117,7 @@ def main() -> None:
     table = measure(model, prompts, given.max_new_tokens, given.repetitions)
     show(table)
     if given.out:
-        given.out.write_text(json.dumps(table, indent=1))
+        given.out.write_text(json.dumps(table, indent=1), encoding="utf-8")
 
 
 def show(table: dict) -> None:

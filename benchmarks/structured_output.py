@@ -122,7 +122,7 @@ def main() -> None:
         shown.add_row(arm, *cells)
     Console().print(shown)
     if given.out:
-        given.out.write_text(json.dumps(table, indent=1))
+        given.out.write_text(json.dumps(table, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

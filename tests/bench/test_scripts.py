@@ -47,6 +47,15 @@ def test_what_a_script_imports_at_its_top_is_required_by_the_package_for_develop
     assert names - set(sys.stdlib_module_names) - {"hf_specdec"} <= required("dev", "demo")
 
 
+@pytest.mark.parametrize("path", sorted(SCRIPTS.rglob("*.py")), ids=lambda path: path.stem)
+def test_a_script_reads_and_writes_text_as_utf_8_whatever_the_locale(path):
+    calls = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
+    names = {call: getattr(call.func, "attr", getattr(call.func, "id", "")) for call in calls}
+    binary = {call for call in calls if any(isinstance(each, ast.Constant) and "b" in str(each.value) for each in call.args)}
+    texts = [call for call in calls if names[call] in ("read_text", "write_text") or names[call] == "open" and call not in binary]
+    assert not [call.lineno for call in texts if "encoding" not in {keyword.arg for keyword in call.keywords}]
+
+
 @pytest.mark.parametrize("file", ["constraints.txt", "constraints-lowest.txt"])
 def test_what_the_tests_need_is_pinned(file):
     pinned = {line.partition("==")[0].lower() for line in (SCRIPTS.parent / file).read_text().splitlines()}
