@@ -103,6 +103,32 @@ def test_a_frame_shows_what_had_come_by_then():
     assert RACE_NOTE in " ".join(early.split()) and "one after the other" in RACE_NOTE
 
 
+NAMES = ["plain generate of the target in bfloat16", "MXFP6", "MXFP6 with speculation", "MXFP6 with speculation, rounded activations"]
+
+
+@pytest.mark.parametrize("width", [20, 40, 80, 120])
+def test_no_name_and_no_text_is_cut_however_narrow_the_terminal(width):
+    race = viz.Race([Lap(name, [(0.1, 1, "0123456789" * 3, False)], [1], 1.0) for name in NAMES])
+    lines = bare(printed(race.frame(1.0, width), width)).splitlines()
+    names, words = " ".join(NAMES).split(), " ".join(lines).split()
+    assert max(map(len, lines)) <= width and all(words.count(word) >= names.count(word) for word in names)
+    frames = "".join(line for line in lines if line.startswith("│"))
+    assert [frames.count(digit) for digit in "0123456789"] == [3 * len(NAMES)] * 10
+
+
+def test_no_name_is_cut_in_a_picture():
+    picture = gif.Picture(viz.Race([Lap(name, [(0.1, 1, "a", False)], [1], 1.0) for name in NAMES]))
+    picture.figure.canvas.draw()
+    boxes, whole = [axes.title.get_window_extent() for axes in picture.panels], picture.figure.bbox
+    assert [axes.get_title().replace("\n", " ") for axes in picture.panels] == NAMES
+    assert all(box.x0 >= last for box, last in zip(boxes, [whole.x0, *(box.x1 for box in boxes)])) and all(box.y1 <= whole.y1 for box in boxes)
+
+
+def test_a_name_that_fits_stands_in_its_frame():
+    first = bare(printed(quick().frame(2.0))).splitlines()[0]
+    assert first.startswith("╭") and "slow" in first and "fast" in first
+
+
 def test_tokens_per_second_stand_under_each_arm():
     race = quick()
     slow, fast = race.laps

@@ -6,6 +6,7 @@ import os
 import warnings
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from textwrap import fill
 from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
@@ -70,14 +71,15 @@ class Picture:
 
     def __init__(self, race: Race):
         self.race, n = race, len(race.laps)
-        width, height = n * (COLUMNS + 3) * CELL, (ROWS + 6) * LINE
+        names = [fill(lap.label, COLUMNS - 4, max_lines=2, placeholder=" ...") for lap in race.laps]
+        width, height = n * (COLUMNS + 3) * CELL, (ROWS + (7 if any("\n" in name for name in names) else 6)) * LINE
         self.figure = new_figure(width, height)
         self.figure.set_layout_engine("none")
         self.panels, self.drawn = [], []
-        for number, lap in enumerate(race.laps):
+        for number, name in enumerate(names):
             place = ((number + 0.5 * 3 / (COLUMNS + 3)) / n, 4 * LINE / height, COLUMNS / (COLUMNS + 3) / n, ROWS * LINE / height)
             axes = self.figure.add_axes(place, xlim=(0, COLUMNS), ylim=(ROWS, 0), xticks=[], yticks=[])
-            axes.set_title(lap.label, fontsize=FONT + 1, fontweight="bold", parse_math=False)
+            axes.set_title(name, fontsize=FONT + 1, fontweight="bold", parse_math=False)
             self.panels.append(axes)
         self.figure.text(0.5, 0.5 * LINE / height, RACE_NOTE, ha="center", fontsize=FONT - 1, color="#555555", wrap=True)
 

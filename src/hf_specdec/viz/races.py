@@ -10,8 +10,9 @@ from pathlib import Path
 from rich.cells import cell_len
 from rich.console import Console, Group
 from rich.live import Live
+from rich.padding import Padding
 from rich.panel import Panel
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from ..hints import many
@@ -77,6 +78,7 @@ class Race:
     """What `race` returns: `laps`, one per arm, to be replayed and saved."""
 
     HEIGHT = 14
+    LEAST = 18  # cells of an arm's frame, where others stand beside it
 
     def __init__(self, laps: list[Lap]):
         self.laps = laps
@@ -100,21 +102,29 @@ class Race:
         return text
 
     def frame(self, now: float, width: int = 100, height: int = HEIGHT) -> Group:
-        """Everything as it was `now` seconds after the start of each arm, for rich."""
-        own = max(width // len(self.laps), 12)
-        grid = Table.grid(expand=False)
-        cells = []
-        for lap in self.laps:
+        """Everything as it was `now` seconds after the start of each arm, for rich; arms that do not fit beside the others stand below them."""
+        across = max(min(len(self.laps), width // self.LEAST), 1)
+        rows = [self.laps[first : first + across] for first in range(0, len(self.laps), across)]
+        grids = [self._row(laps, now, width // across, max(height // len(rows), 3)) for laps in rows]
+        clock = f"{min(now, self.seconds):.1f} s of {self.seconds:.1f} s. {RACE_NOTE}"
+        return Group(*grids, Text(clock, style="dim"))
+
+    def _row(self, laps: list[Lap], now: float, own: int, height: int) -> Group:
+        """These arms side by side, `own` cells each; names that are too long for the frames stand above them."""
+        top, grid = (Table.grid(*(Column(width=own, vertical=place) for _ in laps)) for place in ("bottom", "top"))
+        names = [Text(visible(lap.label), style="bold", justify="center") for lap in laps]
+        above = any(name.cell_len > own - 6 for name in names)
+        panels = []
+        for lap, name in zip(laps, names):
             body = Text("\n").join(Text.assemble(*((text, DRAFTED if drafted else "") for text, drafted in line))
                                    for line in lap.screen(now, own - 4, height))
             style = "green" if now >= lap.seconds else "dim"
-            title = Text(visible(lap.label), style="bold")
-            panel = Panel(body, title=title, border_style=style, width=own, height=height + 2)
-            cells.append(Group(panel, Text(self.status(lap, now), justify="center")))
-            grid.add_column(width=own)
-        grid.add_row(*cells)
-        clock = f"{min(now, self.seconds):.1f} s of {self.seconds:.1f} s. {RACE_NOTE}"
-        return Group(grid, Text(clock, style="dim"))
+            panels.append(Panel(body, title=None if above else name, border_style=style, width=own, height=height + 2))
+        if above:
+            top.add_row(*(Padding(name, (0, 1)) for name in names))
+        grid.add_row(*panels)
+        grid.add_row(*(Padding(Text(self.status(lap, now), justify="center"), (0, 1)) for lap in laps))
+        return Group(top, grid)
 
     def replay(self, console: Console | None = None, clock=time.perf_counter, sleep=time.sleep) -> None:
         """Show the race in real time; only its end where the console is no terminal."""
