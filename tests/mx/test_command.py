@@ -65,6 +65,17 @@ def test_the_table_groups_layers_and_lists_them_all_on_request(folder, tmp_path)
     assert all(f"model.layers.{i}.mlp.up_proj " in listed for i in (0, 1)) and "0-1" not in listed
 
 
+@pytest.mark.parametrize("width", [40, 80])
+def test_names_are_whole_where_the_table_is_wider_than_the_terminal(folder, tmp_path, width):
+    done = CliRunner().invoke(app, ["compress", str(folder), "--out", str(tmp_path / "out"), "--lm-head", "mxint8"], env={"COLUMNS": str(width)})
+    lines = done.stdout.splitlines()
+    place = lines.index("model.layers.0-1.self_attn.q_proj (2)")
+    assert lines[place + 1].split()[:3] == ["64", "x", "64"] and lines[place + 1].endswith(" mxfp6_e2m3")
+    assert lines[0] == "layer" and lines[1].split() == ["shape", "MiB", "before", "after", "SQNR", "dB", "format"]
+    assert lines[1].index("before") + len("before") == lines[place + 1].index("0.0") + len("0.016")
+    assert any(line.endswith("mxint8 (untied from the embedding, which stays dense)") for line in lines)
+
+
 def test_heads_skips_and_types(folder, tmp_path):
     out, file = tmp_path / "mx", tmp_path / "report.json"
     result = run(

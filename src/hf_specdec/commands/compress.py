@@ -19,6 +19,7 @@ from .leaving import as_typed
 
 GENERATED = "generated"
 MARK = "\x1a"  # stands for a user's words
+NOTE = 24  # characters that a layer's format and its note get at least, beside the layer's name
 
 
 def compress(
@@ -184,19 +185,29 @@ def _print_source(console: Console, calibrate: str, sequences: list) -> None:
 def _print_layers(console: Console, report, every_layer: bool, whole: tuple[int, int]) -> None:
     from ..mx.report import COLUMNS, mebibytes
 
-    table = Table(header_style="bold", box=None, padding=(0, 1, 0, 0))
-    for name in COLUMNS[:3]:
-        table.add_column(name, overflow="fold")
-    for name in COLUMNS[3:]:
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in report.rows(every_layer):
-        table.add_row(*(as_typed(cell, {"lm_head": "--lm-head"}) for cell in row))
-    console.print(table)
+    rows = [COLUMNS, *(tuple(as_typed(cell, {"lm_head": "--lm-head"}) for cell in row) for row in report.rows(every_layer))]
+    widths = [max(map(len, column)) + 1 for column in zip(*rows)]
+    if sum(widths) - max(widths[2] - NOTE, 0) <= console.width:
+        table = Table(header_style="bold", box=None, padding=(0, 1, 0, 0))
+        for number, name in enumerate(COLUMNS):
+            table.add_column(name, justify="left" if number < 3 else "right", no_wrap=number != 2)
+        for row in rows[1:]:
+            table.add_row(*row)
+        console.print(table)
+    else:
+        _print_in_pairs(console, rows, widths)
     bits = 8 * sum(layer.bytes_after for layer in report.compressed) / sum(math.prod(layer.shape) for layer in report.compressed)
     console.print(f"{report}; {bits:.2f} bits per compressed weight", markup=False, soft_wrap=True)
     before, after = whole
     text = f"Whole model: {mebibytes(before)} MiB to {mebibytes(after)} MiB ({after / before:.1%} of the size)"
     console.print(text, style="bold", markup=False, soft_wrap=True)
+
+
+def _print_in_pairs(console: Console, rows: list[tuple[str, ...]], widths: list[int]) -> None:
+    """Where the table is wider than the console: a layer's name, and below it the rest, the format with its note last."""
+    for number, (name, shape, kind, *figures) in enumerate(rows):
+        cells = [shape.ljust(widths[1]), *(figure.rjust(width) for figure, width in zip(figures, widths[3:])), f" {kind}"]
+        console.print(f"{name}\n  {''.join(cells)}", style="" if number else "bold", markup=False, soft_wrap=True)
 
 
 def _print_quality(console: Console, quality, text: Path | None) -> None:
