@@ -93,6 +93,13 @@ def test_the_command_writes_prompt_lookup_without_a_target(tmp_path):
     assert json.loads((tmp_path / "out" / CONFIG).read_text()) == expected == json.loads(result.stdout)
 
 
+def test_the_command_has_no_bars_where_there_is_no_terminal(target, tmp_path):
+    target.save_pretrained(tmp_path / "target")
+    save(build_drafter(target, [1], None), tmp_path / "draft", "tiny")
+    done = CliRunner().invoke(app, ["export", str(tmp_path / "draft"), "--target", str(tmp_path / "target"), "--out", str(tmp_path / "out")])
+    assert done.exit_code == 0 and "Writing to" in done.stderr and not set("\r|%") & set(done.stderr), done.output
+
+
 def test_without_k_there_are_as_many_tokens_as_heads(target, tmp_path):
     folder = heads_folder(target, tmp_path / "heads", None, "bf16")
     assert export(str(folder), target, tmp_path / "out")["num_speculative_tokens"] == 3
