@@ -184,6 +184,9 @@ def test_speedup_with_a_target_whose_cost_is_its_width_never_exceeds_one():
     lambda: theory.speedup(0.5, 3, 0.1, lambda width: math.nan), lambda: theory.acceptance_rate(torch.ones(1), torch.ones(1), 0.0),
     lambda: theory.expected_tokens(0.5, 2.5), lambda: theory.expected_tokens(1.0, 2.5), lambda: theory.optimal_k(0.5, 0.1, -1),
     lambda: theory.optimal_k(0.5, 0.1, 2.5), lambda: theory.speedup(0.5, 3, 0.0, lambda width: 0.0), lambda: theory.speedup(0.5, 2.5, 0.1),
+    lambda: theory.expected_tokens("x", 3), lambda: theory.expected_tokens(None, 3), lambda: theory.operations_factor(0.5, "x"),
+    lambda: theory.speedup(0.5, "x", 0.1, float), lambda: theory.memory_bound_speedup(2.0, "x", 0.1),
+    lambda: theory.acceptance_rate(torch.ones(1), torch.ones(1), "x"),
 ])  # fmt: skip
 def test_numbers_that_are_no_rates_or_ratios_are_refused_by_name(call):
     with pytest.raises(ValueError, match=r"^(alpha|k|k_max|c|c_hat|lenience|verify_cost\(4\))=.* must (be|not)"):

@@ -23,7 +23,7 @@ def acceptance_rate(p: torch.Tensor, q: torch.Tensor, lenience: float = 1.0) -> 
     min(1, p(x) / (l q(x)))). p, q: float [..., V], laws over the last dimension. Returns float [...]; its mean over prefixes is
     alpha. ValueError unless 0 < lenience <= 1.
     """
-    if not 0 < lenience <= 1:
+    if isinstance(lenience, str | None) or not 0 < lenience <= 1:
         raise ValueError(f"lenience={lenience!r} must be in (0, 1]; 1.0 keeps the output exact.")
     return torch.minimum(p / lenience, q).sum(-1)
 
@@ -63,7 +63,8 @@ def operations_factor(alpha: float, k: int, c_hat: float = 0.0) -> float:
 
     Section 3.4, Theorem 3.11; c_hat is the ratio of operations per token of draft and target.
     """
-    return (k * _ratio("c_hat", c_hat) + k + 1) / expected_tokens(alpha, k)
+    tokens = expected_tokens(alpha, k)
+    return (k * _ratio("c_hat", c_hat) + k + 1) / tokens
 
 
 def optimal_k(alpha: float, c: float, k_max: int = 64) -> int:
@@ -93,6 +94,7 @@ def speedup(alpha: float, k: int, draft_cost: float, verify_cost: Callable[[int]
     verify_cost(width): measured time of a target pass over `width` tokens over that of a pass over one; None is the paper's own
     assumption, 1 at every width. draft_cost: c.
     """
+    _check(alpha, k)
     verify = 1.0 if verify_cost is None else _ratio(f"verify_cost({k + 1})", verify_cost(k + 1))
     cost = verify + k * _ratio("draft_cost", draft_cost)
     if not cost:
@@ -106,13 +108,13 @@ def memory_bound_speedup(block_efficiency: float, k: float, c: float) -> float:
     Goel et al. 2024 (arXiv 2403.00858), with c the draft's parameters over the target's (0 without a draft model). k: tokens drafted
     per round, a mean that need not be whole. It is Theorem 3.8 of Leviathan et al. 2023 with the tokens per round counted, not expected.
     """
-    if not 0 <= k < math.inf:
+    if not isinstance(k, Real) or not 0 <= k < math.inf:
         raise ValueError(f"k={k!r} must be a number of drafted tokens, 0 or more.")
     return _ratio("block_efficiency", block_efficiency) / (k * _ratio("c", c) + 1)
 
 
 def _check(alpha: float, k: int) -> None:
-    if not 0 <= alpha <= 1:
+    if isinstance(alpha, str | None) or not 0 <= alpha <= 1:
         raise ValueError(f"alpha={alpha!r} must be an acceptance rate in 0..1.")
     _drafted("k", k)
 

@@ -160,8 +160,10 @@ def test_dequantize_takes_a_dtype_and_refuses_what_is_none():
         dense = mx.dequantize(copy.deepcopy(model), name)
         assert {tensor.dtype for tensor in dense.state_dict().values()} == {dtype} and logits(dense).dtype == dtype
     assert same(copy.deepcopy(model).dequantize(), mx.dequantize(copy.deepcopy(model)))
-    with pytest.raises(ValueError, match="no MX layers to dequantise: it is dense.*import hf_specdec"):
+    with pytest.raises(ValueError, match="no MX layers to dequantise: it is dense.*import hf_specdec.mx"):
         mx.dequantize(mx.dequantize(model))
+    with pytest.raises(TypeError, match="^model: expected a model, got NoneType"):
+        mx.dequantize(None)
     assert same(mx.compress(model), mx.compress(tiny()))  # compressing what was compressed changes nothing
 
 

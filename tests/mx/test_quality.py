@@ -121,6 +121,9 @@ def test_bad_input(pair):
     tokenizer = byte_tokenizer()
     for words, arguments in {
         "window=1 ": (IDS, None, 100, 1),
+        "window='x' must be an int": (IDS, None, 100, "x"),
+        "window=2.5 must be an int": (IDS, None, 100, 2.5),
+        "max_tokens='x' must be an int": (IDS, None, "x"),
         "window=129 must .* context of 128": (IDS, None, 100, 129),
         "max_tokens=1 ": (IDS, None, 1),
         "the text has 1 tokens": (IDS[:1],),

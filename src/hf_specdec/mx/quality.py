@@ -86,8 +86,8 @@ def compare(
             raise TypeError(f"{name}: expected a transformers model, got {what(owner)}.")
     ids = _ids(tokenizer_or_ids, text)
     window = _window(window, model, compressed)
-    if max_tokens is not None and max_tokens < 2:
-        raise ValueError(f"max_tokens={max_tokens} is too few: one token is predicted from at least one before it. Take 2 or more.")
+    if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 2):
+        raise ValueError(f"max_tokens={max_tokens!r} must be an int, 2 or more, as one token is predicted from at least one before it; or None, for all.")
     ids = ids[:max_tokens]
     if len(ids) < 2:
         raise ValueError(f"the text has {len(ids)} tokens; at least 2 are needed.")
@@ -140,8 +140,8 @@ def _window(window: int | None, *models) -> int:
     limit = min((limit for limit in limits if limit), default=None)
     if window is None:
         return min(WINDOW, limit or WINDOW)
-    if window < 2 or (limit and window > limit):
-        raise ValueError(f"window={window} must be at least 2 and fit the models' context of {limit or 'any number of'} tokens.")
+    if not isinstance(window, int) or window < 2 or (limit and window > limit):
+        raise ValueError(f"window={window!r} must be an int, at least 2, and fit the models' context of {limit or 'any number of'} tokens.")
     return window
 
 

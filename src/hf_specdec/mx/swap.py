@@ -7,6 +7,7 @@ import copy
 import torch
 from torch import nn
 
+from ..hints import what
 from .activation import RowActivation
 from .attention import use_sdpa_again
 from .gptq import Inputs, compensated
@@ -98,9 +99,11 @@ def _part(model: nn.Module) -> None:
 
 def dequantize(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     """Swap a model's MX layers for dense ones, in place, and return the model: in its own dtype, or all that a checkpoint of it holds in `dtype`."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a model, got {what(model)}; load one with from_pretrained.")
     names = [name for name, module in model.named_modules() if isinstance(module, MXLinear)]
     if not names:
-        raise ValueError("model has no MX layers to dequantise: it is dense as it is. A folder of MX weights is read as one after import hf_specdec.")
+        raise ValueError("model has no MX layers to dequantise: it is dense as it is. A folder of MX weights is read as one after import hf_specdec.mx.")
     given, dtype = dtype, getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if given is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"dtype={given!r} is no floating-point type of torch: take float32, bfloat16 or float16.")
