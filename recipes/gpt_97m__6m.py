@@ -196,6 +196,8 @@ RECIPE = Study(
     },
     new_tokens={"full": 96, "shape": 64, "tiny": 48},
     rows=rows, names=names, material=material, arguments=arguments, check=check, settings=settings,
+    k_of=" by the 6M draft; the tables draft 1, whatever is given",
+    remarks=("K is --k for the 6M draft and 1 for the tables: at their acceptance a second token would be judged in vain.",),
 )  # fmt: skip
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from hf_specdec.hints import many
+
 from . import quality
 from .recipe import ARTICLE, BASELINE, LOOKUP
 from .store import PLOT
@@ -26,7 +28,7 @@ def print_with_notes(data: dict[str, Any], how: str, table: Table, notes: list[s
     settings, environment = data["settings"], data["environment"]
     console.print(data["title"], style="bold", highlight=False, markup=False)
     console.print(
-        f"{data['label']}; {how}, up to {settings['new_tokens']} new tokens, {len(settings['prompts'])} prompts, repetitions: "
+        f"{data['label']}; {how}, up to {many(settings['new_tokens'], 'new token')}, {many(len(settings['prompts']), 'prompt')}, repetitions: "
         f"{settings['repetitions']}, {settings['dtype']}, {environment['device']}, threads: {environment['threads']}, "
         f"torch {environment['torch']}, transformers {environment['transformers']}", soft_wrap=True, highlight=False, markup=False)
     console.print(table)

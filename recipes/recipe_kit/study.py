@@ -61,7 +61,7 @@ class Material:
 class Study:
     """rows, material, settings, names: functions of the options. material(options, names) builds or loads, and checks the memory
     before. settings: what goes into the JSON beside the common ones. label: scale -> what the figures stand on. k: tokens drafted per
-    round by default; None: as the rows say. dtypes: scale -> the default where it is not float32. variant: options -> a part of the file's
+    round by default; None: as the rows say. k_of: of which rows, where not of all. dtypes: scale -> the default where it is not float32. variant: options -> a part of the file's
     name. no_shape: why there is no shape scale, where there is none."""
 
     name: str
@@ -77,6 +77,7 @@ class Study:
     settings: Callable[[argparse.Namespace], dict[str, Any]]
     remarks: tuple[str, ...] = ()
     k: int | None = 5
+    k_of: str = ""
     dtypes: dict[str, str] = field(default_factory=dict)
     variant: Callable[[argparse.Namespace], str] = lambda options: ""
     no_shape: str = ""

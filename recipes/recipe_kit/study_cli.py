@@ -60,7 +60,7 @@ def parse(study: Study, argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=study.name, description=study.title)
     add = parser.add_argument
     add("--scale", required=True, metavar=f"{{{','.join(study.scales)}}}", help="; ".join(f"{scale}: {text}" for scale, text in study.label.items()))
-    add("--k", type=int, default=study.k, help=f"tokens drafted per round (default {study.k or 'as in the paper, row by row'})")
+    add("--k", type=int, default=study.k, help=f"tokens drafted per round{study.k_of} (default {study.k or 'as in the paper, row by row'})")
     add("--new-tokens", type=int, help=f"most new tokens a prompt (default {', '.join(f'{scale} {most}' for scale, most in study.new_tokens.items())})")
     add("--prompts", type=int, help="only the first N prompts")
     add("--repetitions", type=int, default=1)

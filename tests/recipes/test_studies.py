@@ -74,6 +74,16 @@ def test_lenience_raises_acceptance_and_its_rows_are_called_lossy(run, tmp_path)
     assert all(row["equal_to_plain"] == row["outputs"] == 2 for row in greedy)
 
 
+def test_k_is_that_of_the_6m_draft_and_the_tables_say_that_theirs_is_1(run, quick, tmp_path, capsys):
+    status, out, _ = run("gpt_97m__6m", "--scale", "tiny", "--prompts", "1", "--new-tokens", "6", "--k", "3", "--no-plot")
+    data = result(tmp_path, "gpt_97m__6m")
+    assert status == 0 and {(row["draft"], row["k"]) for row in data["summary"]} == {("6M draft", 3), ("bigram", 1), ("unigram", 1)}
+    assert "K is --k for the 6M draft and 1 for the tables" in " ".join(out.split()) and "up to 6 new tokens, 1 prompt, repetitions: 1" in out
+    with pytest.raises(SystemExit):
+        run("gpt_97m__6m", "--help")
+    assert "the tables draft 1, whatever is given" in " ".join(capsys.readouterr().out.split())
+
+
 def test_the_full_gpt_shape_has_the_papers_size_and_says_that_its_acceptance_is_simulated(run, recipes, kit, monkeypatch, tmp_path):
     recipe = recipes["gpt_97m__6m"]
     sizes = [kit.memory.size_of(config).parameters for config in recipe.configs("full", 8000)]
