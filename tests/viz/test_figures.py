@@ -215,6 +215,11 @@ def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
         (lambda: viz.timeline([0.1, "x"]), "'x'"),
         (lambda: viz.timeline([timed()]), r"^a lane .*; SpeculationTrace.* is none\. Give several outputs as a dict, by their labels\.$"),
         (lambda: viz.timeline([0.1], until=0), "until=0"),
+        (lambda: viz.timeline([0.1], until="x"), "until='x'"),
+        (lambda: figures.expected_tokens(3), "ks: give a list"),
+        (lambda: figures.predicted_and_measured({}), "no row has both"),
+        (lambda: figures.predicted_and_measured(3), "rows: give a report of the benchmark"),
+        (lambda: figures.predicted_and_measured([3]), "rows: give a report of the benchmark"),
         (lambda: viz.timeline(chain((1, 1, 0))), "no seconds per round"),
     ],
 )

@@ -3,6 +3,7 @@
 import re
 import sys
 import time
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 
 import pytest
@@ -161,6 +162,16 @@ def test_a_models_text_is_neither_markup_nor_control():
     assert "[red]x[/red]<U+001B>]0;t<U+0007>" in shown and "[b]label[/b]" in shown
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_a_race_is_shown_whatever_the_locale_has(encoding, monkeypatch):
+    stream = TextIOWrapper(BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", stream)
+    viz.race([("né", words("漢 ", "é"))])
+    stream.flush()
+    shown = stream.buffer.getvalue().decode(encoding)
+    assert ("Running né" in shown and "漢 é" in shown) if encoding == "utf-8" else (r"n\xe9" in shown and r"\u6f22 \xe9" in shown)
+
+
 class Clock:
     def __init__(self):
         self.now, self.slept = 0.0, 0
@@ -253,6 +264,11 @@ def words(*texts):
         (lambda: viz.race([("quiet", lambda emit: None)], replay=False), "'quiet' emitted nothing"),
         (lambda: viz.race([("ids", lambda emit: emit([1, 2]))], replay=False), "pass tokenizer="),
         (lambda: viz.racer("two", None, {"input_ids": [[1], [2]]}), "takes one prompt, these are 2"),
+        (lambda: viz.race([3], replay=False), "arms: give Arms, or .label, run. pairs with a function run.emit.; 3 is neither"),
+        (lambda: viz.race([("a", None)], replay=False), r"arms: .*\('a', None\) is neither"),
+        (lambda: viz.racer("text", None, "abc"), "inputs: give what the tokenizer returns of one prompt, .* not str"),
+        (lambda: viz.racer("ids", None, torch.ones(1, 3)), "inputs: .* not Tensor"),
+        (lambda: quick().save_gif("race.gif", fps="x"), "fps='x'"),
         (lambda: quick().save_gif("race.mp4"), "must end in .gif"),
         (lambda: quick().save_gif("no/such/folder/race.gif"), "its folder does not exist"),
         (lambda: quick().save_gif("race.gif", fps=0), "fps=0"),

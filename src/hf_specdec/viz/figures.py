@@ -122,7 +122,10 @@ def predicted_and_measured(rows: Iterable[dict[str, Any]] | dict[str, Any]):
     rows: a report of the benchmark (`run_benchmark`, bench.json), its "results", or dicts with "label", "predicted" and "measured",
     and "predicted_width" if the cost of a wide target pass was measured, too. Rows without a prediction are left out.
     """
-    rows = rows["results"] if isinstance(rows, dict) else list(rows)
+    rows = rows.get("results", ()) if isinstance(rows, dict) else rows
+    rows = list(rows) if isinstance(rows, Iterable) else [rows]
+    if not all(isinstance(row, dict) for row in rows):
+        raise ValueError("rows: give a report of the benchmark, its results, or dicts with label, predicted and measured.")
     points = []
     for row in rows:
         name = row.get("label") or " ".join(str(row[key]) for key in ("arm", "category") if key in row)
@@ -148,5 +151,5 @@ def predicted_and_measured(rows: Iterable[dict[str, Any]] | dict[str, Any]):
 
 
 def _some(name: str, values: Sequence) -> None:
-    if not len(values):
-        raise ValueError(f"{name}: give at least one value.")
+    if not hasattr(values, "__len__") or not len(values):
+        raise ValueError(f"{name}: give a list of at least one value.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from numbers import Real
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from textwrap import fill
@@ -47,7 +48,7 @@ def times(seconds: float, fps: float) -> tuple[list[float], float]:
 def save(race: Race, path: str | Path, fps: float = 10) -> Path:
     """Write the race's replay; about 150 pictures at most."""
     path = check_path(path)
-    if not 0 < fps <= 50:
+    if not isinstance(fps, Real) or not 0 < fps <= 50:
         raise ValueError(f"fps={fps!r} must be above 0 and at most 50.")
     from matplotlib.animation import PillowWriter
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,9 +15,9 @@ from rich.panel import Panel
 from rich.table import Column, Table
 from rich.text import Text
 
-from ..hints import many
+from ..hints import many, short, what
 from .highlights import DRAFTED
-from .text import RACE_NOTE, Detokenizer, visible
+from .text import RACE_NOTE, Detokenizer, own_console, visible
 
 Line = list[tuple[str, bool]]
 
@@ -128,7 +128,7 @@ class Race:
 
     def replay(self, console: Console | None = None, clock=time.perf_counter, sleep=time.sleep) -> None:
         """Show the race in real time; only its end where the console is no terminal."""
-        console = console or Console(highlight=False)
+        console = console or own_console()
         height = max(min(self.HEIGHT, console.height - 8), 3)
         if not console.is_terminal:
             console.print(self.frame(self.seconds, console.width, height))
@@ -153,10 +153,10 @@ def race(arms: Iterable, tokenizer=None, console: Console | None = None, replay:
     arms: `Arm`s or (label, run) pairs; `racer` makes them of a model. tokenizer: decodes token ids; not needed by arms that emit
     text. replay: whether to show anything.
     """
-    arms = [arm if isinstance(arm, Arm) else Arm(*arm) for arm in arms]
+    arms = [_arm(arm) for arm in arms]
     if not arms:
         raise ValueError("arms: give at least one (label, run) pair.")
-    console = console or Console(highlight=False)
+    console = console or own_console()
     laps = []
     for arm in arms:
         if replay:
@@ -166,6 +166,13 @@ def race(arms: Iterable, tokenizer=None, console: Console | None = None, replay:
     if replay:
         result.replay(console)
     return result
+
+
+def _arm(given) -> Arm:
+    arm = Arm(*given) if isinstance(given, tuple | list) and len(given) in (2, 3) else given
+    if not isinstance(arm, Arm) or not callable(arm.run):
+        raise ValueError(f"arms: give Arms, or (label, run) pairs with a function run(emit); {short(given)} is neither.")
+    return arm
 
 
 def _run(arm: Arm, tokenizer) -> Lap:
@@ -202,6 +209,8 @@ def _write(lap: Lap, arrivals: list[tuple], tokenizer) -> None:
 
 def racer(label: str, model, inputs, **options) -> Arm:
     """An arm that calls `model.generate(**inputs, **options)` on one prompt, with or without `speculative=`."""
+    if not isinstance(inputs, Mapping) or "input_ids" not in inputs:
+        raise ValueError(f"inputs: give what the tokenizer returns of one prompt, with input_ids and attention_mask, not {what(inputs)}.")
     if len(inputs["input_ids"]) != 1:
         raise ValueError(f"inputs: a race takes one prompt, these are {len(inputs['input_ids'])}.")
     ours = options.get("speculative") not in (None, False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import unicodedata
 
 from rich.console import Console
@@ -57,6 +58,25 @@ class Detokenizer:
             return ""
         self.begin, self.done = self.done, len(self.tokens)
         return text[len(shown) :]
+
+
+class Spelled:
+    """A stream on which characters that its encoding lacks are spelled out."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __getattr__(self, name: str):
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        return self.stream.write(text.encode(self.stream.encoding, "backslashreplace").decode(self.stream.encoding))
+
+
+def own_console() -> Console:
+    """One on standard output that prints any text, in any locale."""
+    console = Console(highlight=False)
+    return console if console.encoding.startswith("utf") else Console(highlight=False, file=Spelled(sys.stdout))
 
 
 def has_colour(console: Console) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 from transformers.utils import ModelOutput
@@ -75,7 +76,7 @@ def timeline(runs: Any, until: float | None = None):
     lanes = dict(runs) if isinstance(runs, Mapping) and not isinstance(runs, ModelOutput) else {"speculative": runs}
     if not lanes:
         raise ValueError("runs: nothing to draw; give an output, a trace, or a dict of them by label.")
-    if until is not None and not until > 0:
+    if until is not None and not (isinstance(until, Real) and until > 0):
         raise ValueError(f"until={until!r} must be a number of seconds above 0.")
     boxes = {name: spans(value) for name, value in lanes.items()}
     end = until or max((box.begin + box.seconds for own in boxes.values() for box in own), default=0.0) or 1.0
