@@ -17,7 +17,7 @@ import hf_specdec
 from hf_specdec.bench.embedded import load_target
 from hf_specdec.cli import app
 from hf_specdec.commands import shards as shards_module
-from hf_specdec.commands.rows import read_rows
+from hf_specdec.commands.rows import Row, read_rows
 from hf_specdec.commands.shards import Place, finished
 from hf_specdec.commands.writer import Writer, _device, draft_weights, row_seed
 from hf_specdec.drafts import MedusaDraft, NGramDraft, RecyclingDraft
@@ -573,3 +573,12 @@ def test_another_table_or_drafter_under_the_same_name_is_another_job(target_fold
     drafts = [MedusaDraft(build_heads(model, 2), model) for _ in range(2)]
     drafts[1].heads.blocks[0][0].bias.data += 1
     assert len({draft_weights("folder", draft) for draft in drafts}) == 2 and draft_weights("recycling", RecyclingDraft()) is None
+
+
+@pytest.mark.parametrize("template", ["", "{{ messages[0].content }}"], ids=["text", "chat"])
+@pytest.mark.parametrize("prompt", ["abcdefgh", [{"role": "user", "content": "abcdefgh"}]], ids=["prompt", "messages"])
+def test_a_long_prompt_brings_no_warning_of_the_tokenizer_as_it_is_refused_by_name(prompt, template):
+    tokenizer = saved.byte_tokenizer()
+    tokenizer.model_max_length, tokenizer.chat_template = 4, template or (None if isinstance(prompt, str) else "{{ messages[0].content }}")
+    assert len(Row(0, prompt, "").ids(tokenizer, raw=False)) == 8
+    assert not tokenizer.deprecation_warnings

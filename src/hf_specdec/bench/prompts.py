@@ -30,8 +30,8 @@ class Prompt:
     def ids(self, tokenizer) -> list[int]:
         if self.chat and tokenizer.chat_template:
             turns = [{"role": "user", "content": self.text}]
-            return tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]
-        return tokenizer(self.text)["input_ids"]
+            return tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True, tokenizer_kwargs={"verbose": False})["input_ids"]
+        return tokenizer(self.text, verbose=False)["input_ids"]  # a text that is too long is refused with its own words
 
 
 def load_prompts(source: str = "shipped", limit: int | None = None) -> list[Prompt]:

@@ -38,7 +38,7 @@ class Row:
             return Prompt("", "", self.prompt, chat=not raw).ids(tokenizer)
         if raw or not tokenizer.chat_template:
             raise ValueError("messages need a chat template" + (" and go without --raw" if raw else ", the tokenizer has none"))
-        return tokenizer.apply_chat_template(self.prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
+        return tokenizer.apply_chat_template(self.prompt, add_generation_prompt=True, return_dict=True, tokenizer_kwargs={"verbose": False})["input_ids"]
 
 
 def read_rows(source: str, column: str | None = None, limit: int | None = None) -> tuple[list[Row], str]:
