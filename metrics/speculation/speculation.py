@@ -41,7 +41,7 @@ class Speculation(evaluate.Metric):
         """The three inputs from `SpeculationTrace`s, or from outputs that hold one, a lone one, too; one example for every row of every trace, and one for all
         beams of a search."""
         found: dict[str, list[list[int]]] = {"proposed": [], "accepted": [], "committed": []}
-        lone = hasattr(traces, "speculation") or hasattr(traces, "rounds")
+        lone = hasattr(traces, "speculation") or hasattr(traces, "rounds") or not isinstance(traces, Iterable)
         for trace in (getattr(one, "speculation", one) for one in ([traces] if lone else traces)):
             if not hasattr(trace, "rounds"):
                 raise ValueError(f"traces: expected SpeculationTraces, out.speculation of generate(speculative=True, return_dict_in_generate=True), in a list; "

@@ -72,9 +72,9 @@ def test_nothing_drafted_has_no_acceptance_rate(metric):
 
 
 def test_what_holds_no_trace_is_refused(metric):
-    for one in (torch.zeros(1), None, "text"):
+    for given in ([torch.zeros(1)], [None], ["text"], None, 3):
         with pytest.raises(ValueError, match="^traces: expected SpeculationTraces"):
-            metric.columns([one])
+            metric.columns(given)
 
 
 @pytest.mark.parametrize("proposed, accepted, committed", [([[2]], [[3]], [[3]]), ([[2]], [[1]], [[4]]), ([[2, 2]], [[1]], [[2]])])
