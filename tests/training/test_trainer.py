@@ -7,9 +7,11 @@ import re
 import signal
 from dataclasses import replace
 from functools import partial
+from io import StringIO
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -18,6 +20,7 @@ from hf_specdec.commands.train import _going_on
 from hf_specdec.training import trainer as trainer_module
 from hf_specdec.training import LOSSES, FeatureRunConfig, FeatureTrainer, RunConfig, Trainer, drafter, feature_trainer, heads, load_drafter, train
 from hf_specdec.training.batches import Corpus, frequent_tokens, split
+from hf_specdec.training.pipeline import table
 from hf_specdec.training.shared import own_parameters
 from hf_specdec.training.heads import HeadsRunConfig, HeadsTrainer
 from hf_specdec.training.look_ahead import LookAheadRunConfig, LookAheadTrainer
@@ -337,3 +340,11 @@ def test_a_run_that_diverges_ends_and_keeps_nothing_of_it(target, data, tmp_path
     with pytest.raises(ValueError, match=r"^lr=1e\+30: the run has diverged"):
         trainer.run(every=every)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_the_folder_in_the_table_of_results_is_whole_however_narrow_the_terminal(width):
+    console, folder = Console(record=True, width=width, file=StringIO()), "/a/long/path/" * 8
+    console.print(table([{"loss": "forward_kl", "step": 5, "greedy_acceptance": 0.5, "sampling_acceptance": 0.6, "out": folder}]))
+    lines = [line.split("│")[-2].strip() for line in console.export_text().splitlines() if line.startswith("│")]
+    assert "".join(lines) == folder

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from ..viz.gif import check_path
@@ -96,7 +96,8 @@ def _print_result(console: Console, report: dict, tokenizer) -> None:
 
     plain, *all_ours = report["results"]
     ours = all_ours[0]
-    table = Table("", "tokens/s:\nmedian", "speed-up: median\nover the turns", "output", header_style="bold")
+    titles = ("", "tokens/s:\nmedian", "speed-up: median\nover the turns", "output")
+    table = Table(*(Column(title, overflow="fold") for title in titles), header_style="bold")
     for row in (plain, *all_ours):
         output = "" if row is plain else "identical" if row["equal"] == row["outputs"] else "differs"
         table.add_row(row["arm"], f"{row['tokens_per_second']:.1f}", f"{row['speed_up']:.2f}x", output)

@@ -10,7 +10,7 @@ from itertools import chain, repeat
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from ..bench.terminal import counting
 from . import checkpoint
@@ -142,7 +142,8 @@ def _run(trainer: Trainer, console: Console, every: int, on_policy: Callable[[],
 
 def table(results: list[dict]) -> Table:
     """Held-out acceptance per loss."""
-    made = Table("loss", "steps", "greedy acceptance", "sampling acceptance", "folder", title="Held out", header_style="bold")
+    titles = ("loss", "steps", "greedy acceptance", "sampling acceptance", "folder")
+    made = Table(*(Column(title, overflow="fold") for title in titles), title="Held out", header_style="bold")
     for row in results:
         made.add_row(row["loss"], str(row["step"]), f"{row['greedy_acceptance']:.3f}", f"{row['sampling_acceptance']:.3f}", row["out"])
     return made
