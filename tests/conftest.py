@@ -14,7 +14,8 @@ import transformers
 from hf_specdec.budget import Budget
 from hf_specdec.law import Law
 from hf_specdec.lazy_law import LazyLaw
-from hf_specdec.schedule import AutoSchedule, RoundCost
+from hf_specdec.round_cost import RoundCost
+from hf_specdec.schedule import AutoSchedule
 
 from .helpers import FULL
 

@@ -11,7 +11,8 @@ import pytest
 
 from hf_specdec.drafts import PromptLookupDraft, SuffixAutomatonDraft
 from hf_specdec.budget import Budget, progress
-from hf_specdec.schedule import AutoSchedule, FixedSchedule, Rates, RoundCost
+from hf_specdec.round_cost import RoundCost
+from hf_specdec.schedule import AutoSchedule, FixedSchedule, Rates
 from tests.helpers import perturbed, repetitive, speculate, tiny_llama
 
 NEW = 48
@@ -149,7 +150,7 @@ def left(room: list[int], *later: list[int], spent: float = 0.0) -> float:
 
 
 def test_a_call_may_fall_behind_by_a_share_of_what_it_has_room_for_and_spend_what_it_is_ahead():
-    assert left([48, 48]) == pytest.approx(0.96) and left([10]) == pytest.approx(0.2)
+    assert left([48, 48]) == pytest.approx(0.96 / 2) and left([10]) == pytest.approx(0.2 / 2)  # half of it in the round that is not timed
     assert left([200, 200], [200, 196], spent=1.5) == pytest.approx(0.96 + 1 - 1.5)  # the slowest row has got one token
     assert left([200, 200], [200, 196], [150, 150], spent=1.5) == pytest.approx(0.02 * 51 + 51 - 1.5)
 
@@ -301,7 +302,7 @@ def copies(at: int) -> tuple[int, int]:
 
 def misleads(at: int) -> tuple[int, int]:
     """Nothing of what the draft finds at first is right; all of it later."""
-    return 10, 64 if at >= 8 else 0
+    return 3, 64 if at >= 5 else 0
 
 
 def steps(rounds: list[tuple[int, float]]) -> float:
@@ -317,8 +318,8 @@ def test_a_call_begins_with_what_rounds_have_cost_in_the_one_before():
 
 
 def test_what_the_call_before_is_ahead_pays_for_trials():
-    alone, (_, after) = calls_of(None, [misleads], slope=0.05)[0], calls_of(Target(), [copies, misleads], slope=0.05)
-    assert steps(after) < 0.7 * steps(alone)
+    alone, (_, after) = calls_of(None, [misleads], slope=0.08)[0], calls_of(Target(), [copies, misleads], slope=0.08)
+    assert steps(after) < 0.4 * steps(alone)
 
 
 def test_calls_of_other_targets_and_kinds_are_not_taken_for_the_one_before():

@@ -19,7 +19,7 @@ LEAVES = {"__main__", "bench", "cli", "commands", "mx", "viz", "training"}
 # what may be imported by what comes after it; modules of one line know nothing of each other
 LINES = [
     {"uploads"},
-    {"tree", "registry", "theory", "noise", "compat", "kv_cache", "draft_stop", "head", "parts", "passes", "method", "memory", "budget",
+    {"tree", "registry", "theory", "noise", "compat", "kv_cache", "draft_stop", "head", "parts", "passes", "method", "memory", "budget", "round_cost",
      "law", "nucleus", "lazy_law", "caches", "states", "media", "checkpoint", "positions", "fixed_cache", "block", "hints", "flash"},
     {"proposal", "sequences", "tree_shapes", "distributions", "config", "schedule", "trace", "seq2seq", "tap", "masks", "layerwise", "kept"},
     {"compiled", "following", "lengths"},

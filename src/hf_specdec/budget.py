@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Cost(Protocol):
-    """What `Budget` asks of `schedule.RoundCost`."""
+    """What `Budget` asks of `round_cost.RoundCost`."""
 
     timed: bool
     known: bool
@@ -22,21 +22,20 @@ class Budget:
     all that it has room for if they are fewer. What it is ahead may be spent, too. It is where its row with most room is, which ends it.
 
     A conservative bandit (Wu et al. 2016): a round that costs more than that at its worst is not made, and of what is expected of it no more than
-    CREDIT is counted on. Where it costs more than one that drafts a token, it may take a STAKE of what is left, so that one that fails is not the last.
+    CREDIT is counted on.
 
     before: the budget of an earlier call, from which this one inherits what it was ahead, INHERITED at most.
     """
 
     SHARE, LEAST = 0.02, 48
     CREDIT, INHERITED = 0.25, 2.0  # plain steps
-    STAKE = 0.5
 
     def __init__(self, cost: Cost, before: Budget | None = None):
         self.cost = cost
         self.most = self.room = None  # tokens of room at first, and now
         ahead = 0.0 if before is None else min(max(before.done - before.spent, 0.0), self.INHERITED)
         self.done, self.spent = 0, -ahead  # in plain steps: where the call is, and the time it took
-        self.left = self.least = inf  # plain steps that may still be lost, and that a round takes which drafts a token, at worst
+        self.left = inf  # plain steps that may be lost in this round
 
     def open(self, room: list[int]) -> None:
         """A round of rows with so much room begins."""
@@ -46,17 +45,17 @@ class Budget:
             self.done += max(self.room - max(room), 1)
         self.room = max(room)
         self.left = self.SHARE * min(max(self.done, self.LEAST), self.most) + self.done - self.spent
-        self.least = self.cost.steps(1, worst=True)
+        if not self.done:
+            self.left /= 2  # the round that reads the prompts is not timed: the other half is for one that teaches what a round costs
 
     def covers(self, k: int, gain: float = 0.0, drafting: float = 0.0) -> bool:
         """Whether a round of k drafted tokens may be made. gain: `progress` that is expected of it beyond a plain round's. drafting: plain steps that
         the draft takes, if the cost does not include them."""
-        steps = self.cost.steps(k, worst=True)
-        return steps + drafting - 1 <= (1 if steps <= self.least else self.STAKE) * self.left + min(gain, self.CREDIT) + 1e-9
+        return self.cost.steps(k, worst=True) + drafting - 1 <= self.left + min(gain, self.CREDIT) + 1e-9
 
     def spend(self, k: int, seconds: float | None, drafting: float = 0.0, told: bool = False) -> None:
-        """The round took `seconds`, without the draft's where `drafting` has them; what such rounds usually take, if that is less. None: not known, which
-        is taken for the worst. told: as `AutoSchedule.observe` has it."""
+        """The round took `seconds`, without the draft's where `drafting` has them, or what such rounds usually take, if that is less. None: not known, which is
+        taken for the worst. told: as `AutoSchedule.observe` has it."""
         steps, plain = self.cost.steps(k, worst=True), self.cost(0)
         if seconds is not None and self.cost.timed and plain:
             steps = min(seconds / plain, (2 if told else 1) * steps)  # a busy machine is not a cost

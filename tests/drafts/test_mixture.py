@@ -11,7 +11,8 @@ from hf_specdec.drafts.feature_tree import FeatureTreeDraft
 from hf_specdec.drafts.features import fused, hidden_states
 from hf_specdec.drafts.growth import Branches, Grower, likeliest, together
 from hf_specdec.proposal import Proposal
-from hf_specdec.schedule import Rates, RoundCost
+from hf_specdec.round_cost import RoundCost
+from hf_specdec.schedule import Rates
 from hf_specdec.drafts.medusa import MedusaDraft
 from hf_specdec.training import build_drafter
 from hf_specdec.tree import Tree

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from ..budget import Budget
 from ..proposal import Proposal
-from ..schedule import AutoSchedule, Rates, RoundCost, fitted_line
+from ..round_cost import RoundCost, fitted_line
+from ..schedule import AutoSchedule, Rates
 from .base import Context, Draft
 
 if TYPE_CHECKING:
