@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from hf_specdec.cli import app
 from hf_specdec.training.independent import IndependentRunConfig, IndependentTrainer
 from hf_specdec.training.shards import Shard, shard_files
+from hf_specdec.training.trainer import Trainer
 from tests.helpers import enabled, generated, plain, speculate
 
 SHORT = {"steps": 3, "batch_tokens": 128, "warmup": 1}
@@ -91,10 +92,14 @@ def test_options_of_drafts_made_of_the_targets_parts_are_refused(options, words)
         IndependentRunConfig(**options)
 
 
-def test_the_command_trains_it_says_so_in_the_card_and_checks_the_config_first(saved, target, data, tmp_path):
+def test_the_command_trains_it_says_so_in_the_card_and_checks_the_config_first(saved, target, data, tmp_path, monkeypatch):
     LlamaConfig(vocab_size=target.config.vocab_size, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2).save_pretrained(tmp_path / "shape")
     shape, out = str(tmp_path / "shape" / "config.json"), tmp_path / "out"
     common = ["train", str(saved), "--data", str(data), "--tokens", "1", "--steps", "2", "--batch-tokens", "128", "--out", str(out)]
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "measure", lambda self: (_ for _ in ()).throw(KeyboardInterrupt()))
+        stopped = CliRunner().invoke(app, [*common, "--config", shape])
+    assert stopped.exit_code == 130 and f"The same command goes on where {out} ends." in stopped.output
     result = CliRunner().invoke(app, [*common, "--config", shape])
     assert result.exit_code == 0, result.output
     card = (out / "README.md").read_text()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import typer
 from rich.console import Console
 
 from .common import check_folder
@@ -33,9 +34,8 @@ def train(target: str, out: Path, data: Path | None, tokens: int, prompts: str |
     refuse_foreign(data or out / "data")
     features, format = features or eagle3, "bf16" if eagle3 or own else format
     names = [name.strip() for name in losses.split(",")]
-    for name in names:
-        if name not in LOSSES:
-            raise ValueError(f"--loss {name}: choose from {', '.join(LOSSES)}.")
+    for name in (name for name in names if name not in LOSSES):
+        raise ValueError(f"--loss {name}: choose from {', '.join(LOSSES)}.")
     if column is not None and prompts is None:
         raise ValueError(f"--column {column}: it is a column of --prompts; name these, too, or leave it out.")
     get_format(format)
@@ -58,8 +58,7 @@ def train(target: str, out: Path, data: Path | None, tokens: int, prompts: str |
         config = kind(layers=_numbers(layers or ("-1" if features or asked_for else "0,-1")), head=None if places["--look-ahead"] else head or None, format=format, **common, **more)
     data = data or out / "data"
     check_out(out, data, config, names)
-    asked = None if prompts is None else find_prompts(prompts, column)
-    _run(target, data, out, config, names, bool(own), tokens, asked, new_tokens)
+    _run(target, data, out, config, names, bool(own), tokens, None if prompts is None else find_prompts(prompts, column), new_tokens)
 
 
 def _run(target: str, data: Path, out: Path, config, losses: list[str], own: bool, tokens: int, prompts, new_tokens: int) -> None:
@@ -76,11 +75,15 @@ def _run(target: str, data: Path, out: Path, config, losses: list[str], own: boo
         check_config(draft_config(config.model), model, config.model)
     else:
         check_start(config, model)
-    pipeline.prepare(data, model, tokenizer, tokens, prompts, new_tokens, seed=config.seed, console=console)
-    if not own:
-        del model
-        model, _ = load_target(target, "float32")
-    pipeline.train(model, tokenizer, data, out, config, losses, target, console)
+    try:
+        pipeline.prepare(data, model, tokenizer, tokens, prompts, new_tokens, seed=config.seed, console=console)
+        if not own:
+            del model
+            model, _ = load_target(target, "float32")
+        pipeline.train(model, tokenizer, data, out, config, losses, target, console)
+    except KeyboardInterrupt:
+        console.print(f"Interrupted. The same command goes on where {out} ends.", highlight=False, markup=False, soft_wrap=True)
+        raise typer.Exit(130) from None
 
 
 def _own_config(own: dict[str, str], others: dict[str, object], common: dict):
