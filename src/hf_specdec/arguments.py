@@ -164,8 +164,8 @@ def check_vocabulary(draft: Draft, traits: compat.ModelTraits) -> None:
     own = getattr(getattr(draft, "traits", None), "vocab_size", traits.vocab_size)
     if min(own, traits.vocab_size) < 0.9 * max(own, traits.vocab_size):
         raise ValueError(f"assistant_model has a vocabulary of {own} tokens, the target one of {traits.vocab_size}: not the same "
-                         f"tokenizer. Speculative decoding needs a draft with the target's tokenizer; one with another is translated where both are "
-                         f"passed to generate(), tokenizer= and assistant_tokenizer=, and as a TranslatedDraft(model, tokenizer, draft_tokenizer).")
+                         f"tokenizer. Speculative decoding needs a draft with the target's tokenizer (padded otherwise? resize_token_embeddings({traits.vocab_size})); one with another is "
+                         f"translated where both are passed to generate(), tokenizer= and assistant_tokenizer=, and as a TranslatedDraft(model, tokenizer, draft_tokenizer).")
 
 
 def check_draft_stop(draft: Draft, config: SpeculativeConfig) -> None:
