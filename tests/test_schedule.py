@@ -232,7 +232,7 @@ def test_a_wide_round_in_a_bad_moment_does_not_end_narrow_ones():
     cost = RoundCost()
     for k, seconds in ((4, 1.1), (0, 1.0), (11, 40.0)):
         cost.update(k, seconds)
-    assert cost(4) < 1.3 and cost(7) < 1.5 and cost(11) > 10
+    assert cost(4) < 1.3 and cost(7) < 1.5 and cost(11) > 3
 
     schedule, asked, room = AutoSchedule(16, None), [], 96
     while room:
@@ -278,18 +278,19 @@ class Target:
     """Something to remember calls by."""
 
 
-def calls_of(target, rows: list, kind=("lookup", 1), slope: float = 0.03, tokens: int = 48) -> list[list[tuple[int, float]]]:
+def calls_of(target, rows: list, kind=("lookup", 1), slope: float = 0.03, tokens: int = 48, stall=(-1, -1, 1)) -> list[list[tuple[int, float]]]:
     """(K, plain steps) of the rounds of one call per row. A row says of every place of its text what the draft's evidence is there, and how many of
-    the tokens that follow it has right."""
+    the tokens that follow it has right. stall: call, round, and how many times as long as it takes that round seems to take."""
     made = []
-    for row in rows:
+    for call, row in enumerate(rows):
         schedule, at, rounds = AutoSchedule(16, 0.0, prior=PromptLookupDraft().prior), 0, []
         if target is not None:
             schedule.follow(target, kind)
         while at < tokens:
             evidence, right = row(at)
             k = schedule.next_k([evidence], [tokens - at])[0]
-            schedule.observe([k], [min(k, right)], 1 + slope * k if rounds else None)
+            slow = stall[2] if (call, len(rounds)) == stall[:2] else 1
+            schedule.observe([k], [min(k, right)], (1 + slope * k) * slow if rounds else None)
             rounds.append((k, 1 + slope * k))
             at += 1 + min(k, right)
         made.append(rounds)
@@ -320,6 +321,16 @@ def test_a_call_begins_with_what_rounds_have_cost_in_the_one_before():
 def test_what_the_call_before_is_ahead_pays_for_trials():
     alone, (_, after) = calls_of(None, [misleads], slope=0.08)[0], calls_of(Target(), [copies, misleads], slope=0.08)
     assert steps(after) < 0.4 * steps(alone)
+
+
+@pytest.mark.parametrize("call", [0, 1])
+@pytest.mark.parametrize("times", [3, 10, 100])
+def test_a_round_in_a_bad_moment_is_not_laid_upon_the_calls_that_follow(call, times):
+    whole = calls_of(Target(), [copies] * 8)
+    for number in range(1, len(whole[call])):
+        made = calls_of(Target(), [copies] * 8, stall=(call, number, times))
+        assert sum(map(steps, made)) < sum(map(steps, whole)) + 1.2 * 48  # one call without a draft, at most
+        assert steps(made[-1]) < 1.1 * steps(whole[-1])
 
 
 def test_calls_of_other_targets_and_kinds_are_not_taken_for_the_one_before():

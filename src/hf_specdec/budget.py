@@ -33,9 +33,14 @@ class Budget:
     def __init__(self, cost: Cost, before: Budget | None = None):
         self.cost = cost
         self.most = self.room = None  # tokens of room at first, and now
-        ahead = 0.0 if before is None else min(max(before.done - before.spent, 0.0), self.INHERITED)
-        self.done, self.spent = 0, -ahead  # in plain steps: where the call is, and the time it took
+        self.inherited = 0.0 if before is None else min(max(before.ahead, 0.0), self.INHERITED)
+        self.done, self.spent = 0, -self.inherited  # in plain steps: where the call is, and the time it took
         self.left = inf  # plain steps that may be lost in this round
+
+    @property
+    def ahead(self) -> float:
+        """Plain steps by which the call itself is ahead of plain decoding."""
+        return self.done - self.spent - self.inherited
 
     def open(self, room: list[int]) -> None:
         """A round of rows with so much room begins."""

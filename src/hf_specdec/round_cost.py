@@ -32,6 +32,7 @@ class RoundCost:
     MEMORY, ELSEWHERE = 0.95, 0.99  # what a round leaves of those before it, on its own line and on the other one
     TRUST, FAR = 0.5, 1.25          # of the other line, in rounds; how far a wide one may raise what is timed of narrow rounds
     SLOW, DOUBT = 0.75, 0.25        # a round by so much faster than expected leaves little of those before it
+    MOST = 4.0                      # times what was expected that one of the first rounds of its kind is believed to take
     PLAIN_EVERY = 48, 384           # rounds until the second look at what a plain step costs; twice as many to every further one, at most
     INHERITED = 0.5                 # what a call leaves to the next one, in rounds timed
 
@@ -72,9 +73,10 @@ class RoundCost:
             self.since_plain = self.plain_every if k else 0
             self.sums = [[self.DOUBT * value for value in sums] for sums in self.sums]
         if k and expected is not None and seconds < self.SLOW * expected:
-            self.sums[wide] = [self.DOUBT * old for old in self.sums[wide]]  # so were these
-        if expected is not None and (k == 0 and self.plain is not None or k and self.sums[wide][0] > 2):
-            seconds = min(seconds, 2 * expected)  # a busy machine is not a cost
+            doubt = self.DOUBT if 2 * seconds > expected else 0.0
+            self.sums[wide] = [doubt * old for old in self.sums[wide]]  # so were these
+        if expected is not None and (k or self.plain is not None):  # a busy machine is not a cost
+            seconds = min(seconds, (2 if k == 0 or self.sums[wide][0] > 2 else self.MOST) * expected)
         if k == 0:
             weight = 0.2 if self.plain is not None and seconds > self.plain else 0.5  # the first steps of a call are slow ones
             self.plain = seconds if self.plain is None else (1 - weight) * self.plain + weight * seconds

@@ -110,9 +110,10 @@ class AutoSchedule:
         self.reach = self.START + self.STEP if cost_ratio else k_max
 
     def follow(self, model, kind: tuple) -> None:
-        """Begin with what the last call has learned of the cost of `model`'s rounds of that kind, and leave it to the next one what this call learns."""
+        """Begin with what the last call has learned of the cost of `model`'s rounds of that kind, if it was ahead of plain decoding with that, and leave
+        it to the next one what this call learns."""
         calls = _calls.setdefault(model, {})
-        if kind in calls:
+        if kind in calls and calls[kind].ahead > 0:
             self.cost = calls[kind].cost.again()
             self.budget = Budget(self.cost, calls[kind])
         calls[kind] = self.budget
