@@ -82,7 +82,7 @@ def _run(target: str, data: Path, out: Path, config, losses: list[str], own: boo
             model, _ = load_target(target, "float32")
         pipeline.train(model, tokenizer, data, out, config, losses, target, console)
     except KeyboardInterrupt:
-        console.print(f"Interrupted. The same command goes on where {out} ends.", highlight=False, markup=False, soft_wrap=True)
+        console.print("Interrupted. The same command goes on where this one ended.")
         raise typer.Exit(130) from None
 
 
