@@ -210,6 +210,8 @@ def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
         (lambda: figures.acceptance_by_position("trace"), "no speculation trace"),
         (lambda: figures.predicted_and_measured([{"arm": "plain", "decoding_speed_up": 1.0}]), "no row"),
         (lambda: viz.timeline({}), "nothing to draw"),
+        (lambda: viz.timeline([]), "runs: 'speculative' holds no round and no step; leave it out"),
+        (lambda: viz.timeline({"plain": [], "K = 3": timed()}), "runs: 'plain' holds no round"),
         (lambda: viz.timeline({"a": None}), "no speculation trace"),
         (lambda: viz.timeline(ModelOutput(sequences=torch.ones(1, 3))), "ModelOutput has no speculation trace"),
         (lambda: viz.timeline([0.1, "x"]), "'x'"),

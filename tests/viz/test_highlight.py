@@ -4,7 +4,7 @@ text taken for markup."""
 import html
 import re
 from html.parser import HTMLParser
-from io import StringIO
+from io import BytesIO, StringIO, TextIOWrapper
 
 import pytest
 import torch
@@ -218,6 +218,20 @@ def test_save_writes_what_the_name_ends_in(out, tmp_path):
     assert "\x1b[30;42m" in shown.save(tmp_path / "a.ans").read_text(encoding="utf-8")
     with pytest.raises(ValueError, match=r"\.html"):
         shown.save(tmp_path / "a.pdf")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_what_the_encoding_of_standard_output_lacks_is_spelled_out(encoding, monkeypatch, tmp_path):
+    shown = viz.highlight(trace(entry("a\n\t", "é…")), TOKENIZER)
+    stream = TextIOWrapper(BytesIO(), encoding=encoding)
+    monkeypatch.setattr("sys.stdout", stream)
+    print(shown)
+    Console(file=stream, width=300).print(shown)
+    stream.flush()
+    first, second = stream.buffer.getvalue().decode(encoding).split("drafted and accepted")[1:]
+    e = "\\xe9" if encoding == "ascii" else "é"
+    assert f"1 [a\\n\\t]{e}\\u2026\n" in first and f"1 [a\\n\\t]{e}\\u2026\n" in second
+    assert "1 [a↵⇥]é…\n" in shown.save(tmp_path / "a.txt").read_text(encoding="utf-8")
 
 
 # --- bad input ------------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from ..hints import many
 from ..trace import SpeculationTrace
 from . import page
 from .pieces import Piece, lines_of, trace_of
-from .text import Detokenizer, has_colour, visible
+from .text import Detokenizer, has_colour, printed, spelled, visible
 
 DRAFTED, OWN = "black on green", ""
 STYLES = {"accepted": DRAFTED, "rejected": "white on red strike", "own": "white on blue"}
@@ -73,26 +73,26 @@ class Highlight:
         return console.file.getvalue()
 
     def __rich_console__(self, console: Console, options) -> Iterator[Text]:
-        yield self._text(coloured=has_colour(console))
+        yield self._text(coloured=has_colour(console), encoding=options.encoding)
 
-    def _text(self, coloured: bool) -> Text:
+    def _text(self, coloured: bool, encoding: str = "utf-8") -> Text:
         legend = [(name, text) for name, text in page.LEGEND.items() if self.rejected or name != "rejected"]
         parts = [Text("  ").join(_piece(f" {text} " if coloured else text, name, coloured) for name, text in legend)]
         width = len(str(self.lines[-1][0].round)) if self.lines else 1
         for line in self.lines:
-            runs = [(page.CLASSES[piece.kind], piece.text) for piece in line]
+            runs = [(page.CLASSES[piece.kind], spelled(piece.text, encoding)) for piece in line]
             if not coloured:
                 runs = [(name, "".join(text for _, text in run)) for name, run in groupby(runs, key=itemgetter(0))]
             parts.append(Text.assemble((f"{line[0].round:>{width}} ", "dim"), *(_piece(text, name, coloured) for name, text in runs)))
         return Text("\n").join([*parts, Text(self.summary, style="dim")])
 
     def __str__(self) -> str:
-        return self._text(coloured=False).plain
+        return printed(self._text(coloured=False).plain)
 
     def save(self, path: str | Path) -> Path:
         """Write a page (.html), the coloured text (.ans) or the text with marks (.txt); returns the path."""
         path = Path(path)
-        writers = {".html": lambda: page.document(self.to_html()), ".ans": self.to_terminal, ".txt": lambda: f"{self}\n"}
+        writers = {".html": lambda: page.document(self.to_html()), ".ans": self.to_terminal, ".txt": lambda: f"{self._text(coloured=False).plain}\n"}
         if path.suffix.lower() not in writers:
             raise ValueError(f"path={str(path)!r}: the name must end in one of {', '.join(writers)}.")
         path.write_text(writers[path.suffix.lower()](), encoding="utf-8")

@@ -60,6 +60,16 @@ class Detokenizer:
         return text[len(shown) :]
 
 
+def spelled(text: str, encoding: str) -> str:
+    """The text with what an encoding lacks spelled out, the marks of line ends and tabs as \\n and \\t."""
+    return text.encode(encoding, "backslashreplace").decode(encoding).replace("\\u21b5", "\\n").replace("\\u21e5", "\\t")
+
+
+def printed(text: str) -> str:
+    """The text as `print` can write it on standard output."""
+    return spelled(text, getattr(sys.stdout, "encoding", None) or "utf-8")
+
+
 class Spelled:
     """A stream on which characters that its encoding lacks are spelled out."""
 
@@ -70,7 +80,7 @@ class Spelled:
         return getattr(self.stream, name)
 
     def write(self, text: str) -> int:
-        return self.stream.write(text.encode(self.stream.encoding, "backslashreplace").decode(self.stream.encoding))
+        return self.stream.write(spelled(text, self.stream.encoding))
 
 
 def own_console() -> Console:

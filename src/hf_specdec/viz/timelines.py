@@ -79,7 +79,9 @@ def timeline(runs: Any, until: float | None = None):
     if until is not None and not (isinstance(until, Real) and until > 0):
         raise ValueError(f"until={until!r} must be a number of seconds above 0.")
     boxes = {name: spans(value) for name, value in lanes.items()}
-    end = until or max((box.begin + box.seconds for own in boxes.values() for box in own), default=0.0) or 1.0
+    if empty := [name for name, own in boxes.items() if not own]:
+        raise ValueError(f"runs: {empty[0]!r} holds no round and no step; leave it out, or give the output of a call that wrote something.")
+    end = until or max(box.begin + box.seconds for own in boxes.values() for box in own) or 1.0
     figure = new_figure(10, 1.5 + 0.75 * len(lanes))
     axes = figure.subplots()
     for place, (name, own) in enumerate(boxes.items()):
