@@ -151,3 +151,9 @@ def test_several_losses_go_on_in_their_folder(target, tokenizer, data, tmp_path)
     for steps in (2, 4):
         results = train(target, tokenizer, data, tmp_path, replace(CONFIG, steps=steps), ["tvd", "tvd++"])
     assert [result["step"] for result in results] == [4, 4] and load_drafter(tmp_path / "tvdpp", target) is not None
+
+
+def test_a_folder_with_an_export_is_refused(data, tmp_path):
+    (tmp_path / "vllm_speculative_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="^out: .* holds vllm_speculative_config.json, which `hf-specdec export` wrote for vLLM; name another --out"):
+        check_out(tmp_path, data, CONFIG, ["tvd"])

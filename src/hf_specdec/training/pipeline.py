@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from ..bench.terminal import counting
-from . import checkpoint
+from . import checkpoint, export
 from .answers import stops
 from .batches import split
 from .card import write_card
@@ -86,8 +86,10 @@ def train(target, tokenizer, data: str | Path, out: str | Path, config: RunConfi
 
 
 def check_out(out: Path, data: str | Path, config: RunConfig, losses: Sequence[str]) -> None:
-    """Before any work: ValueError for an `out` with files of others, with a run of another config, data or more steps, or with a
-    damaged checkpoint."""
+    """Before any work: ValueError for an `out` with files of others or an export, with a run of another config, data or more steps, or
+    with a damaged checkpoint."""
+    if (Path(out) / export.CONFIG).exists():
+        raise ValueError(f"out: {out} holds {export.CONFIG}, which `hf-specdec export` wrote for vLLM; name another --out.")
     kind = KINDS[type(config)]
     for loss in losses:
         kind.refuse(_folder(out, loss, losses), Path(data), replace(config, loss=loss))
