@@ -46,3 +46,11 @@ def test_what_was_done_before_does_not_count_for_the_pace(clock):
 @pytest.mark.parametrize(("seconds", "words"), [(0.4, "0 s"), (89, "89 s"), (90, "2 min"), (5399, "90 min"), (9000, "2.5 h")])
 def test_durations_are_rounded_for_people(seconds, words):
     assert terminal.duration(seconds) == words
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 140])
+def test_the_bar_keeps_its_figures_on_a_narrow_terminal(width):
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    with terminal.counting("Sampling with negative control, a draft that lies about q", 200, console=console) as count:
+        count(steps=64)
+    assert " 64/200 0:00:0" in console.file.getvalue()

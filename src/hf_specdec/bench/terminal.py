@@ -9,6 +9,7 @@ from time import monotonic as now
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Column
 
 EVERY = 30.0  # seconds without a line, where no terminal shows a bar
 
@@ -51,7 +52,8 @@ def counting(text: str, total: int, done: int = 0, console: Console | None = Non
     """A bar over `total` steps: call `step("what comes next")` after each. Without a terminal, a line for every tenth and whenever the last one is
     `EVERY` seconds old, with the time that is left."""
     console = console or stderr_console()
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    bar = [BarColumn(min(console.width // 3 - 10, 40))] if console.width >= 60 else []  # where there is little room, the text folds and the figures stay
+    columns = (TextColumn("{task.description}", markup=False, table_column=Column()), *bar, MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not _live(console)) as progress:
         yield Counter(console, progress, text, total, done)
 

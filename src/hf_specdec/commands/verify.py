@@ -66,7 +66,7 @@ def verify(
     verdict = "the outputs CHANGE, or the test has no power"
     if findings.passed:
         verdict = "the rule is sound, outputs part at near-ties" if forks else "speculation does not change the output"
-    findings.console.print(f"{count} of {len(findings.checks)} checks passed: {verdict}.", style="bold")
+    findings.console.print(f"{count} of {len(findings.checks)} checks passed: {verdict}.", style="bold", soft_wrap=True)
     return findings.passed
 
 
