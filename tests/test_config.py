@@ -55,3 +55,18 @@ def test_the_constructor_says_its_arguments_and_copies_are_equal():
     assert list(inspect.signature(SpeculativeConfig).parameters) == [field.name for field in dataclasses.fields(SpeculativeConfig)]
     config = SpeculativeConfig(seed=3, draft_options={"branches": 2})
     assert copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == dataclasses.replace(config) == config
+
+
+def test_what_is_no_path_no_dict_or_no_text_is_named(tmp_path):
+    for value in (3, None, [], SpeculativeConfig):
+        for call in (SpeculativeConfig.from_pretrained, SpeculativeConfig().save_pretrained):
+            with pytest.raises(TypeError, match="^folder: expected a path, a str or a Path, got "):
+                call(value)
+        with pytest.raises(TypeError, match="^values: expected a dict of options, got "):
+            SpeculativeConfig.from_dict(value)
+    file = tmp_path / "file"
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="file: not a JSON file .*Write it with SpeculativeConfig.save_pretrained"):
+        SpeculativeConfig.from_pretrained(file)
+    with pytest.raises(ValueError, match="^folder='.*file' is a file; name a folder"):
+        SpeculativeConfig().save_pretrained(file)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from .draft_stop import CHOICES
-from .hints import by_name, check_int, meant, nearest, short
+from .hints import by_name, check_int, check_path, meant, nearest, short, what
 from .registry import ACCEPTANCE, DRAFTS, shipped
 
 CONFIG_NAME = "speculative_config.json"
@@ -125,6 +126,8 @@ class SpeculativeConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> SpeculativeConfig:
+        if not isinstance(values, Mapping):
+            raise TypeError(f"values: expected a dict of options, got {what(values)}.")
         known = [field.name for field in fields(cls)]
         unknown = sorted(set(values) - set(known), key=str)
         if unknown:
@@ -133,7 +136,9 @@ class SpeculativeConfig:
 
     def save_pretrained(self, folder: str | Path) -> Path:
         """Write `speculative_config.json` into `folder` (created if missing) and return its path."""
-        path = Path(folder)
+        path = check_path("folder", folder)
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"folder={str(folder)!r} is a file; name a folder, into which {CONFIG_NAME} is written.")
         path.mkdir(parents=True, exist_ok=True)
         path = path / CONFIG_NAME
         path.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
@@ -142,13 +147,13 @@ class SpeculativeConfig:
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> SpeculativeConfig:
         """Read `speculative_config.json` from `folder` (or the named file). Unknown keys and non-finite numbers raise."""
-        path = Path(folder)
+        path = check_path("folder", folder)
         path = path / CONFIG_NAME if path.is_dir() else path
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError as error:
             raise FileNotFoundError(f"{path}: there is no such file. Name a folder that SpeculativeConfig.save_pretrained or `hf-specdec tune` has written.") from error
-        except json.JSONDecodeError as error:
+        except ValueError as error:
             raise ValueError(f"{path}: not a JSON file ({error}). Write it with SpeculativeConfig.save_pretrained.") from error
         if not isinstance(values, dict):
             raise ValueError(f"{path}: expected a JSON object.")

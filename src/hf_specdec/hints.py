@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from functools import wraps
 from importlib import metadata
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 # words for the same thing, here and in other libraries
@@ -71,6 +73,13 @@ def check_int(name: str, value: Any, least: int, most: int, also: str = "") -> N
     """ValueError naming the argument unless `value` is an int in least..most; also: what the message says of that range."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise ValueError(f"{name}={value!r} must be an int in {least}..{most}{also}.")
+
+
+def check_path(name: str, value: Any) -> Path:
+    """`value` as a path; TypeError naming the argument for what is none."""
+    if not isinstance(value, (str, PathLike)):
+        raise TypeError(f"{name}: expected a path, a str or a Path, got {what(value)}.")
+    return Path(value)
 
 
 def by_name(function: Callable, remedy: Callable[[Any, list[str]], str] = meant) -> Callable:

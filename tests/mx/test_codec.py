@@ -9,6 +9,7 @@ import logging
 import pytest
 import torch
 
+from hf_specdec import mx
 from hf_specdec.mx import codec
 from hf_specdec.mx.formats import FORMATS
 from hf_specdec.mx.packing import pack
@@ -293,6 +294,8 @@ def test_elements_are_rounded_as_ml_dtypes_casts_them(name):
 def test_whole_numbers_other_widths_and_unknown_rules_are_refused():
     with pytest.raises(TypeError, match="int8"):
         codec.encode(torch.zeros(2, 32, dtype=torch.int8), FORMATS["mxint8"])
+    with pytest.raises(TypeError, match="weight: expected a tensor .N, K., got Linear; of a layer pass layer.weight"):
+        mx.quantize(torch.nn.Linear(32, 32))
     with pytest.raises(ValueError, match="33.*32"):
         codec.encode(torch.zeros(2, 33), FORMATS["mxint8"])
     with pytest.raises(ValueError, match="'up'.*floor"):

@@ -61,3 +61,14 @@ def test_float64_is_refused(tmp_path):
     tiny().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="dtype=torch.float64: MX layers multiply float32"):
         load(tmp_path, quantization_config=mx.MXConfig(), dtype=torch.float64)
+
+
+def test_what_is_no_class_no_path_or_no_model_is_named(tmp_path):
+    for value in (3, None, "llama"):
+        with pytest.raises(TypeError, match="^auto_class: expected a class with from_pretrained, such as AutoModelForCausalLM, got "):
+            mx.load(value, tmp_path)
+    for value in (3, None, []):
+        with pytest.raises(TypeError, match="^folder: expected a path"):
+            mx.load(AutoModelForCausalLM, value)
+    with pytest.raises(ValueError, match="^folder='.*': no model's config can be read there .*Name a folder that a compressed model was saved to"):
+        mx.load(AutoModelForCausalLM, tmp_path)

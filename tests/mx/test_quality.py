@@ -136,8 +136,8 @@ def test_bad_input(pair):
             compare(model, other, *arguments)
     with pytest.raises(TypeError, match="text must be a string"):
         compare(model, other, tokenizer, ["a", "b"])
-    for wrong, name in (("smollm2", "str"), (None, "NoneType"), (["a"], "list")):
-        with pytest.raises(TypeError, match=f"expected a tokenizer or token ids, got {name}"):
+    for wrong, name in (("smollm2", "str"), (None, "NoneType"), (["a"], "list"), (type(tokenizer), "the class")):
+        with pytest.raises(TypeError, match=f"tokenizer_or_ids: expected a tokenizer or token ids, got {name}"):
             compare(model, other, wrong)
     with pytest.raises(TypeError, match="no place for 'tokenizer' .did you mean 'tokenizer_or_ids'"):
         compare(model, other, tokenizer=tokenizer)

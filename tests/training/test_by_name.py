@@ -124,8 +124,8 @@ def test_a_drafter_is_read_once_and_kept_as_long_as_its_target(kind, folders, mo
     assert gone() is None
 
 
-@pytest.mark.parametrize("arguments", [("smollm2_drafter",), ("smollm2_drafter", None), ("smollm2_drafter", "gpt2"), (tiny_llama(), "smollm2_drafter"), (None, tiny_llama())],
-                         ids=["name alone", "None", "name of a model", "the other way round", "no folder"])
+@pytest.mark.parametrize("arguments", [("smollm2_drafter",), ("smollm2_drafter", None), ("smollm2_drafter", "gpt2"), (tiny_llama(), "smollm2_drafter"), (None, tiny_llama()), ("smollm2_drafter", type(tiny_llama()))],
+                         ids=["name alone", "None", "name of a model", "the other way round", "no folder", "a class"])
 def test_a_drafter_is_loaded_by_its_folder_and_its_target(arguments):
     with pytest.raises(TypeError, match=r"load_drafter\(folder, target\): pass a folder or a name, then the model"):
         load_drafter(*arguments)

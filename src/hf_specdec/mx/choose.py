@@ -12,6 +12,7 @@ from rich.progress import track
 from torch import nn
 from torch.nn import functional as F
 
+from ..hints import what
 from .calibrate import calibrated, read
 from .calibration import sequences_of
 from .compress import check_model
@@ -48,7 +49,7 @@ def choose_formats(
     is empty or not token ids of this model, a model in which nothing can be compressed or that is compressed already; TypeError for a model without logits.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected a model, got {type(model).__name__}; load one with from_pretrained.")
+        raise TypeError(f"model: expected a model, got {what(model)}; load one with from_pretrained.")
     check_rule(scale_rule)
     options = check_bits(bits, formats)
     check_activations(activations, options[0])

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..hints import what
 from . import codec
 from .formats import BLOCK, DEFAULT_FORMAT, DEFAULT_RULE, Format, check_rule, get_format
 from .kernels import cpu
@@ -70,6 +71,8 @@ def quantize(
 
 
 def _check(weight: torch.Tensor) -> None:
+    if not isinstance(weight, torch.Tensor):
+        raise TypeError(f"weight: expected a tensor [N, K], got {what(weight)}; of a layer pass layer.weight.")
     if weight.dim() != 2 or not weight.is_floating_point():
         raise TypeError(f"weight must be a floating-point matrix [N, K], not {weight.dtype} {tuple(weight.shape)}.")
     if not weight.numel():

@@ -82,7 +82,7 @@ def compare(
     model, tokenizer or token ids.
     """
     for name, owner in (("model", model), ("compressed", compressed)):
-        if not hasattr(owner, "get_input_embeddings"):
+        if isinstance(owner, type) or not hasattr(owner, "get_input_embeddings"):
             raise TypeError(f"{name}: expected a transformers model, got {what(owner)}.")
     ids = _ids(tokenizer_or_ids, text)
     window = _window(window, model, compressed)
@@ -115,23 +115,23 @@ def sample_text() -> str:
 
 
 def _ids(source, text: str | None) -> torch.Tensor:
-    if callable(source):
+    if callable(source) and not isinstance(source, type):
         text = sample_text() if text is None else text
         if not isinstance(text, str):
             raise TypeError(f"text must be a string, not {type(text).__name__}.")
         return torch.tensor(source(text, verbose=False)["input_ids"], dtype=torch.long)
     if isinstance(source, str):
-        raise TypeError("expected a tokenizer or token ids, got str; the text goes behind the tokenizer: compare(model, compressed, tokenizer, text).")
+        raise TypeError("tokenizer_or_ids: expected a tokenizer or token ids, got str; the text goes behind the tokenizer: compare(model, compressed, tokenizer, text).")
     if text is not None:
         raise ValueError("text is given, and token ids instead of a tokenizer, too: leave one of them out.")
     try:
         ids = torch.as_tensor(source)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"expected a tokenizer or token ids, got {what(source)}.") from error
+        raise TypeError(f"tokenizer_or_ids: expected a tokenizer or token ids, got {what(source)}.") from error
     if ids.dim() == 2 and ids.shape[0] == 1:
         ids = ids[0]
     if ids.dim() != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise ValueError(f"token ids must be one row of integers, not {ids.dtype} {list(ids.shape)}.")
+        raise ValueError(f"tokenizer_or_ids: token ids must be one row of integers, not {ids.dtype} {list(ids.shape)}.")
     return ids.long().cpu()
 
 

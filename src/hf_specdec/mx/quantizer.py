@@ -11,6 +11,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from ..hints import check_path, first_line, what
 from ..method import METHOD, make_way
 from .attention import use_for_few
 from .calibration import token_ids
@@ -277,15 +278,19 @@ def load(auto_class, folder, dequantize: bool = False, **kwargs):
     """
     from transformers import AutoConfig
 
+    if not hasattr(auto_class, "from_pretrained"):
+        raise TypeError(f"auto_class: expected a class with from_pretrained, such as AutoModelForCausalLM, got {what(auto_class)}.")
+    check_path("folder", folder)
     where = {name: kwargs[name] for name in _WHERE if name in kwargs}
-    config = copy.deepcopy(kwargs.pop("config", None)) or AutoConfig.from_pretrained(folder, **where)
+    try:
+        config = copy.deepcopy(kwargs.pop("config", None)) or AutoConfig.from_pretrained(folder, **where)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"folder={str(folder)!r}: no model's config can be read there ({first_line(error)}). Name a folder that a compressed model was saved to.") from error
     stored = getattr(config, "quantization_config", None)
     method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
     if method != METHOD:
         found = "no quantisation" if method is None else f"quantisation by {getattr(method, 'value', method)!r}"
-        raise ValueError(
-            f"{folder} is not an MX checkpoint: its config has {found}. Load it with {auto_class.__name__}.from_pretrained; "
-            "for a dense model, quantization_config=MXConfig() compresses it on the way."
-        )
+        raise ValueError(f"{folder} is not an MX checkpoint: its config has {found}. Load it with {auto_class.__name__}.from_pretrained; "
+                         "for a dense model, quantization_config=MXConfig() compresses it on the way.")
     config.quantization_config = {**(stored if isinstance(stored, dict) else stored.to_dict()), "dequantize": dequantize}
     return auto_class.from_pretrained(folder, config=config, **kwargs)

@@ -132,7 +132,7 @@ def load(folder: str | Path, target: PreTrainedModel | None = None) -> PreTraine
 
     Raises ValueError if the folder holds no whole drafter, or that of another target; TypeError without a target.
     """
-    if not isinstance(folder, (str, os.PathLike)) or not hasattr(target, "get_input_embeddings"):
+    if not isinstance(folder, (str, os.PathLike)) or isinstance(target, type) or not hasattr(target, "get_input_embeddings"):
         raise TypeError("load_drafter(folder, target): pass a folder or a name, then the model that is drafted for, whose embedding the drafter shares.")
     if str(folder) == "mtp":
         return mtp.load(target)

@@ -153,9 +153,11 @@ def race(arms: Iterable, tokenizer=None, console: Console | None = None, replay:
     arms: `Arm`s or (label, run) pairs; `racer` makes them of a model. tokenizer: decodes token ids; not needed by arms that emit
     text. replay: whether to show anything.
     """
-    arms = [_arm(arm) for arm in arms]
+    arms = [_arm(arm) for arm in (arms if isinstance(arms, Iterable) else [arms])]
     if not arms:
         raise ValueError("arms: give at least one (label, run) pair.")
+    if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
+        raise ValueError(f"tokenizer={short(tokenizer)} cannot decode: pass the models' tokenizer.")
     console = console or own_console()
     laps = []
     for arm in arms:
@@ -213,6 +215,8 @@ def racer(label: str, model, inputs, **options) -> Arm:
         raise ValueError(f"inputs: give what the tokenizer returns of one prompt, with input_ids and attention_mask, not {what(inputs)}.")
     if len(inputs["input_ids"]) != 1:
         raise ValueError(f"inputs: a race takes one prompt, these are {len(inputs['input_ids'])}.")
+    if isinstance(model, type) or not callable(getattr(model, "generate", None)):
+        raise ValueError(f"model: expected a transformers model with generate(), got {what(model)}; load one with from_pretrained.")
     ours = options.get("speculative") not in (None, False)
 
     def run(emit, **more):
