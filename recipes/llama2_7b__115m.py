@@ -4,6 +4,7 @@
     python recipes/llama2_7b__115m.py --scale shape --acceptance 0.8    the full shape, random weights, SIMULATED acceptance
     python recipes/llama2_7b__115m.py --scale tiny                      a toy, in seconds
     python recipes/llama2_7b__115m.py train --out FOLDER                trains the drafter (a GPU's work)
+    python recipes/llama2_7b__115m.py train --scale tiny --out FOLDER   a trial of that, in a minute: the toy's drafter, for `smollm2`
 
 The target's licence is accepted at https://huggingface.co/meta-llama/Llama-2-7b-chat-hf. The drafter (4 layers, width 1024, 8
 heads, MLP 2816, Llama 2's tokenizer) is not published: `train` lets the target write text and trains it on that, stopped and gone on with at
@@ -17,8 +18,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from recipe_kit import Recipe, main
-from transformers import AutoConfig, LlamaConfig
+from hf_specdec.bench.embedded import EMBEDDED
+from recipe_kit import Recipe, RecipeError, main
+from recipe_kit.inputs import check_folder
+from recipe_kit.models import read
+from transformers import LlamaConfig
 
 PROMPTS = {
     "weather": "I am leaving for Oslo on Friday morning and stay until Sunday. What is the weather there usually like in late October, "
@@ -68,22 +72,36 @@ RECIPE = Recipe(
 )
 
 
+TINY = ("--tokens", "500", "--new-tokens", "16", "--steps", "20", "--batch-tokens", "256")  # of `train --scale tiny`, where nothing else is said
+
+
 def train(arguments: list[str]) -> int:
     """Train the drafter of this recipe's shape with the command line of the package; its exit status."""
-    parser = argparse.ArgumentParser(prog="llama2_7b__115m train", epilog="Other options go to `hf-specdec train`.")
-    parser.add_argument("--target", default=RECIPE.target, help="hub id or folder of the model that writes the text")
+    parser = argparse.ArgumentParser(prog="llama2_7b__115m train", epilog="Other options go to `hf-specdec train`.", allow_abbrev=False)
+    parser.add_argument("--target", help=f"hub id or folder of the model that writes the text (default {RECIPE.target}; tiny: {EMBEDDED})")
     parser.add_argument("--out", type=Path, default=Path("recipes/out/llama2_115m"), help="the drafter's folder, for --draft")
-    parser.add_argument("--scale", choices=("full", "tiny"), default="full", help="tiny: the drafter of the toy")
+    parser.add_argument("--scale", choices=("full", "tiny"), default="full", help="tiny: the drafter of the toy, trained for a minute, as a trial")
     options, others = parser.parse_known_args(arguments)
+    tiny = options.scale == "tiny"
+    target = options.target or (EMBEDDED if tiny else RECIPE.target)
     try:
-        vocabulary = AutoConfig.from_pretrained(options.target).vocab_size
-    except (OSError, ValueError) as error:
-        print(f"llama2_7b__115m: --target {options.target} cannot be read ({' '.join(str(error).split())}); its licence is accepted at {RECIPE.licence}.", file=sys.stderr)
+        check_folder("out", options.out)
+        vocabulary = read(RECIPE, target, "config").vocab_size
+        _shape(options.out / "shape", llama(32, 1, 2, 64, vocabulary) if tiny else llama(1024, 4, 8, 2816, vocabulary))
+    except (RecipeError, OSError) as error:
+        print(f"llama2_7b__115m: {error}", file=sys.stderr)
         return 2
-    config = llama(1024, 4, 8, 2816, vocabulary) if options.scale == "full" else llama(32, 1, 2, 64, vocabulary)
-    config.save_pretrained(options.out / "shape")
-    command = [sys.executable, "-m", "hf_specdec", "train", options.target, "--config", str(options.out / "shape"), "--out", str(options.out), *others]
-    return subprocess.call(command)
+    command = [sys.executable, "-m", "hf_specdec", "train", target, "--config", str(options.out / "shape"), "--out", str(options.out)]
+    return subprocess.call([*command, *(TINY if tiny else ()), *others])
+
+
+def _shape(folder: Path, config: LlamaConfig) -> None:
+    """Write the drafter's config there; RecipeError for a folder that has another one."""
+    if (folder / "config.json").exists():
+        there = read(RECIPE, str(folder), "config")
+        if any(getattr(there, name, None) != getattr(config, name) for name in ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size")):
+            raise RecipeError(f"--out {folder.parent} holds a drafter of another shape ({folder / 'config.json'}): name another folder.")
+    config.save_pretrained(folder)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import os
 from pathlib import Path
 
+from hf_specdec.commands import common
 from hf_specdec.config import MAX_ASSISTANT_TOKENS
 
 from .recipe import RecipeError
@@ -56,11 +56,10 @@ def check_counts(options: argparse.Namespace, *names: str) -> None:
 
 def check_folder(option: str, folder: Path) -> None:
     """RecipeError unless files can be written into this folder, or the folder be made."""
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    if not there.is_dir():
-        raise RecipeError(f"--{option} {folder}: {there} is a file. Name a folder.")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise RecipeError(f"--{option} {folder}: {there} cannot be written to. Name another folder.")
+    try:
+        common.check_folder(folder, f"--{option}")
+    except ValueError as error:
+        raise RecipeError(str(error)) from None
 
 
 def check_map(options: argparse.Namespace) -> None:

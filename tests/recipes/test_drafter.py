@@ -32,4 +32,23 @@ def test_the_drafter_it_trains_is_one_it_takes(run, tmp_path):
 
 def test_a_target_that_cannot_be_read_is_one_line():
     done = train("--target", "no/such/target")
-    assert done.returncode == 2 and "--target no/such/target cannot be read" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2 and "no/such/target: the config cannot be read" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_folder_that_cannot_be_made_or_has_another_shape_is_refused_before_any_work(tmp_path):
+    tiny_llama(3).save_pretrained(tmp_path / "target")
+    (tmp_path / "file").write_text("")
+    tiny_llama(3).config.save_pretrained(tmp_path / "draft" / "shape")
+    for folder, words in (("file", "file is a file; name a folder"), ("draft", "draft holds a drafter of another shape")):
+        done = train("--target", tmp_path / "target", "--out", tmp_path / folder, "--scale", "tiny")
+        assert done.returncode == 2 and words in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_the_tiny_scale_trains_for_little_and_for_the_embedded_model_unless_told_otherwise(recipes, monkeypatch, tmp_path):
+    recipe, calls = recipes[SCRIPT.stem], []
+    monkeypatch.setattr(recipe, "read", lambda *_: tiny_llama(3).config)
+    monkeypatch.setattr(recipe.subprocess, "call", lambda command: calls.append(command[4:]) or 0)
+    assert recipe.train(["--scale", "tiny", "--out", str(tmp_path / "tiny"), "--steps", "3"]) == 0
+    assert recipe.train(["--out", str(tmp_path / "full")]) == 0
+    assert calls[0][0] == "smollm2" and calls[0][-4:] == ["--batch-tokens", "256", "--steps", "3"]
+    assert calls[1][0] == recipe.RECIPE.target and calls[1][-2:] == ["--out", str(tmp_path / "full")]

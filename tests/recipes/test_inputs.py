@@ -129,8 +129,8 @@ def test_tokens_that_are_cut_short_are_refused(kit, tmp_path):
     (CODEGEN, ("--k", "65"), "--k 65: at most 64"),
     (T5, ("--k", "65"), "--k 65: at most 64"),
     (CODEGEN, ("--new-tokens", "2017"), "2048 positions, and its longest prompt takes 32: at most 2016"),
-    (CODEGEN, ("--out", __file__), f"--out {__file__}: {__file__} is a file. Name a folder"),
-    (T5, ("--out", __file__ + "/deeper"), f"{__file__} is a file. Name a folder"),
+    (CODEGEN, ("--out", __file__), f"--out {__file__}: {__file__} is a file; name a folder"),
+    (T5, ("--out", __file__ + "/deeper"), f"{__file__} is a file; name a folder"),
     (LOOKUP, ("--acceptance", "0.5"), "--acceptance has no meaning at --scale tiny"),
 ])  # fmt: skip
 def test_what_cannot_work_is_refused_before_models_are_built(name, arguments, words, recipes, kit, monkeypatch, capsys, tmp_path):
@@ -141,8 +141,20 @@ def test_what_cannot_work_is_refused_before_models_are_built(name, arguments, wo
 
 
 def test_a_folder_that_cannot_be_written_to_is_named(run, kit, monkeypatch, tmp_path):
-    monkeypatch.setattr(kit.inputs.os, "access", lambda *_: False)
-    assert refused(run(CODEGEN, *QUICK), f"--out {tmp_path}", "cannot be written to")
+    def refuse(dir):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(kit.inputs.common.tempfile, "TemporaryFile", refuse)
+    assert refused(run(CODEGEN, *QUICK), f"--out {tmp_path}", f"nothing can be written in {tmp_path} (Permission denied)")
+
+
+@pytest.mark.parametrize("name", [CODEGEN, "gpt_97m__6m", "lenience", T5])
+def test_a_folder_that_cannot_be_made_is_refused_before_any_work(name, recipes, kit, monkeypatch, capsys, tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    monkeypatch.setattr(torch.nn.Module, "__init__", lambda *_: pytest.fail("built"))
+    for folder in ("/proc/x", str(tmp_path / "link")):
+        status = recipes[name].main(recipes[name].RECIPE, ["--scale", "tiny", "--no-plot", "--out", folder])
+        assert refused((status, "", capsys.readouterr().err), f"--out {folder}")
 
 
 def test_sources_that_are_not_utf_8_are_named(run, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -151,9 +152,9 @@ def check_folder(path: Path | None, option: str) -> None:
     """Before any work: that `path` is a folder, or can become one, and that files can be written there."""
     if path is None:
         return
-    there = next(own for own in (path, *path.absolute().parents) if own.exists())
+    there = next(own for own in (path, *path.absolute().parents) if os.path.lexists(own))
     if not there.is_dir():
-        raise ValueError(f"{option} {path}: {there} is a file; name a folder.")
+        raise ValueError(f"{option} {path}: {there} is a {'file' if there.exists() else 'link to nothing'}; name a folder.")
     try:
         tempfile.TemporaryFile(dir=there).close()
     except OSError as error:
