@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from functools import partial
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, BertConfig, BertLMHeadModel, BertModel
@@ -72,3 +75,16 @@ def test_what_is_no_class_no_path_or_no_model_is_named(tmp_path):
             mx.load(AutoModelForCausalLM, value)
     with pytest.raises(ValueError, match="^folder='.*': no model's config can be read there .*Name a folder that a compressed model was saved to"):
         mx.load(AutoModelForCausalLM, tmp_path)
+
+
+@pytest.mark.parametrize("head", ["mxint8", "bf16"])
+@pytest.mark.parametrize(("edited", "name"), [({"lm_head": None}, "lm_head"), ({"skip": ["mlp"]}, "model.layers.0.mlp.gate_proj")], ids=["head", "skip"])
+def test_codes_that_an_edited_config_takes_for_dense_weights_are_refused(head, edited, name, tmp_path):
+    mx.compress(tiny(dtype=torch.bfloat16), "mxint8", lm_head=head).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"] |= edited
+    path.write_text(json.dumps(config))
+    for read in (load, partial(mx.load, AutoModelForCausalLM), partial(mx.load, AutoModelForCausalLM, dequantize=True)):
+        with pytest.raises(ValueError, match=f"^{name}.weight is packed in the checkpoint, but a dense layer's by the config"):
+            read(tmp_path)

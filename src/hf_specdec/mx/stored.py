@@ -12,7 +12,7 @@ from .linear import MXLinear
 
 
 def check_files(model: torch.nn.Module, files: Iterable[str | os.PathLike]) -> None:
-    """ValueError for a file that is damaged, and for codes and scales of another shape or type than the model's layers have.
+    """ValueError for a file that is damaged, for codes and scales of another shape or type than the model's layers have, and for codes of dense ones.
 
     transformers would convert the type in silence, and does not compare the shapes of quantised layers in every version. Names
     that the checkpoint has otherwise (a base model's, renamed ones) are left to what happens when they are read.
@@ -25,6 +25,8 @@ def check_files(model: torch.nn.Module, files: Iterable[str | os.PathLike]) -> N
         if isinstance(layer, MXLinear):
             for tensor in ("weight", "weight_scale"):
                 _check(f"{name}.{tensor}", tuple(getattr(layer, tensor).shape), stored)
+        elif isinstance(layer, torch.nn.Linear) and stored.get(f"{name}.weight", ("",))[0] == "U8":
+            raise ValueError(f"{name}.weight is packed in the checkpoint, but a dense layer's by the config: it does not fit the config's lm_head and skip.")
 
 
 def _check(name: str, shape: tuple[int, ...], stored: dict[str, tuple[str, tuple[int, ...]]]) -> None:
