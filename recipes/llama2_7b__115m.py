@@ -4,7 +4,7 @@
     python recipes/llama2_7b__115m.py --scale shape --acceptance 0.8    the full shape, random weights, SIMULATED acceptance
     python recipes/llama2_7b__115m.py --scale tiny                      a toy, in seconds
     python recipes/llama2_7b__115m.py train --out FOLDER                trains the drafter (a GPU's work)
-    python recipes/llama2_7b__115m.py train --scale tiny --out FOLDER   a trial of that, in a minute: the toy's drafter, for `smollm2`
+    python recipes/llama2_7b__115m.py train --scale tiny --out FOLDER   a trial of that, in minutes: the toy's drafter, for `smollm2`
 
 The target's licence is accepted at https://huggingface.co/meta-llama/Llama-2-7b-chat-hf. The drafter (4 layers, width 1024, 8
 heads, MLP 2816, Llama 2's tokenizer) is not published: `train` lets the target write text and trains it on that, stopped and gone on with at
@@ -72,7 +72,8 @@ RECIPE = Recipe(
 )
 
 
-TINY = ("--tokens", "500", "--new-tokens", "16", "--steps", "20", "--batch-tokens", "256")  # of `train --scale tiny`, where nothing else is said
+TINY = ("--prompts", str(Path(__file__).parent / "prompts" / "question.jsonl"), "--tokens", "500", "--new-tokens", "16", "--steps", "20",
+        "--batch-tokens", "256")  # of `train --scale tiny`, where nothing else is said
 
 
 def train(arguments: list[str]) -> int:
@@ -80,7 +81,7 @@ def train(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="llama2_7b__115m train", epilog="Other options go to `hf-specdec train`.", allow_abbrev=False)
     parser.add_argument("--target", help=f"hub id or folder of the model that writes the text (default {RECIPE.target}; tiny: {EMBEDDED})")
     parser.add_argument("--out", type=Path, default=Path("recipes/out/llama2_115m"), help="the drafter's folder, for --draft")
-    parser.add_argument("--scale", choices=("full", "tiny"), default="full", help="tiny: the drafter of the toy, trained for a minute, as a trial")
+    parser.add_argument("--scale", choices=("full", "tiny"), default="full", help="tiny: the drafter of the toy, trained for minutes, as a trial")
     options, others = parser.parse_known_args(arguments)
     tiny = options.scale == "tiny"
     target = options.target or (EMBEDDED if tiny else RECIPE.target)
