@@ -112,6 +112,22 @@ def test_every_kind_of_number(name, path):
     assert bool(((y.double() - rounded(x) @ weight.T).abs() <= 4e-7 * terms).all())
 
 
+@each_format
+@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("weight_sign, x_sign", [(1, 1), (1, -1), (-1, 1), (-1, -1)])
+def test_the_largest_products_of_one_sign_do_not_overflow(name, rows, weight_sign, x_sign, path):
+    """All weights the largest of their format (in 8 bits also -128), all inputs +-127 of their scale."""
+    layer, packed = MXLinear(96, 16, bias=False, format=name, activations="mxint8"), quantize(torch.ones(16, 96), name)
+    code = {"mxfp6_e2m3": 0x1F, "mxfp4_e2m1": 0x7, "mxint8": 0x7F}[name]
+    bits = FORMATS[name].bits
+    code = code | 1 << (bits - 1) if weight_sign < 0 and bits < 8 else 0x80 if weight_sign < 0 else code
+    word = sum(code << (bits * i) for i in range(4)).to_bytes(bits // 2, "little")  # four codes, least significant bit first
+    packed.codes.copy_(torch.tensor(list(word), dtype=torch.uint8).repeat(packed.codes.numel() // len(word)).view_as(packed.codes))
+    layer.set_packed(packed)
+    x = torch.full((rows, 96), x_sign * 127 / 64)
+    assert torch.equal(layer(x).double(), x.double() @ layer.dequantize().double().T)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @each_dtype
 def test_a_row_that_is_not_finite_gives_nan_and_the_others_their_own(bad, dtype, path):

@@ -156,7 +156,7 @@ def kernel_info() -> dict:
         "available": available,
         "library": _state["library"],
         "reason": _state["reason"],
-        "integer_products": path == "avx512_bf16",
+        "integer_products": path != "portable",
         "threads": torch.get_num_threads(),
     }
 

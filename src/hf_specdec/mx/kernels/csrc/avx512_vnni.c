@@ -2,7 +2,7 @@
  * E2M3, E2M1 and INT8 are small integers times a power of two; as the instruction wants one side unsigned, an offset is added to them, and
  * its share of the sum is where each sum begins. One row's result is made by the same instructions in the same order whatever the
  * number of rows: per block of 32, eight dot products, then sum * scale of the weights * scale of x into the total. */
-#include "mx.h"
+#include "integers.h"
 
 #if defined(__x86_64__)
 #include <stdlib.h>
@@ -11,19 +11,8 @@
 
 #define TARGET_VNNI "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vbmi,avx512vbmi2,avx512vnni"
 #define VNNI __attribute__((target(TARGET_VNNI)))
-#define WORDS 10   /* of a row's block of x: eight times four inputs, the offset's share, the scale */
 
-/* The inputs of a block in the order in which decode_bytes meets them: lane 4 * i of half h has the inputs of vectors PAIRS[i] of that half. */
-MX_INLINE void order_of(int bits, uint8_t order[MX_BLOCK]) {
-    static const uint8_t pairs[3][4][2] = {{{0, 2}, {1, 3}, {4, 6}, {5, 7}}, {{0, 1}, {3, 4}, {5, 6}, {2, 7}}, {{0, 1}, {2, 3}, {4, 5}, {6, 7}}};
-    for (int half = 0; half < 2; half++)
-        for (int i = 0; i < 4; i++)
-            for (int byte = 0; byte < 4; byte++)
-                order[16 * half + 4 * i + byte] = (uint8_t)(16 * half + 2 * pairs[bits / 2 - 2][i][byte % 2] + byte / 2);
-}
-
-/* A chunk of eight rows of x [m, k] (the last one may be shorter), in MXINT8 with scale rule "even": block after block, four inputs of the
- * first row, of the second, and so on, the next four; then the rows' shares of the offset, then their scales. */
+/* One chunk of x [m, k]. */
 VNNI void mx_pack_integers(const void *x, int dtype, int32_t *packed, int64_t chunk, int64_t m, const mx_layer *l) {
     const int64_t m0 = 8 * chunk, rows = m - m0 < 8 ? m - m0 : 8, blocks = l->k / MX_BLOCK;
     uint8_t order[MX_BLOCK];

@@ -28,7 +28,7 @@ int mx_has_path(int path) {
 
 static mx_run runner(int path, int bits, int integers) {
 #if defined(__x86_64__)
-    if (integers && path == MX_AVX512_BF16) return mx_run_avx512_vnni;
+    if (integers && path >= MX_AVX2) return path == MX_AVX512_BF16 ? mx_run_avx512_vnni : mx_run_avx2_integers;
     if (bits == 32 && path >= MX_AVX2) return path == MX_AVX2 ? mx_run32_avx2 : mx_run32_avx512;
     if (path == MX_AVX512_BF16) return mx_run_avx512_bf16;
     if (path == MX_AVX512F) return mx_run_avx512f;
@@ -124,13 +124,14 @@ typedef struct {
     int64_t m, k;
     int dtype;
     const mx_layer *integers; /* NULL: bfloat16 pairs */
+    int path;
 } packing;
 
 static void pack(const void *context, int64_t chunk, int thread) {
     (void)thread;
     const packing *p = context;
 #if defined(__x86_64__)
-    if (p->integers) mx_pack_integers(p->x, p->dtype, p->packed, chunk, p->m, p->integers);
+    if (p->integers) (p->path == MX_AVX512_BF16 ? mx_pack_integers : mx_pack_integers_avx2)(p->x, p->dtype, p->packed, chunk, p->m, p->integers);
     else mx_pack_pairs(p->x, p->packed, chunk, p->m, p->k);
 #endif
 }
@@ -155,15 +156,15 @@ int mx_linears(const mx_layer *const *layers, void *const *outs, int count, cons
     if (path == MX_AVX512_BF16 && wide && !integers) path = MX_AVX512F;
     /* Rows that lie a power of two apart fall into few places of a cache; block by block they lie together. */
     const int64_t x_row = path == MX_AVX2 ? MX_BLOCK : k, x_block = path == MX_AVX2 ? m * MX_BLOCK : MX_BLOCK;
-    if (path != MX_AVX512_BF16 && (dtype != MX_DT_F32 || integers || (path == MX_AVX2 && m > 1))) {
-        x = own = widened(x, dtype, m, k, x_row, x_block, integers);
-        if (!own) return 1;
-    } else if (path == MX_AVX512_BF16 && (integers || m > 1)) {
+    if (integers ? path >= MX_AVX2 : path == MX_AVX512_BF16 && m > 1) {
         own = malloc((size_t)(integers ? m * k / MX_BLOCK * 40 : m * k * 2));
         if (!own) return 1;
-        const packing whole = {x, own, m, k, dtype, integers ? layers[0] : NULL};
+        const packing whole = {x, own, m, k, dtype, integers ? layers[0] : NULL, path};
         mx_share(pack, &whole, (m + 7) / 8, m > MANY_ROWS ? threads : 1);
         x = own;
+    } else if (path != MX_AVX512_BF16 && (dtype != MX_DT_F32 || integers || (path == MX_AVX2 && m > 1))) {
+        x = own = widened(x, dtype, m, k, x_row, x_block, integers);
+        if (!own) return 1;
     }
     jobs all;
     int64_t groups = 0;

@@ -32,7 +32,7 @@ typedef struct {
     int32_t integers; /* x is rounded to MXINT8 before the product: for E2M3, E2M1 and INT8 */
 } mx_layer;
 
-/* One stretch of row groups times m rows of x; x is packed bfloat16 or packed integers (MX_AVX512_BF16) or float32 (the others): a row and a block of it begin
+/* One stretch of row groups times m rows of x; x is packed integers (integers.h), packed bfloat16 (MX_AVX512_BF16) or float32 (the others): a row and a block of it begin
  * x_row and x_block numbers after the one before (on AVX512F k and 32). */
 typedef struct {
     const mx_layer *layer;
@@ -63,6 +63,7 @@ int mx_attention_rows(const mx_attention *a, int path, int threads);
 typedef void (*mx_run)(const mx_job *, int64_t first_group, int64_t last_group);
 void mx_run_portable(const mx_job *, int64_t, int64_t);
 void mx_run_avx2(const mx_job *, int64_t, int64_t);
+void mx_run_avx2_integers(const mx_job *, int64_t, int64_t);
 void mx_run_avx512f(const mx_job *, int64_t, int64_t);
 void mx_run_avx512_bf16(const mx_job *, int64_t, int64_t);
 void mx_run_avx512_vnni(const mx_job *, int64_t, int64_t);
@@ -71,6 +72,7 @@ void mx_run32_avx2(const mx_job *, int64_t, int64_t);
 void mx_run32_avx512(const mx_job *, int64_t, int64_t);
 void mx_pack_pairs(const uint32_t *x, uint32_t *packed, int64_t chunk, int64_t m, int64_t k);
 void mx_pack_integers(const void *x, int dtype, int32_t *packed, int64_t chunk, int64_t m, const mx_layer *layer);
+void mx_pack_integers_avx2(const void *x, int dtype, int32_t *packed, int64_t chunk, int64_t m, const mx_layer *layer);
 
 MX_INLINE int64_t mx_tile_bytes(int bits) { return MX_ROWS * MX_BLOCK * bits / 8; }
 
