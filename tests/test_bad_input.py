@@ -588,6 +588,7 @@ CALLS = {
     "static cache by name": (lambda m: dict(cache_implementation="static"), ("cache_implementation", "Leave cache_implementation unset")),
     "offloaded cache by name": (lambda m: dict(cache_implementation="offloaded"), ("cache_implementation", "Leave cache_implementation unset")),
     "quantised cache": (lambda m: {CACHE: quantised()}, (CACHE, "QuantizedCache", "Pass a DynamicCache")),
+    "offloaded cache": (lambda m: {CACHE: DynamicCache(offloading=True)}, (CACHE, "offloaded DynamicCache", "Pass a DynamicCache")),
     "static cache by config": (lambda m: dict(generation_config=GenerationConfig(cache_implementation="offloaded_static", max_new_tokens=5)),
                                ("cache_implementation", "Leave cache_implementation unset")),
     "cache longer than the prompt": (lambda m: {CACHE: filled(m)}, (CACHE, "input_ids", "must be the whole conversation")),

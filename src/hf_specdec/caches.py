@@ -48,8 +48,9 @@ def counts_tokens(cache: DynamicCache) -> bool:
 
 def check_cache(cache: Any, config: Any, rows: int) -> None:
     """Refuse a caller's cache that is not a plain `DynamicCache`, or was filled with other `rows` or by another model."""
-    if not isinstance(cache, DynamicCache) or any("Quantized" in type(part).__name__ for part in (cache, *cache.layers)):
-        raise ValueError(f"{CACHE}: {type(cache).__name__} cannot be read and rolled back. Pass a DynamicCache, or none and no cache_implementation.")
+    offloaded = "offloaded " if getattr(cache, "offloading", False) else ""
+    if offloaded or not isinstance(cache, DynamicCache) or any("Quantized" in type(part).__name__ for part in (cache, *cache.layers)):
+        raise ValueError(f"{CACHE}: {offloaded}{type(cache).__name__} cannot be read and rolled back. Pass a DynamicCache, or none and no cache_implementation.")
     layers = read_cache(cache)
     wanted = getattr(config, "decoder_layers", None) or sum(isinstance(layer, CacheLayerMixin) for layer in _empty_cache(config).layers)
     if layers and wanted not in (0, len(layers)):
