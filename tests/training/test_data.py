@@ -77,6 +77,7 @@ def test_progress_is_told_inside_of_a_shard_and_ends_with_what_there_is(target, 
     make_data(tmp_path, target, tokenizer, tokens=200, rows=8, new_tokens=24, seed=5, progress=lambda done, tokens: told.append(done))
     total = sum(len(Shard.load(path).tokens) for path in shard_files(tmp_path))
     assert told[0] == 0 and told == sorted(told) and told[-1] == total and len(told) > 10 and max(told[:-1]) < 200
+    assert len(set(told)) == len(told)  # and nothing twice
     make_data(tmp_path, target, tokenizer, tokens=200, rows=8, new_tokens=24, seed=5, progress=lambda done, tokens: told.append(done))
     assert told[-1] == told[-2] == total  # nothing was left to do
 

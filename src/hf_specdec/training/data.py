@@ -135,8 +135,9 @@ def _within(progress: Callable[[int, int], None], done: int, tokens: int) -> Cal
 
     def wrote(new: int) -> None:
         nonlocal done
-        done += new
-        progress(min(done, tokens - 1), tokens)
+        before, done = done, done + new
+        if before < tokens - 1:  # a shard is made whole, with more tokens than were asked for
+            progress(min(done, tokens - 1), tokens)
 
     return wrote
 
