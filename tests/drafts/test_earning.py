@@ -57,10 +57,10 @@ def text(kind: str, seed: int) -> list[int]:
     return words[:LENGTH]
 
 
-def seconds(draft, words: list[int], line: str, clock: Clock, k: int | None = None, most: int = 16) -> float:
-    """Of decoding what follows the prompt with K = k, or "auto"."""
+def seconds(draft, words: list[int], line: str, clock: Clock, k: int | None = None, most: int = 16, stall=(-1, 1.0)) -> float:
+    """Of decoding what follows the prompt with K = k, or "auto". stall: a round, and how many times as long as it takes its pass seems to take."""
     flat, slope, step, jump, beyond = LINES[line]
-    row, clock.now = list(words[:PROMPT]), 0.0
+    row, clock.now, lost = list(words[:PROMPT]), 0.0, 0.0
     context = Context([row], len(words), VOCAB, torch.device("cpu"), Sampler.greedy(), lambda stream, n: None)
     draft.start(context)
     schedule = draft.schedule(most, True) or AutoSchedule(most, draft.cost_ratio, True, draft.prior)
@@ -71,7 +71,9 @@ def seconds(draft, words: list[int], line: str, clock: Clock, k: int | None = No
         begin, left = clock.now, len(words) - len(row)
         proposal = draft.propose(context, schedule.next_k(draft.evidence(context), [left])).within([left - 1])
         size = proposal.sizes[0]
-        clock.now += flat + slope * size + step * (size > 0) + jump * (size > 7) + beyond * max(size - 7, 0)
+        took = flat + slope * size + step * (size > 0) + jump * (size > 7) + beyond * max(size - 7, 0)
+        more = (stall[1] - 1) * took * (rounds == stall[0])
+        clock.now, lost = clock.now + took + more, lost + more
         on_path, node, right = torch.zeros((1, len(proposal.tree) + 1), dtype=torch.bool), 0, 0
         on_path[0, 0] = True
         for own, (parent, token) in enumerate(zip(proposal.tree.parents, proposal.tokens[0].tolist()), start=1):
@@ -83,7 +85,7 @@ def seconds(draft, words: list[int], line: str, clock: Clock, k: int | None = No
         row += words[len(row) : len(row) + right + 1]
         schedule.observe(proposal.sizes, [right], clock.now - begin if rounds else None)
     draft.finish()
-    return clock.now
+    return clock.now - lost
 
 
 @pytest.fixture
@@ -136,6 +138,18 @@ def test_a_mixture_begins_with_what_earlier_calls_have_taught_it(rate, mode, clo
         again += seconds(kept, words, "steep", clock)
         anew += seconds(MixtureDraft([PromptLookupDraft(), fresh], mode), words, "steep", clock)
     assert again < 0.99 * anew
+
+
+@pytest.mark.parametrize("mode", ["choose", "merge"])
+@pytest.mark.parametrize("at", [1, 2, 6, 8])
+@pytest.mark.parametrize("line", ["tiles", "steep"])
+def test_a_round_in_a_bad_moment_is_not_laid_upon_the_calls_that_follow(line, at, mode, clock):
+    texts = [text("copy", seed)[: PROMPT + 120] for seed in range(5)]
+    drafts = [MixtureDraft(["suffix_automaton", "ngram_recycling"], mode) for _ in range(2)]
+    whole, made = ([seconds(draft, words, line, clock, stall=(at if i and words is texts[0] else -1, 40.0)) for words in texts]
+                   for i, draft in enumerate(drafts))
+    assert sum(made) < sum(whole) + 120 * LINES[line][0]  # one call without a draft, at most
+    assert made[-1] < 1.15 * whole[-1]
 
 
 def test_what_is_learned_for_one_target_and_one_kind_of_rows_and_passes_is_not_used_for_another(monkeypatch):
