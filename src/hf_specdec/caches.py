@@ -52,7 +52,10 @@ def check_cache(cache: Any, config: Any, rows: int) -> None:
     if offloaded or not isinstance(cache, DynamicCache) or any("Quantized" in type(part).__name__ for part in (cache, *cache.layers)):
         raise ValueError(f"{CACHE}: {offloaded}{type(cache).__name__} cannot be read and rolled back. Pass a DynamicCache, or none and no cache_implementation.")
     layers = read_cache(cache)
-    wanted = getattr(config, "decoder_layers", None) or sum(isinstance(layer, CacheLayerMixin) for layer in _empty_cache(config).layers)
+    seeing = getattr(config.get_text_config(), "cross_attention_layers", None) or ()  # of Mllama: they hold an image, or nothing
+    if any(index in seeing for index, *_ in layers):
+        raise ValueError(f"{CACHE} holds an image, which the text behind it goes on seeing: not with speculative=True here. Use speculative=False.")
+    wanted = getattr(config, "decoder_layers", None) or sum(isinstance(layer, CacheLayerMixin) for layer in _empty_cache(config).layers) - len(seeing)
     if layers and wanted not in (0, len(layers)):
         raise ValueError(f"{CACHE} holds {len(layers)} layers and the target has {wanted}. Pass a cache that the target has filled, or leave it out.")
     own, theirs = ([(getattr(layer, "number_of_states", 0), isinstance(layer, CacheLayerMixin)) for layer in one.layers] for one in (_empty_cache(config), cache))

@@ -1,5 +1,7 @@
 """A cache in and out: a second turn continues from what the first has cached, under our generate and under plain generate."""
 
+import copy
+
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, DynamicCache, StoppingCriteria, StoppingCriteriaList
@@ -86,7 +88,13 @@ def test_a_layer_that_is_passed_over_without_an_image_holds_nothing_in_the_retur
     assert torch.equal(mine.sequences, theirs.sequences)
     assert [layer.keys is None for layer in mine[CACHE].layers] == [layer.keys is None for layer in theirs[CACHE].layers] == [False, True, False]
     again = next_turn(mine.sequences)
-    assert torch.equal(stock(model, again, mine[CACHE]).sequences, stock(model, again).sequences)
+    assert torch.equal(stock(model, again, copy.deepcopy(mine[CACHE])).sequences, stock(model, again).sequences)
+    for cache in (mine[CACHE], theirs[CACHE]):
+        assert torch.equal(ours(model, again, cache).sequences, stock(model, again).sequences)
+    seen = stock(model, ids, new=FIRST)[CACHE]
+    seen.update(torch.zeros(1, 2, 17, 8), torch.zeros(1, 2, 17, 8), 1)
+    with pytest.raises(ValueError, match="holds an image.*speculative=False"):
+        ours(model, again, seen)
     with pytest.warns(UserWarning, match="target: .* runs without compile=True: it passes over layers"):
         assert torch.equal(speculate(model, ids.tolist(), speculative={"compile": True}, max_new_tokens=FIRST).sequences, theirs.sequences)
 
