@@ -189,7 +189,7 @@ def test_processors_read_the_whole_prompt():
     assert torch.equal(ours(model, inputs, MixtureDraft(), **settings).sequences, plain(model, inputs, **settings))
 
 
-@pytest.mark.parametrize("name", ["Gemma 3", "Qwen3-VL"])
+@pytest.mark.parametrize("name", [name for name in ("Gemma 3", "Qwen3-VL", "EXAONE 4.5") if name in BY_NAME])
 def test_scores_logits_and_the_cache_that_comes_back(name):
     family = BY_NAME[name]
     model, inputs = family.model(), family.prompts(2)

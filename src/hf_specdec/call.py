@@ -20,7 +20,7 @@ from .draft_stop import StopRule
 from .drafts.base import Context, Draft
 from .following import settle, that_follow
 from .loop import SpeculativeLoop
-from .media import Embedded, Media, ahead, embedded
+from .media import BY_COLUMNS, Embedded, Media, ahead, embedded
 from .memory import check_logits
 from .noise import Gumbel, Noise
 from .probe import check_tokens, check_trees
@@ -65,7 +65,8 @@ class Call:
         mask = model_kwargs.get(self.traits.mask_name)
         mask = torch.ones_like(input_ids) if mask is None else mask[:, -input_ids.shape[1]:]
         self.columns = [keep.nonzero()[:, 0].tolist() for keep in mask.bool()]  # of every row, what is not padding
-        self.positions = model_kwargs.get("position_ids")
+        self.by_columns = compat.unwrap(model).config.model_type in BY_COLUMNS
+        self.positions = torch.arange(mask.shape[1], device=mask.device)[None] if self.by_columns else model_kwargs.get("position_ids")
         self.media = Media(model, shown, input_ids, self.columns, self.positions, decoder.given) if shown else None
         if embeds is not None:
             self.media = Embedded(model, {"inputs_embeds": embeds}, input_ids, self.columns, None)
@@ -118,8 +119,9 @@ class Call:
         self.processors = that_follow(self.processors, [[] for _ in self.prompts] if self.hidden else sequences.tokens)
         longest, limit = self._lengths()
         target = CachedModel(self.model, limit, "target", self.traits, self.source, self.config.compile)
-        if self.given and cached_tokens(self.cache):
-            target.load(self.cache, self.columns, cached_tokens(self.cache))
+        if cached := cached_tokens(self.cache) if self.given else 0:
+            target.load(self.cache, self.columns, cached)
+        if cached or self.by_columns:
             target.ahead = ahead(self.positions, self.columns, self.input_ids.shape[1])
         target.look(self.media)
         target.reader = decoder.draft.read if decoder.draft.reads_prompt else None

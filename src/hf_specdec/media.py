@@ -31,6 +31,7 @@ _HEARD = ("audio", "input_features", "feature_attention_mask", "input_values", "
 _MARKS = ("mm_token_type_ids", "moe_mm_token_type_ids", "token_type_ids")
 _READ, _READS = "mm_encoder_outputs", "_maybe_prepare_encoder_kwargs_for_generation"  # since transformers 5.24, where a model has them
 _SIGHT = ("patch_size", "spatial_patch_size", "temporal_patch_size", "spatial_merge_size", "in_channels", "num_channels", "num_mel_bins")
+BY_COLUMNS = frozenset(("exaone4_5", "moss_transcribe_diarize"))  # plain generate() hands these no positions: they count padding, and a cache of theirs shows it
 _TEXT = frozenset(("attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "cache_position", "output_attentions", "output_hidden_states"))
 
 
@@ -74,7 +75,9 @@ class Media:
         if self.positions is not None:
             beyond = places + upload(ahead(self.positions, self.columns, self.tokens.shape[1]), device)[:, None]
             given["position_ids"] = self._laid_out(self.positions, width, begins, beyond)
+        positions = given.get("position_ids") if compat.unwrap(self.model).config.model_type in BY_COLUMNS else None
         given = self.model.prepare_inputs_for_generation(tokens, use_cache=True, is_first_iteration=True, **{CACHE: cache}, **given)
+        given = given if positions is None else {**given, "position_ids": positions}  # they were dropped
         return {name: value.to(device) if torch.is_tensor(value) else value for name, value in given.items() if value is not None}
 
     def _laid_out(self, value: Any, width: int, begins: list[int], beyond: torch.Tensor | int = 0) -> Any:

@@ -70,6 +70,21 @@ def test_a_cache_from_plain_generate_continues_under_ours(name):
     assert torch.equal(ours(model, again, first[CACHE], draft=perturbed(model)).sequences, stock(model, again).sequences)
 
 
+@pytest.mark.parametrize("name", [name for name in ("Llama", "MOSS-Transcribe") if any(line.name == name for line in FAMILIES)])
+def test_the_cache_of_a_ragged_batch_goes_from_either_generate_to_either(name):
+    """Also where plain generate counts padding as positions."""
+    model, inputs = made(name), padded(prompts(12, 5, 8))
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    first, theirs = ours(model, ids, None, FIRST, attention_mask=mask), stock(model, ids, new=FIRST, attention_mask=mask)
+    assert torch.equal(first.sequences, theirs.sequences)
+    again = next_turn(first.sequences)
+    mask = torch.cat([mask, torch.ones(3, FIRST + 5, dtype=torch.long)], dim=1)
+    expected = stock(model, again, attention_mask=mask).sequences
+    for cache in (first[CACHE], theirs[CACHE]):
+        assert torch.equal(stock(model, again, copy.deepcopy(cache), attention_mask=mask).sequences, expected)
+        assert torch.equal(ours(model, again, cache, attention_mask=mask).sequences, expected)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_an_explicit_cache_is_filled_in_place_over_two_turns(name):
     model, ids = made(name), torch.tensor(repetitive(14))
