@@ -221,7 +221,7 @@ def test_full_trains_both_models_on_the_users_text_and_takes_up_its_work_again(r
     (("--scale", "full", "--text", "x", "--dataset", "y"), "give one of them"),
     (("--scale", "full", "--text", "x", "--target", "y"), "--target and --draft go together"),
     (("--scale", "full", "--text", "x"), "--text x: there is no such file"),
-    (("--scale", "full", "--text", __file__, "--work", __file__), f"{__file__} is a file. Name a folder"),
+    (("--scale", "full", "--text", __file__, "--work", __file__), f"{__file__} is a file; name a folder"),
     (("--scale", "full", "--text", __file__, "--target", "no/such", "--draft", "no/such"), "--target no/such: cannot be read"),
     (("--scale", "tiny", "--text", "x"), "--text has no meaning at --scale tiny"),
     (("--scale", "tiny", "--acceptance", "0.5"), "for --scale shape"),
