@@ -262,7 +262,7 @@ def words(*texts):
     [
         (lambda: viz.race([], replay=False), "arms: give at least one"),
         (lambda: viz.race([("quiet", lambda emit: None)], replay=False), "'quiet' emitted nothing"),
-        (lambda: viz.race([("ids", lambda emit: emit([1, 2]))], replay=False), "pass tokenizer="),
+        (lambda: viz.race([("ids", lambda emit: [emit([1, 2]), 1 / 0])], replay=False), "'ids' emits token ids: pass tokenizer="),  # at once
         (lambda: viz.racer("two", None, {"input_ids": [[1], [2]]}), "takes one prompt, these are 2"),
         (lambda: viz.racer("none", None, {"input_ids": [[1]]}), "model: expected a transformers model with generate.., got NoneType"),
         (lambda: viz.race([("never", lambda emit: 1 / 0)], 3, replay=False), "tokenizer=3 cannot decode"),

@@ -181,8 +181,14 @@ def _run(arm: Arm, tokenizer) -> Lap:
     if arm.warm is not None:
         arm.warm()
     lap, arrivals = Lap(arm.label), []
+
+    def emit(tokens, drafted=None) -> None:
+        arrivals.append((time.perf_counter() - begin, tokens, drafted))
+        if tokenizer is None and not isinstance(tokens, str):
+            raise ValueError(f"arm {arm.label!r} emits token ids: pass tokenizer= to decode them.")
+
     begin = time.perf_counter()
-    arm.run(lambda tokens, drafted=None: arrivals.append((time.perf_counter() - begin, tokens, drafted)))
+    arm.run(emit)
     lap.seconds = time.perf_counter() - begin
     if not arrivals:
         raise ValueError(f"arm {arm.label!r} emitted nothing: its run(emit) has to call emit(tokens).")
@@ -192,8 +198,6 @@ def _run(arm: Arm, tokenizer) -> Lap:
 
 def _write(lap: Lap, arrivals: list[tuple], tokenizer) -> None:
     """Decode what came, after the clock has stopped."""
-    if tokenizer is None and any(not isinstance(tokens, str) for _, tokens, _ in arrivals):
-        raise ValueError(f"arm {lap.label!r} emits token ids: pass tokenizer= to decode them.")
     detokenizer, count, flag = Detokenizer(tokenizer), 0, False
     for when, tokens, drafted in arrivals:
         if isinstance(tokens, str):
