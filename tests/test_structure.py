@@ -20,13 +20,13 @@ LEAVES = {"__main__", "bench", "cli", "commands", "mx", "viz", "training"}
 LINES = [
     {"uploads"},
     {"tree", "registry", "theory", "noise", "compat", "kv_cache", "draft_stop", "head", "parts", "passes", "method", "memory", "budget", "round_cost",
-     "law", "nucleus", "lazy_law", "caches", "states", "media", "checkpoint", "positions", "fixed_cache", "block", "hints", "flash"},
+     "law", "nucleus", "lazy_law", "caches", "states", "media", "checkpoint", "positions", "fixed_cache", "block", "hints", "flash", "assistants"},
     {"proposal", "sequences", "tree_shapes", "distributions", "config", "schedule", "trace", "seq2seq", "tap", "masks", "layerwise", "kept"},
     {"compiled", "following", "lengths"},
     {"forward"},
     {"cached_model", "acceptance.base", "acceptance.primitive"},
     {"probe", "acceptance.*", "drafts.base"},
-    {"drafts.growth", "drafts.earning", "drafts.inner", "drafts.progress", "drafts.mapped", "drafts.datastore", "drafts.vocabulary"},
+    {"drafts.growth", "drafts.earning", "drafts.inner", "drafts.progress", "drafts.mapped", "drafts.datastore", "drafts.vocabulary", "drafts.one_by_one"},
     {"drafts.*", "acceptance"},
     {"drafts", "loop", "arguments", "loading"},
     {"call", "warm"},
@@ -34,12 +34,12 @@ LINES = [
     {"integration"},
     {""},
 ]
-WITHIN = {("compat", "caches"), ("compat", "flash"), ("media", "compat"), ("media", "caches"), ("states", "kv_cache"), ("states", "checkpoint"), ("lazy_law", "law"), ("lazy_law", "nucleus"), ("drafts.feature_tree", "drafts.feature"), ("drafts.feature_tree", "drafts.model_tree"), ("drafts.feature", "drafts.features"),
+WITHIN = {("assistants", "parts"), ("compat", "caches"), ("compat", "flash"), ("media", "compat"), ("media", "caches"), ("states", "kv_cache"), ("states", "checkpoint"), ("lazy_law", "law"), ("lazy_law", "nucleus"), ("drafts.feature_tree", "drafts.feature"), ("drafts.feature_tree", "drafts.model_tree"), ("drafts.feature", "drafts.features"),
           ("drafts.feature", "drafts.model"), ("drafts.ngram", "drafts.ngram_table"), ("drafts", "drafts.base"),
           ("drafts.model_tree", "drafts.model"), ("acceptance.coupled", "acceptance.greedy"), ("acceptance.block", "acceptance.sampling"),
           ("acceptance.spectr", "acceptance.sampling"), ("acceptance.typical", "acceptance.threshold"), ("drafts.mixture", "drafts.choosing"), ("drafts.mixture", "drafts.merging"),
           ("drafts.early_exit", "drafts.model"), ("drafts.translated", "drafts.model"), ("drafts.datastore", "drafts.progress"),
-          ("drafts.datastore", "drafts.mapped"), ("drafts.retrieval", "drafts.ngram"), ("drafts.medusa", "drafts.features"),
+          ("drafts.datastore", "drafts.mapped"), ("drafts.retrieval", "drafts.ngram"), ("drafts.medusa", "drafts.last_states"), ("drafts.shared_kv", "drafts.last_states"), ("drafts.dflash", "drafts.last_states"), ("drafts.dflash", "drafts.one_pass"), ("drafts.last_states", "drafts.features"),
           ("drafts.medusa", "drafts.one_pass"), ("drafts.parallel", "drafts.medusa"), ("drafts.pass_draft", "drafts.one_pass"),
           ("drafts.online", "drafts.feature"), ("drafts.online", "drafts.features"), ("drafts.online", "drafts.model")}
 

@@ -23,7 +23,8 @@ from .probe import check_batch, check_mode, check_source
 _OTHER_WAYS = {
     "prompt_lookup_num_tokens": "speculative=True looks the prompt up where it is given no draft. Drop it, and say num_assistant_tokens for a fixed K.",
     "assistant_early_exit": "the target's first layers cannot be the draft. Pass a smaller assistant_model, or use speculative=False.",
-    "use_mtp": "the model's own prediction heads cannot be the draft. Drop it, or use speculative=False.",
+    "use_mtp": "the prediction module of the model's own checkpoint drafts with speculative={\"draft\": \"mtp\"}. Say that, and drop it.",
+    "assistant_ensemble_weight": "a mixture with the draft's law is another law than the model's. Drop it, or say lenience=... for a text that may differ.",
     "penalty_alpha": "contrastive search is another way of decoding. Drop it, or use speculative=False.",
     "dola_layers": "DoLa is another way of decoding. Drop it, or use speculative=False.",
     "token_healing": "the tokenizer does not reach transformers. Heal the prompt first, input_ids = model.heal_tokens(input_ids, tokenizer), and drop it.",
@@ -285,8 +286,7 @@ def _check_beams(generation) -> None:
         return
     groups, penalty = getattr(generation, "num_beam_groups", None) or 1, getattr(generation, "diversity_penalty", None) or 0.0
     if generation.do_sample:
-        raise ValueError(f"num_beams={generation.num_beams} with do_sample=True: speculative=True does beam search without sampling. Use do_sample=False, "
-                         f"or num_beams=1.")
+        raise ValueError(f"num_beams={generation.num_beams} with do_sample=True: speculative=True does beam search without sampling. Use do_sample=False, or num_beams=1.")
     if groups > 1 or penalty:
         raise ValueError(f"num_beam_groups={groups}, diversity_penalty={penalty}: speculative=True does plain beam search. Use num_beam_groups=1, or "
                          f"speculative=False.")

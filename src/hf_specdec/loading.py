@@ -10,9 +10,10 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from . import compat
+from .assistants import KINDS, auto_class, kind_of
 from .config import SpeculativeConfig
 from .drafts.base import Draft
 from .hints import first_line
@@ -25,13 +26,11 @@ _kept: WeakKeyDictionary = WeakKeyDictionary()  # target -> what its drafter was
 
 
 def as_draft(draft: Any, config: SpeculativeConfig) -> Draft:
-    """The draft that was passed, or a model in the draft that the config names, or the config's own draft."""
-    used = draft is None or not isinstance(draft, Draft) and config.draft in OF_A_MODEL
-    if config.draft_options and not used:
+    """The draft that was passed, or a model in the draft that the config names (of an assistant that a family ships, its own), or the config's own draft."""
+    name = draft is not None and kind_of(compat.unwrap(draft)) or (config.draft if draft is None or config.draft in OF_A_MODEL else "model")
+    if config.draft_options and (isinstance(draft, Draft) or name != config.draft):
         raise ValueError(f"draft_options={config.draft_options!r} are those of draft={config.draft!r}, which assistant_model replaces. Drop one of them.")
-    if isinstance(draft, Draft):
-        return draft
-    return _made(config.draft if used else "model", config, *([] if draft is None else [draft]))
+    return draft if isinstance(draft, Draft) else _made(name, config, *([] if draft is None else [draft]))
 
 
 def _made(name: str, config: SpeculativeConfig, *parts: Any) -> Draft:
@@ -71,9 +70,12 @@ def loaded(config: SpeculativeConfig, target: PreTrainedModel) -> PreTrainedMode
         except (OSError, ValueError) as error:
             raise ValueError(f"{argument}={source!r}: {error}") from error
     if not load(LOADERS, "is_drafter", argument)(source):
-        if config.draft not in OF_A_MODEL:
+        if config.draft not in (*OF_A_MODEL, *KINDS):
             raise ValueError(f"{argument}={source!r} holds no drafter, which draft={config.draft!r} is made of. Name one, or pass the draft as assistant_model.")
-        return _model(source, target.dtype, target.device)
+        found = _model(source, target.dtype, target.device)
+        if config.draft in KINDS and kind_of(found) != config.draft:
+            raise ValueError(f"{argument}={source!r} holds a {type(found).__name__}, which draft={config.draft!r} is not made of. Say draft={kind_of(found) or 'model'!r}.")
+        return found
     try:
         found = _drafter(source, compat.unwrap(target), load(LOADERS, "drafter", argument))
     except (OSError, ValueError) as error:
@@ -90,10 +92,11 @@ def loaded(config: SpeculativeConfig, target: PreTrainedModel) -> PreTrainedMode
 def _drafter(source: str, target: PreTrainedModel, read) -> PreTrainedModel | Draft:
     """read(source, target), or what it has returned for them before: a model, or a draft of this call's own around the same weights."""
     file = next((path for path in (SHIPPED / source / "model.safetensors", Path(source) / "model.safetensors") if path.is_file()), None)
-    if file is None:
+    if file is None and Path(source).exists():
         return read(source, target)
     embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
-    now = str(file.resolve()), file.stat().st_mtime_ns, target.device, target.dtype, id(embedding.weight), id(head), type(head)
+    stamp = (source, 0) if file is None else (str(file.resolve()), file.stat().st_mtime_ns)  # a hub id, or the target's own module
+    now = *stamp, target.device, target.dtype, id(embedding.weight), id(head), type(head)
     if target not in _kept or _kept[target][0] != now:
         found = read(source, target)
         _kept[target] = now, _around(found, None)  # were the target in it, both would stay for good
@@ -111,10 +114,8 @@ def _around(found: PreTrainedModel | Draft, target: PreTrainedModel | None) -> P
 
 @lru_cache(maxsize=1)
 def _model(source: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM
-
     try:
-        return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, use_safetensors=True).to(device).eval()
+        return auto_class(AutoConfig.from_pretrained(source)).from_pretrained(source, dtype=dtype, use_safetensors=True).to(device).eval()
     except (OSError, ValueError) as error:
         raise ValueError(f"draft_source={source!r} is no drafter and no transformers checkpoint with safetensors ({first_line(error)}). Load the "
                          f"draft yourself and pass it as assistant_model.") from error

@@ -11,6 +11,7 @@ from pathlib import Path
 
 DRAFTS = {
     "cascade": "drafts.cascade:CascadeDraft",
+    "dflash": "drafts.dflash:DFlashDraft",
     "early_exit": "drafts.early_exit:EarlyExitDraft",
     "feature": "drafts.feature:FeatureDraft",
     "feature_tree": "drafts.feature_tree:FeatureTreeDraft",
@@ -29,6 +30,7 @@ DRAFTS = {
     "prompt_lookup": "drafts.prompt_lookup:PromptLookupDraft",
     "recycling": "drafts.recycling:RecyclingDraft",
     "retrieval": "drafts.retrieval:RetrievalDraft",
+    "shared_kv": "drafts.shared_kv:SharedKVDraft",
     "suffix_automaton": "drafts.suffix_automaton:SuffixAutomatonDraft",
     "translated": "drafts.translated:TranslatedDraft",
     "uniform": "drafts.uniform:UniformDraft",

@@ -6,6 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from . import compat
+from .assistants import kind_of
 from .cached_model import CachedModel
 from .compiled import WIDTHS
 from .config import SpeculativeConfig
@@ -15,6 +16,7 @@ from .drafts.progress import progress
 from .hints import check_int, what
 from .kv_cache import FEWEST
 from .proposal import Proposal
+from .registry import DRAFTS, load
 from .tap import Tap
 
 BEHIND = 8  # tokens that the first passes are behind: as many as it takes for a wrong mask to show
@@ -46,6 +48,8 @@ def warmup(model: PreTrainedModel, draft=None, config: SpeculativeConfig | dict 
         raise ValueError(f'sampling={sampling!r} must be a dict of arguments of generate, such as {{"do_sample": True, "top_k": 20}}.')
     if draft is not None and not isinstance(compat.unwrap(draft), (PreTrainedModel, Draft)):
         raise ValueError(f"draft: {type(draft).__name__} is no model and no draft; a draft that has a name alone has nothing to compile.")
+    if (kind := kind_of(compat.unwrap(draft))) is not None:
+        draft = load(DRAFTS, kind, "draft")(draft, model)
     k = config.max_auto_tokens if config.num_assistant_tokens == "auto" else config.num_assistant_tokens
     widest = next(width for width in WIDTHS if width > min(nodes or k, WIDTHS[-1] - 1))
     watching, runs = (draft.watching(), draft.models()) if isinstance(draft, Draft) else ((), [] if draft is None else [Run(draft, steps=True)])

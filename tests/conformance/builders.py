@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM
 
 from hf_specdec.drafts import (
     CascadeDraft, EarlyExitDraft, HorizontalCascadeDraft, JumpForwardDraft, LookaheadDraft, MixtureDraft, ModelDraft, ModelTreeDraft, NGramDraft,
     NGramRecyclingDraft, PromptLookupDraft, RecyclingDraft, RetrievalDraft, SuffixAutomatonDraft, TranslatedDraft, UniformDraft,
 )
+from hf_specdec.drafts.dflash import DFlashDraft
 from hf_specdec.drafts.feature import FeatureDraft
 from hf_specdec.drafts.feature_tree import FeatureTreeDraft
 from hf_specdec.drafts.medusa import MedusaDraft
 from hf_specdec.drafts.online import OnlineDraft
 from hf_specdec.drafts.parallel import ParallelDraft
 from hf_specdec.drafts.pass_draft import PassDraft
+from hf_specdec.drafts.shared_kv import SharedKVDraft
 from hf_specdec.training import build_drafter
 from hf_specdec.training.heads import build as build_heads
 from hf_specdec.training.look_ahead import build as build_look_ahead
@@ -86,9 +89,51 @@ def look_ahead(target, n: int = 3):
     return made
 
 
+def assistant(model_type: str, spread: float = 0.3, **settings):
+    """An assistant of transformers with random weights; skips where the version has none of the kind."""
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"this version of transformers has no {model_type}")
+    config = CONFIG_MAPPING[model_type](**settings)
+    kind = AutoModel if model_type == "muse_glimmer_assistant" else AutoModelForCausalLM
+    torch.manual_seed(0)
+    made = kind.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0.0, spread)
+    return made
+
+
+def of_heads(target, kinds=("sliding_attention", "full_attention"), window: int = 8, **settings):
+    """An assistant that reads keys and values as the target has them."""
+    config = target.config.get_text_config()
+    heads = dict(num_attention_heads=config.num_attention_heads, num_key_value_heads=config.num_key_value_heads, head_dim=config.head_dim, global_head_dim=config.head_dim)
+    text = dict(heads, model_type="gemma4_text", vocab_size=config.vocab_size, hidden_size=24, intermediate_size=32, num_hidden_layers=len(kinds), layer_types=list(kinds),
+                sliding_window=window, hidden_size_per_layer_input=0, vocab_size_per_layer_input=0, num_kv_shared_layers=len(kinds), pad_token_id=None, bos_token_id=None,
+                eos_token_id=None)
+    return assistant("gemma4_assistant", **{"text_config": text, "backbone_hidden_size": config.hidden_size, **settings})
+
+
+class ReadsOneLayer(SharedKVDraft):
+    """Of a target whose config names no types of layers, the last one stands for all."""
+
+    def _layers(self, target):
+        return dict.fromkeys(self.model.config.get_text_config().layer_types, target.config.num_hidden_layers - 1)
+
+
+def masked_places(target, block: int = 5, window: int = 6, **settings):
+    """An assistant that fills masked places from the states of the target's layers."""
+    config = target.config.get_text_config()
+    return assistant("muse_glimmer_assistant", **dict(
+        hidden_size=config.hidden_size, intermediate_size=32, num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], num_attention_heads=2, num_key_value_heads=1,
+        head_dim=8, sliding_window=window, block_size=block, mask_token_id=1, target_layer_ids=list(range(config.num_hidden_layers)), bos_token_id=None, eos_token_id=None,
+        pad_token_id=None, rope_parameters={"rope_type": "default", "rope_theta": 1e4}) | settings)
+
+
 # name in the registry -> target -> draft
 BUILDERS = {
     "cascade": lambda target: CascadeDraft(perturbed(target, 0.1), PromptLookupDraft()),
+    "dflash": lambda target: DFlashDraft(masked_places(target)),
     "early_exit": early_exit,
     "feature": lambda target: FeatureDraft(feature_drafter(target), target),
     "feature_tree": lambda target: FeatureTreeDraft(feature_drafter(target), target, (4, 2, 1), "independent"),
@@ -107,6 +152,7 @@ BUILDERS = {
     "prompt_lookup": lambda target: PromptLookupDraft(),
     "recycling": lambda target: RecyclingDraft(),
     "retrieval": lambda target: RetrievalDraft.from_tokens(corpus(target.config.vocab_size), target.config.vocab_size, branches=1, min_match=1),
+    "shared_kv": lambda target: ReadsOneLayer(of_heads(target)),
     "suffix_automaton": lambda target: SuffixAutomatonDraft(),
     "translated": translated,
     "uniform": lambda target: UniformDraft(),
@@ -118,6 +164,7 @@ VARIANTS = {
     "cascade, of models, twice": lambda target: CascadeDraft(
         perturbed(target, 0.05), CascadeDraft(perturbed(target, 0.1), ModelDraft(perturbed(target, 0.2)), tokens=2), tokens=3),
     "cascade, over a tree that is drawn": lambda target: CascadeDraft(perturbed(target, 0.1), TreeDraft()),
+    "dflash, tree": lambda target: DFlashDraft(masked_places(target), tree=(3, 2)),
     "early_exit, a cache of its own": lambda target: early_exit(target, share=False),
     "horizontal_cascade, drawn, then drawn": lambda target: HorizontalCascadeDraft(
         ngram(target, sample=True), ModelDraft(perturbed(target, 0.1)), after=1),

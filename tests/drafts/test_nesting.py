@@ -33,7 +33,7 @@ class Noting:
 
     def evidence(self, context):
         read = self.context.target.lengths
-        self.log += [(list(row), own, self.known[b], self.kept(b)) for b, (row, own) in enumerate(zip(context.rows, read))]
+        self.log += [(list(row), own, getattr(self, "seen", self).known[b], self.kept(b)) for b, (row, own) in enumerate(zip(context.rows, read))]
         return super().evidence(context)
 
 
@@ -48,7 +48,7 @@ class FeatureTrees(Noting, FeatureTreeDraft):
 
 class Heads(Noting, MedusaDraft):
     def kept(self, b):
-        return None if self.recent[b] is None else self.recent[b].clone()
+        return None if self.seen.recent[b] is None else self.seen.recent[b].clone()
 
 
 class Blocks(Noting, ParallelDraft):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .. import compat
+from ..assistants import kind_of
 from ..drafts import Draft
 from ..proposal import Proposal
 from ..standing import said
@@ -89,7 +90,7 @@ def generate_arm(name: str, model, draft=None, k: int | None = None, max_batch: 
 
 def standard_arms(model, draft=None, k: int | str = "auto", stock_k: int = 5, lookup_k: int = 10, compile: bool = False) -> list[Arm]:
     """Plain generate; stock assisted generation by lookup and by draft model; ours by lookup and by draft model. A `Draft`, which stock
-    generation does not know, is ours alone.
+    generation does not know, is ours alone, but for that of an assistant which transformers knows.
 
     compile: whether ours run passes compiled as a whole, and plain generate stands there once more, compiled over a static cache (what gpt-fast
         does); its first call compiles, and one with a longer text does again.
@@ -107,6 +108,8 @@ def standard_arms(model, draft=None, k: int | str = "auto", stock_k: int = 5, lo
     if compile:
         arms.insert(1, generate_arm(PLAIN_COMPILED, model, compiled=True, **compat.compiled_decoding(), **stock))
     if isinstance(draft, Draft):
+        if kind_of(model_of(draft)):
+            arms.insert(-1, _stock_assistant_arm(model, model_of(draft), fixed or stock_k, **stock))
         arms.append(generate_arm(f"ours {draft.name}{what}", model, model_of(draft), fixed, assistant_model=draft, **ours))
     elif draft is not None:
         arms.insert(-1, _stock_draft_arm(model, draft, fixed or stock_k, **stock))
@@ -127,6 +130,13 @@ def model_of(draft) -> torch.nn.Module | None:
     """The model whose forwards are those of the draft, if it has one."""
     own = draft if isinstance(draft, torch.nn.Module) else getattr(draft, "model", None)
     return own if isinstance(own, torch.nn.Module) else None
+
+
+def _stock_assistant_arm(model, assistant, k: int, **stock) -> Arm:
+    """Stock generation with an assistant that a family ships, in the way that transformers has for its kind: k tokens a round, or its whole block."""
+    if kind_of(assistant) == "dflash":
+        return generate_arm("stock assistant", model, assistant, None, 1, assistant_model=assistant, speculation_type="dflash", **stock)
+    return _stock_draft_arm(model, assistant, k, **stock)
 
 
 def _stock_draft_arm(model, draft, k: int, **stock) -> Arm:

@@ -59,19 +59,21 @@ def load_model(name: str, dtype="float32", device=None, encoder_decoders: bool =
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     from .. import mx  # noqa: F401  (makes transformers know the quantisation method)
+    from ..assistants import auto_class
 
     check_dtype(dtype)
     source = _source(name)
     with working(f"Loading {name} ..."):
         try:
             try:
-                both = AutoConfig.from_pretrained(source).is_encoder_decoder
+                config = AutoConfig.from_pretrained(source)
+                both, auto = config.is_encoder_decoder, auto_class(config)
             except ValueError:  # an adapter has no config of its own; of anything else the model's loader says what is wrong
-                both = False
+                both, auto = False, AutoModelForCausalLM
             if both and not encoder_decoders:
                 raise ValueError(f"{name} is an encoder-decoder, which generate and bench take on the command line; the rest goes through Python: "
                                  "hf_specdec.enable(AutoModelForSeq2SeqLM.from_pretrained(...)).generate(speculative=True).")
-            model = (AutoModelForSeq2SeqLM if both else AutoModelForCausalLM).from_pretrained(source, dtype=dtype)
+            model = (AutoModelForSeq2SeqLM if both else auto).from_pretrained(source, dtype=dtype)
         except SafetensorError as error:
             raise ValueError(f"{name}: a file of weights is damaged or cut short ({error}): copy it again.") from error
         except ValueError as error:

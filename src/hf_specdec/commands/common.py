@@ -87,12 +87,15 @@ def stored_config(target: str) -> dict | None:
 
 def load_draft(name: str | None, dtype: str, model, tokenizer):
     """What goes into `assistant_model`: None for prompt lookup (the default), else a draft or a model by path or name, a folder before a draft
-    of its name; a model with another tokenizer as a draft that translates."""
+    of its name; a model with another tokenizer as a draft that translates, and an assistant that a family ships as its draft."""
+    from ..assistants import kind_of
     from ..bench.embedded import EMBEDDED, load_model, near
-    from ..config import ALONE
+    from ..config import ALONE, SpeculativeConfig
     from ..drafts.datastore import FORMAT
     from ..drafts.mapped import format_of
-    from ..registry import DRAFTS, load as registered, shipped
+    from ..loading import as_draft
+    from ..registry import DRAFTS, shipped
+    from ..registry import load as registered
     from ..training.drafter import is_drafter, load
 
     folder = name is not None and Path(name).is_dir()
@@ -116,7 +119,7 @@ def load_draft(name: str | None, dtype: str, model, tokenizer):
         if folder:
             raise
         raise ValueError(f"--draft {name}: no such folder and no draft of that name; {names}. As a hub id: {error.__cause__ or error}") from error
-    return _translated(name, draft, tokenizer)
+    return as_draft(draft, SpeculativeConfig()) if kind_of(draft) else _translated(name, draft, tokenizer)
 
 
 def _translated(name: str, draft, tokenizer):

@@ -13,12 +13,11 @@ from transformers import PreTrainedModel
 
 from .. import parts
 from ..proposal import Proposal, Verdict
-from ..tap import Tap
 from ..tree import Tree
 from ..tree_shapes import DynamicTree
 from ..uploads import upload
 from .base import Context
-from .features import rows_at, tapped
+from .last_states import LastStates
 from .one_pass import OnePassDraft
 
 
@@ -108,7 +107,7 @@ class MedusaDraft(OnePassDraft):
         super().__init__(heads, tree)
         self.target = target
         self.layers = getattr(heads, "reads", None) or (target.config.get_text_config().num_hidden_layers,)
-        self.tap: Tap | None = None
+        self.seen: LastStates | None = None
         self.context: Context | None = None
 
     def watching(self) -> tuple[int, ...]:
@@ -125,57 +124,24 @@ class MedusaDraft(OnePassDraft):
                              f"encoder-decoder.")
         parts.of_one_dtype(next(self.heads.parameters(), None), self.target.dtype)
         self.context, self.calls, self.forward_seconds = context, 0, 0.0
-        self.recent: list[torch.Tensor | None] = [None] * len(context.rows)  # of every row, the last states of those that are known
-        self.known = [0] * len(context.rows)  # of every row, places whose states were there
-        self.tap = None if context.stock else tapped(self.target, self.layers, context)  # stock decoding shows no states
+        self.seen = LastStates(context, self.target, self.layers, self.heads.window)
 
     # --- the target's states ------------------------------------------------------------------------------------------
 
     def observe(self, proposal: Proposal, logits: torch.Tensor) -> None:
-        """The states of what was committed before; those of root and candidates wait for the verdict."""
-        if self.tap is None:
-            return
-        *before, (states, starts) = self.tap.take(len(self.context.rows))
-        for part, begin in before:
-            for b, (row, start) in enumerate(zip(self.context.rows, begin)):
-                self._remember(b, start, part[b, : len(row) - 1 - start])
-        self.judged = states, [len(row) - 1 - start for row, start in zip(self.context.rows, starts)]
+        self.seen.observe()
 
     def commit(self, verdict: Verdict) -> None:
-        states, roots = self.judged
-        for b, (path, root) in enumerate(zip(verdict.paths(), roots)):
-            nodes, first = [root + node for node, taken in enumerate(path) if taken], max(root - self.heads.window, 0)
-            start = len(self.context.rows[b]) - 1 - root + first
-            self._remember(b, start, torch.cat([states[b, first:root], rows_at(states[b], nodes)]))
-
-    def _remember(self, b: int, start: int, states: torch.Tensor) -> None:
-        """The states of row b from place `start` on."""
-        self._forget(b, start)
-        old, gap = self.recent[b], start > self.known[b]
-        self.recent[b] = (states if old is None or gap else torch.cat([old, states]))[-self.heads.window:]
-        self.known[b] = start + len(states)
-
-    def _forget(self, b: int, start: int) -> None:
-        """What is known of row b from place `start` on."""
-        if self.known[b] > start:
-            old = self.recent[b]
-            left = () if old is None else old[: max(len(old) - (self.known[b] - start), 0)]
-            self.recent[b], self.known[b] = left if len(left) else None, start
+        self.seen.commit(verdict)
 
     # --- drafting -----------------------------------------------------------------------------------------------------
 
     def _ready(self) -> list[bool]:
-        """A row whose last tokens the target has not read has to wait: the heads count from its last state."""
-        return [states is not None and known == len(row) - 1 for states, known, row in zip(self.recent, self.known, self.context.rows)]
+        return self.seen.ready()
 
     def _logits(self, context: Context, k: list[int]) -> torch.Tensor:
-        known = [0 if states is None else len(states) for states in self.recent]
-        like = next(states for states in self.recent if states is not None)
-        last = like.new_zeros((len(k), self.heads.window, like.shape[1]))
-        for b, states in enumerate(self.recent):
-            if known[b]:
-                last[b, -known[b]:] = states
-        roots = upload([row[-1] for row in context.rows], like.device)
+        last, known = self.seen.last()
+        roots = upload([row[-1] for row in context.rows], last.device)
         begin = perf_counter()
         logits = self.heads.predict(last.to(self.target.dtype), roots, known)[:, : max(k)].to(context.device)
         self.calls, self.forward_seconds = self.calls + 1, self.forward_seconds + perf_counter() - begin
@@ -189,12 +155,11 @@ class MedusaDraft(OnePassDraft):
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def rewind(self, context: Context, lengths: list[int]) -> None:
-        for b, length in enumerate(lengths):
-            self._forget(b, length)
+        self.seen.rewind(lengths)
 
     def keep(self, rows: list[int]) -> None:
-        self.recent, self.known = [self.recent[row] for row in rows], [self.known[row] for row in rows]
+        self.seen.keep(rows)
 
     def finish(self) -> None:
-        self.tap, self.context, self.recent, self.judged = None, None, [], None
+        self.seen, self.context = None, None
         super().finish()

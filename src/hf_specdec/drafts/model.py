@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from .. import compat, parts
-from ..law import draw
 from ..media import Media
-from ..proposal import Proposal, Verdict
+from ..proposal import Proposal
 from ..seq2seq import Source
 from .base import Context, Run
 from .inner import Holder
+from .one_by_one import OneByOne
 from .vocabulary import fitted, readable
 
 
-class ModelDraft(Holder):
+class ModelDraft(OneByOne, Holder):
     """Drafts K tokens one by one with `model`: its argmax where the target decodes greedily, else draws from its own law after
     the same processors as the target's. The model may have another dtype, another device, and a vocabulary padded to another
     size; only ids that both have are proposed. An encoder-decoder reads what the target's encoder reads: with its own encoder, or the
@@ -31,8 +29,6 @@ class ModelDraft(Holder):
     """
 
     name = "model"
-    trusted = True
-    stops = True
     alone = True  # whether it drafts one token after the other, and one alone
 
     def __init__(self, model: PreTrainedModel):
@@ -42,15 +38,13 @@ class ModelDraft(Holder):
         self.reads = ""
 
     def start(self, context: Context) -> None:
-        self.context = context
+        self.begin(context)
         self.source = self._source(context)
         self.reads = "" if self.source is None else f"the target's: {self.source.shared}" if self.source.shared else "its own"
         self.hold(self.model, self.traits, context, context.max_length, source=self.source)
         self.drawing = context.sampler.traceable(self.cached.device) if self.cached.compiled is not None else None
-        self.drafted: Proposal | list[list[int]] = [[] for _ in context.rows]
         self.base = [len(row) for row in context.rows]
         self.cached.look(self._pictures(context))
-        self.stop = context.stop.start(len(context.rows)) if context.stop is not None and self.stops else None
 
     def _source(self, context: Context) -> Source | None:
         if context.source is not None and getattr(self.model, "reads", None):  # see drafts.feature
@@ -76,31 +70,7 @@ class ModelDraft(Holder):
     def propose(self, context: Context, k: list[int]) -> Proposal:
         if self.traits.max_positions is not None:
             k = [max(min(own, self.traits.max_positions - len(row)), 0) for own, row in zip(k, context.rows)]
-        self._forget_what_was_rejected(context)
-        if self.stop is not None:
-            self.stop.begin()
-        tokens, laws, step = [], [], 0
-        drafted = cache(lambda i: tokens[i].tolist())  # is asked for where the law depends on the text
-        while step < max(k):
-            done = self._several(context, tokens, k, step)
-            if done is not None:
-                tokens, laws, step = tokens + done[0], laws + done[1], step + len(done[0])
-                continue
-            scores = self._scores(context, tokens, k, step)
-            law = context.sampler(scores, [step < own for own in k], lambda b, _: context.text(b, [drafted(i)[b] for i in range(len(tokens))]), draft=True)
-            if context.sampler.do_sample:
-                laws.append(law.probs_at(torch.zeros(len(k), dtype=torch.long, device=scores.device)))
-                tokens.append(draw(laws[-1], context.noise(f"draft:{step}", 1)[:, 0]))
-            else:
-                tokens.append(law.argmax[:, 0])
-            if self.stop is not None:  # the token that makes a row stop is part of the proposal
-                root = torch.zeros_like(tokens[-1])[:, None]
-                k = self.stop.shortened(k, step, law.prob_of(tokens[-1][:, None], root)[:, 0].nan_to_num(0.0).tolist())
-            step += 1
-        if not tokens:
-            return Proposal.from_lists([[] for _ in k], context.device, self.name)
-        self.drafted = Proposal.chain(torch.stack(tokens, dim=1), torch.stack(laws, dim=1) if laws else None, list(k), self.name)
-        return self.drafted
+        return super().propose(context, k)
 
     def _several(self, context: Context, tokens: list[torch.Tensor], k: list[int], step: int) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
         """The next tokens, and the laws they were drawn from, by one compiled function; None where there is none, or something is decided after
@@ -138,9 +108,6 @@ class ModelDraft(Holder):
         self.base = [len(row) for row in context.rows]
         self.drafted = [[] for _ in context.rows]
 
-    def _drafted(self) -> list[list[int]]:
-        return self.drafted.listed() if isinstance(self.drafted, Proposal) else self.drafted
-
     def _scores(self, context: Context, tokens: list[torch.Tensor], k: list[int], step: int) -> torch.Tensor:
         """Logits [B, 1, V] for the next drafted token: first from all that is not cached yet, then from one token a time."""
         cached = self.cached
@@ -166,16 +133,10 @@ class ModelDraft(Holder):
         """c by size: decoding reads every weight once a token."""
         return parts.bytes_per_token(self.model) / max(parts.bytes_per_token(target), 1)
 
-    def commit(self, verdict: Verdict) -> None:
-        if self.stop is not None:
-            self.stop.learn([sum(path) - 1 for path in verdict.paths()])
-
     def keep(self, rows: list[int]) -> None:
         self._keep_cached(rows)
-        if self.stop is not None:
-            self.stop.keep(rows)
-        drafted = self._drafted()
-        self.drafted, self.base = [drafted[row] for row in rows], [self.base[row] for row in rows]
+        self.base = [self.base[row] for row in rows]
+        super().keep(rows)
 
     def _keep_cached(self, rows: list[int]) -> None:
         self.cached.keep(rows)
@@ -185,8 +146,7 @@ class ModelDraft(Holder):
         self.cached.crop([length - 1 for length in lengths])
 
     def finish(self) -> None:
-        self.context = self.source = None
-        self.drafted = []
+        self.source = None
         super().finish()
 
     def _stock_vocab_size(self) -> int:

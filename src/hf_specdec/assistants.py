@@ -1,0 +1,44 @@
+"""Assistants that families of models ship with: small models without a text of their own to read, which live on what the target has made of it.
+What kinds transformers has, and what of a target they read."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from .parts import decoder_layers
+
+KINDS = ("shared_kv", "dflash")
+
+def kind_of(model: Any) -> str | None:
+    """The name of the draft that such an assistant is for (`registry.DRAFTS`); None for any other model.
+
+    "shared_kv": its layers read the target's keys and values (Gemma 4). "dflash": they read hidden states of the target, and fill a block of
+    masked places (Muse Glimmer).
+    """
+    taken = inspect.signature(model.forward).parameters if isinstance(model, PreTrainedModel) else {}
+    return "shared_kv" if "shared_kv_states" in taken and "inputs_embeds" in taken else "dflash" if {"context_hidden_states", "noise_embeds"} <= set(taken) else None
+
+
+def shared_layers(target: PreTrainedModel) -> dict[str, int]:
+    """By type of layer, the last one of `target` that has keys and values of its own: those that an assistant reads."""
+    config = target.config.get_text_config()
+    own = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
+    return {kind: layer for layer, kind in enumerate((getattr(config, "layer_types", None) or ())[:own])}
+
+
+def head_sizes(model: PreTrainedModel) -> dict[str, int]:
+    """By type of layer, the width of a head's keys, where the layers say so."""
+    kinds, (_, layers) = getattr(model.config.get_text_config(), "layer_types", None) or (), decoder_layers(model)
+    return {kind: layer.self_attn.head_dim for kind, layer in zip(kinds, layers) if hasattr(getattr(layer, "self_attn", None), "head_dim")}
+
+
+def auto_class(config: Any):
+    """The class of transformers whose `from_pretrained` reads the checkpoint with that config as a draft: that for assistants which have no head of their own, else that
+    for language models."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModel, AutoModelForCausalLM
+
+    headless = config.model_type.endswith("_assistant") and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModel if headless else AutoModelForCausalLM
