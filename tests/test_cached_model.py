@@ -165,3 +165,17 @@ def test_what_layers_put_out_in_another_thread_is_not_shown_here():
         assert not found
         model(ids)
     assert len(found) == 1 and found[0].shape[:2] == ids.shape
+
+
+@pytest.mark.parametrize(("rows", "most"), [([[5, 6, 7] * 8], 1), ([[5, 6, 7] * 8, [9, 8, 7, 6] * 5], 5)], ids=["alone", "ragged"])
+def test_layers_without_keys_of_their_own_see_the_ends_of_prompts_alone(rows, most):
+    family = next(family for family in FAMILIES if family.name == "Gemma 4 (text)")
+    model, widths = family.model(), []
+    handle = model.model.layers[-1].register_forward_hook(lambda module, args, output: widths.append(args[0].shape[1]))
+    cached = CachedModel(model, 64)
+    logits = cached.score(rows)
+    handle.remove()
+    assert widths == [most if hasattr(type(model.model), "_maybe_slice_kv_shared_inputs") else 24]
+    for row, own in zip(rows, logits):
+        with torch.no_grad():
+            torch.testing.assert_close(own[0], model(input_ids=torch.tensor([row])).logits[0, -1], atol=1e-4, rtol=1e-4)

@@ -51,6 +51,7 @@ class Forward:
         aligned = self.traits.own_positions and not self.traits.states
         self.cache = SlotCache(limit, FixedBuffers(model, role) if compile else None, self.traits.states, StateLayer, aligned)
         self.counting = counting(compat.unwrap(model)) if aligned and not self.traits.placed else []
+        self.shares = bool(getattr(compat.unwrap(model).config.get_text_config(), "num_kv_shared_layers", 0))
         self.blind = source is not None and compat.unwrap(model).config.model_type in BLIND
         self.states = Checkpoints(self.cache.layers, compat.unwrap(model)) if self.traits.states else None
         self.compiled = CompiledPasses(model, role, compile) if compile else None
@@ -87,13 +88,14 @@ class Forward:
         if tokens.shape[1] == 1 and self.blind and len(set(self.lengths)) > 1:  # a place of padding more, and the mask hides what is before shorter rows
             tokens = torch.nn.functional.pad(tokens, (0, 1))
             columns = torch.zeros((len(tokens), 1), dtype=torch.long, device="cpu")
-        most = None if self.reader is None else max(READ // (len(tokens) * self.traits.vocab_size), 1)
+        most = (0 if self.shares else None) if self.reader is None else max(READ // (len(tokens) * self.traits.vocab_size), 1)
         places, columns = (None, None) if columns is None else places_of(columns, tokens.shape[1], most)
+        last = len(places) if places is not None and int(places[0]) == tokens.shape[1] - len(places) else 0
         wanted, columns = (None, None) if columns is None else (upload(places, self.device), upload(columns, self.device))
         apart = columns is not None and self.reader is None and self.compiled is None and self.traits.logits_to_keep \
             and len(wanted) > columns.shape[1]
         with head_at(self.model, columns if apart else None):
-            logits = self._logits(tokens, tree, sizes, first, wanted)
+            logits = self._logits(tokens, tree, sizes, first, wanted, last)
         if columns is not None and logits.shape[1] == len(wanted):
             if self.reader is not None:
                 self.reader(*without_padding([length + int(places[0]) for length in self.lengths], logits))
@@ -102,8 +104,8 @@ class Forward:
         self.seconds += perf_counter() - begin
         return logits
 
-    def _logits(self, tokens: torch.Tensor, tree: Tree | None, sizes: list[int], first: int, wanted: torch.Tensor | None) -> torch.Tensor:
-        """One forward; logits at the places `wanted` int64 [n] of the block, or at all of them."""
+    def _logits(self, tokens: torch.Tensor, tree: Tree | None, sizes: list[int], first: int, wanted: torch.Tensor | None, last: int) -> torch.Tensor:
+        """One forward; logits at the places `wanted` int64 [n] of the block, or at all of them. last: n where these are the last ones, else 0."""
         width, starts, logits, layers = tokens.shape[1], [length + first for length in self.lengths], None, layers_of(self.taps)
         embeds = self.embed and self.embed(tokens)
         places = self.compiled.places(width) if self.compiled is not None and any(self.lengths) else None
@@ -118,7 +120,8 @@ class Forward:
         seen = self.media is not None and max(starts) <= 0
         inputs = self.media.first_pass(tokens, [-start for start in starts], sizes, self.cache) if seen else self._positions_and_masks(width, tree, sizes, first)
         keep = wanted is not None and self.traits.logits_to_keep
-        inputs |= {"logits_to_keep": wanted} if keep else {}
+        counted = last and self.shares and self.compiled is None and not layers  # told a number, such a model leaves other places out of layers without keys of their own
+        inputs |= {"logits_to_keep": last if counted else wanted} if keep else {}
         inputs |= {compat.CACHE: self.cache, "use_cache": True, "return_dict": True}
         if "inputs_embeds" not in inputs:
             inputs |= {"input_ids": tokens} if embeds is None else {"inputs_embeds": embeds}

@@ -27,7 +27,8 @@ _kept: WeakKeyDictionary = WeakKeyDictionary()  # target -> what its drafter was
 
 def as_draft(draft: Any, config: SpeculativeConfig) -> Draft:
     """The draft that was passed, or a model in the draft that the config names (of an assistant that a family ships, its own), or the config's own draft."""
-    name = draft is not None and kind_of(compat.unwrap(draft)) or (config.draft if draft is None or config.draft in OF_A_MODEL else "model")
+    named = draft is None or config.draft in (*OF_A_MODEL, *KINDS)
+    name = config.draft if named and config.draft != "model" else kind_of(compat.unwrap(draft)) or "model"
     if config.draft_options and (isinstance(draft, Draft) or name != config.draft):
         raise ValueError(f"draft_options={config.draft_options!r} are those of draft={config.draft!r}, which assistant_model replaces. Drop one of them.")
     return draft if isinstance(draft, Draft) else _made(name, config, *([] if draft is None else [draft]))
@@ -72,10 +73,7 @@ def loaded(config: SpeculativeConfig, target: PreTrainedModel) -> PreTrainedMode
     if not load(LOADERS, "is_drafter", argument)(source):
         if config.draft not in (*OF_A_MODEL, *KINDS):
             raise ValueError(f"{argument}={source!r} holds no drafter, which draft={config.draft!r} is made of. Name one, or pass the draft as assistant_model.")
-        found = _model(source, target.dtype, target.device)
-        if config.draft in KINDS and kind_of(found) != config.draft:
-            raise ValueError(f"{argument}={source!r} holds a {type(found).__name__}, which draft={config.draft!r} is not made of. Say draft={kind_of(found) or 'model'!r}.")
-        return found
+        return _model(source, target.dtype, target.device)
     try:
         found = _drafter(source, compat.unwrap(target), load(LOADERS, "drafter", argument))
     except (OSError, ValueError) as error:

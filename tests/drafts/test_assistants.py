@@ -229,8 +229,8 @@ def test_a_folder_is_read_as_the_assistant_that_it_holds(kind, tmp_path):
     out = speculate(target, rows, None, 3, speculative={"draft": kind, "draft_source": str(tmp_path)}, max_new_tokens=12)
     assert out.speculation.drafted and generated(out, rows) == plain(target, rows, max_new_tokens=12)
     other = next(own for own in assistants.KINDS if own != kind)
-    with pytest.raises(ValueError, match=f"draft_source=.* holds a {type(model).__name__}, which draft='{other}' is not made of. Say draft='{kind}'"):
-        loaded(SpeculativeConfig(draft=other, draft_source=str(tmp_path)), target)
+    with pytest.raises(ValueError, match=f"{type(model).__name__} (fills no masked places|reads no keys and values) "):
+        speculate(target, rows, None, 3, speculative={"draft": other, "draft_source": str(tmp_path)})
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
