@@ -18,7 +18,7 @@ def kind_of(model: Any) -> str | None:
     "shared_kv": its layers read the target's keys and values (Gemma 4). "dflash": they read hidden states of the target, and fill a block of
     masked places (Muse Glimmer).
     """
-    taken = inspect.signature(model.forward).parameters if isinstance(model, PreTrainedModel) else {}
+    taken = inspect.signature(type(model).forward).parameters if isinstance(model, PreTrainedModel) else {}
     return "shared_kv" if "shared_kv_states" in taken and "inputs_embeds" in taken else "dflash" if {"context_hidden_states", "noise_embeds"} <= set(taken) else None
 
 

@@ -12,6 +12,8 @@ from transformers import GenerationConfig
 from transformers.generation import candidate_generator as stock
 
 from hf_specdec import SpeculativeConfig, assistants, enable, integration, passes, warmup
+from hf_specdec.bench.arms import standard_arms
+from hf_specdec.commands.common import load_draft
 from hf_specdec.compat import CACHE
 from hf_specdec.drafts import CascadeDraft, DFlashDraft, MixtureDraft, ModelDraft, SharedKVDraft
 from hf_specdec.loading import as_draft, loaded
@@ -231,6 +233,18 @@ def test_a_folder_is_read_as_the_assistant_that_it_holds(kind, tmp_path):
     other = next(own for own in assistants.KINDS if own != kind)
     with pytest.raises(ValueError, match=f"{type(model).__name__} (fills no masked places|reads no keys and values) "):
         speculate(target, rows, None, 3, speculative={"draft": other, "draft_source": str(tmp_path)})
+
+
+@needs_stock
+@every_kind
+def test_the_command_line_loads_it_and_the_bench_sets_it_beside_transformers_own(kind, tmp_path):
+    target, model = pairs()[kind]()
+    model.save_pretrained(tmp_path)
+    draft = load_draft(str(tmp_path), "float32", target, None)
+    assert draft.name == kind
+    arms = {arm.name: arm.run([repetitive(13)[0]], 12).tokens for arm in standard_arms(enable(target), draft, 3)}
+    name = {"shared_kv": "stock draft model", "dflash": "stock assistant"}[kind]
+    assert arms[name] == arms[f"ours {kind}"] == arms["plain generate"]
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
