@@ -30,7 +30,7 @@ class SpeculativeConfig:
     num_assistant_tokens: K, the tokens drafted per round, 1..64, or "auto" (default): chosen every round from the measured
         acceptance and cost, 0 where speculation does not pay.
     draft: the draft used when no `assistant_model` is passed: a registered one (default "prompt_lookup"), or a drafter, by the name of one that
-        comes with the package ("smollm2_drafter") or by the folder that `hf-specdec train` has written.
+        comes with the package ("smollm2_drafter") or by the folder that `hf-specdec train` has written; "mtp": the prediction module of the target's own checkpoint.
     acceptance: "auto" (default: "greedy" without `do_sample`, "speculative_sampling" with it) or a registered rule.
     lenience: l of Leviathan et al. 2023, A.5, in (0, 1]; 1.0 (default) is exact. Below 1 no token is committed with a
         probability above p(x) / l when sampling, and p(x) >= l * max p counts as the argmax when greedy.
@@ -81,7 +81,7 @@ class SpeculativeConfig:
             check_int("num_assistant_tokens", self.num_assistant_tokens, 1, MAX_ASSISTANT_TOKENS, ' or "auto"')
         check_int("max_auto_tokens", self.max_auto_tokens, 1, MAX_ASSISTANT_TOKENS)
         if not isinstance(self.draft, str) or self.draft not in DRAFTS and not _is_drafter(self.draft):
-            choice = f"choose one of {list(ALONE)}, a drafter ({shipped()}, or the folder of one), one of {list(WITH_WEIGHTS)} with draft_source"
+            choice = f"choose one of {list(ALONE)}, a drafter ({[*shipped(), 'mtp']}, or the folder of one), one of {list(WITH_WEIGHTS)} with draft_source"
             if not isinstance(self.draft, str):
                 raise ValueError(f"draft={short(self.draft)} is no name: pass the draft as assistant_model, beside speculative=, or {choice}.")
             raise ValueError(f"draft={self.draft!r} is not known{meant(self.draft, [*DRAFTS, *shipped()])}; {choice}, or pass the draft as assistant_model.")
@@ -179,7 +179,7 @@ def _check_fraction(name: str, value: Any, also: str = "") -> None:
 
 
 def _is_drafter(name: str) -> bool:
-    return bool(name) and (name in shipped() or (Path(name) / "drafter.json").is_file())
+    return bool(name) and (name in (*shipped(), "mtp") or (Path(name) / "drafter.json").is_file())
 
 
 def _meant_by(value: Any) -> str:

@@ -68,6 +68,18 @@ def test_it_drafts_what_transformers_own_module_says(checkpoint):
 
 
 @needs_mtp
+def test_a_config_names_it_and_the_checkpoint_is_read_once(checkpoint, monkeypatch):
+    target, read, real = loaded(checkpoint), [], modeling_layers.MtpModel.from_pretrained
+    monkeypatch.setattr(modeling_layers.MtpModel, "from_pretrained", lambda *given, **named: read.append(given) or real(*given, **named))
+    for _ in range(2):
+        out = speculate(target, ROWS, None, 3, speculative={"draft": "mtp"})
+        assert out.speculation.drafted and generated(out, ROWS) == plain(target, ROWS)
+    assert len(read) == 1
+    with pytest.raises(ValueError, match='use_mtp=True: the prediction module .* drafts with speculative={"draft": "mtp"}'):
+        speculate(target, ROWS, None, 3, use_mtp=True)
+
+
+@needs_mtp
 def test_its_trees_and_draws_are_exact(checkpoint):
     target = loaded(checkpoint)
     draft = load_drafter("mtp", target)
