@@ -11,7 +11,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation import candidate_generator as stock
 
-from hf_specdec import SpeculativeConfig, assistants, enable, integration, passes, warmup
+from hf_specdec import SpeculativeConfig, assistants, enable, integration, mx, passes, warmup
 from hf_specdec.bench.arms import standard_arms
 from hf_specdec.commands.common import load_draft
 from hf_specdec.compat import CACHE
@@ -160,6 +160,16 @@ def test_an_assistant_in_another_dtype_drafts(kind):
     target, model = pairs()[kind]()
     rows = ROWS["ragged"]
     out = speculate(target, rows, copy.deepcopy(model).to(torch.bfloat16), 4, max_new_tokens=16)
+    assert out.speculation.drafted and generated(out, rows) == plain(target, rows, max_new_tokens=16)
+
+
+@every_kind
+def test_target_and_assistant_may_be_compressed(kind):
+    target, model = (copy.deepcopy(each) for each in pairs()[kind]())
+    mx.to_tiles(target)
+    mx.compress(model, measure=False)
+    rows = ROWS["ragged"]
+    out = speculate(target, rows, model, 4, max_new_tokens=16)
     assert out.speculation.drafted and generated(out, rows) == plain(target, rows, max_new_tokens=16)
 
 

@@ -125,7 +125,8 @@ class DFlashDraft(OnePassDraft):
         return [False] * len(self.context.rows) if self.seen is None else self.seen.ready()
 
     def _logits(self, context: Context, k: list[int]) -> torch.Tensor:
-        begin, config, like = perf_counter(), self.model.config, next(self.model.parameters())
+        begin, config = perf_counter(), self.model.config
+        like = torch.empty(0, dtype=self.model.dtype, device=self.model.device)
         starts = list(self.seen.read)
         states, fresh = self.seen.take(like.new_zeros((0, len(config.target_layer_ids) * config.hidden_size)))
         self.cache.plan.lay(starts, states.shape[1] + config.block_size, like.device)
