@@ -1,5 +1,5 @@
 """Compiled passes: fixed shapes, the same texts. All but one test have torch trace the models and leave out the C++ compiler.
-HF_SPECDEC_FULL=1 takes more families."""
+HF_SPECDEC_FULL=1 takes more families, and writes every graph without mutation, as the compiler gets it."""
 
 import gc
 import shutil
@@ -39,11 +39,23 @@ def family(name: str):
     return next(line for line in FAMILIES if line.name == name)
 
 
+def one_layer(name: str):
+    own = family(name)
+    return replace(own, settings=own.settings | {"num_hidden_layers": 1}).model("eager")
+
+
 @pytest.fixture
-def traced(monkeypatch):
+def functional(monkeypatch):
     """torch.compile without its code generator: seconds instead of minutes."""
     torch._dynamo.reset()
     monkeypatch.setattr(passes, "options", lambda device, places, whole=True: {"backend": "aot_eager"})
+
+
+@pytest.fixture
+def traced(functional, monkeypatch):
+    """The graph runs as it was traced, which takes half as long."""
+    if not FULL:
+        monkeypatch.setattr(passes, "options", lambda device, places, whole=True: {"backend": "eager"})
 
 
 def run(target, rows, draft, k=4, **options):
@@ -59,7 +71,7 @@ def compiled_once(model) -> bool:
 
 @pytest.mark.share(1 / 4)
 @pytest.mark.parametrize("name", SHARE)
-def test_greedy_texts_are_those_of_plain_generate(name, traced, strict):
+def test_greedy_texts_are_those_of_plain_generate(name, functional, strict):
     target, rows = family(name).model("eager"), repetitive(13) + prompts(7)
     texts = plain(target, rows, max_new_tokens=16)
     assert run(target, rows, PromptLookupDraft(), max_new_tokens=16) == texts
@@ -103,7 +115,7 @@ def test_a_draft_that_reads_the_targets_states_is_compiled_and_sees_what_it_sees
 
 def test_a_tree_on_the_targets_states_may_begin_with_one_token(traced, strict):
     """In the first round there are no states yet, and nothing to forget."""
-    target, rows = family("Llama").model("eager"), prompts(1)
+    target, rows = one_layer("Llama"), prompts(1)
     assert run(target, rows, make("feature_tree", target), 2, max_new_tokens=4) == plain(target, rows, max_new_tokens=4)
 
 
@@ -171,7 +183,7 @@ def test_a_model_that_asks_how_many_slots_there_are_gets_functions_for_each_numb
     monkeypatch.setattr("hf_specdec.kv_cache.FEWEST", 32)
     monkeypatch.setattr("hf_specdec.kv_cache.SLACK", 4)
     monkeypatch.setattr(compiled, "FLAT", 0)
-    target, rows = family("Llama").model("eager"), prompts(20)
+    target, rows = one_layer("Llama") if compile == "model" else family("Llama").model("eager"), prompts(20)
     target.set_attn_implementation("asks_for_slots")
     texts = plain(target, rows, max_new_tokens=60)
     for _ in range(2):
@@ -183,7 +195,7 @@ def test_a_model_that_asks_how_many_slots_there_are_gets_functions_for_each_numb
 
 
 def test_later_calls_use_the_functions_of_the_first_and_notice_another_dtype(traced, strict):
-    target, rows = family("Llama").model("eager"), prompts(9)
+    target, rows = one_layer("Llama"), prompts(9)
     run(target, rows, PromptLookupDraft())
     before = dict(compiled._functions[target].made)
     run(target, rows, PromptLookupDraft())
@@ -204,7 +216,7 @@ def test_a_model_that_was_changed_between_calls_is_compiled_again(traced, strict
 
 
 def test_guards_are_evaluated_once_a_call(traced, strict, monkeypatch):
-    target, rows = family("Llama").model("eager"), prompts(9)
+    target, rows = one_layer("Llama"), prompts(9)
     run(target, rows, PromptLookupDraft())
     calls = {}
     for key, function in compiled._functions[target].made.items():
@@ -239,7 +251,7 @@ def test_what_does_not_compile_runs_without_and_says_so(why, traced, monkeypatch
 
 
 def test_hooks_that_are_gone_are_no_reason_in_the_next_call(traced):
-    target, rows = family("Llama").model("eager"), prompts(9)
+    target, rows = one_layer("Llama"), prompts(9)
     hook = target.model.layers[0].register_forward_hook(lambda *_: None)
     with pytest.warns(UserWarning, match="forward hooks"):
         run(target, rows, PromptLookupDraft())
@@ -265,7 +277,7 @@ def test_a_refusal_dies_with_its_model(traced, monkeypatch):
 def test_the_compiler_gives_the_same_texts():
     if not (shutil.which("g++") or shutil.which("clang++")):
         pytest.skip("no C++ compiler")
-    target, rows = family("Llama").model("eager"), prompts(9)
+    target, rows = one_layer("Llama"), prompts(9)
     assert run(target, rows, PromptLookupDraft()) == plain(target, rows)
     assert compiled._functions[target].made
 
@@ -514,7 +526,7 @@ def test_warming_up_checks_its_arguments(wrong, name):
         hf_specdec.warmup("smollm2")
 
 
-def test_a_round_that_had_to_be_compiled_first_is_no_measure_of_what_rounds_cost(monkeypatch):
+def test_a_round_that_had_to_be_compiled_first_is_no_measure_of_what_rounds_cost(traced, monkeypatch):
     seen, observe = [], AutoSchedule.observe
 
     def noting(self, proposed, accepted, seconds, told):
