@@ -1,7 +1,7 @@
 """The GPU kernel: its planes, and y = x W^T against integer decoding in float64.
 
 Without a GPU the kernel runs under Triton's interpreter, which has to be chosen before Triton is imported: one process of its own
-runs all checks (`python test_triton.py` prints their tracebacks as JSON), and the tests here read what it found.
+runs all checks (`python test_triton.py` prints their tracebacks as JSON), and a test here reads what it found.
 """
 
 from __future__ import annotations
@@ -176,9 +176,8 @@ def check_leading_dimensions_and_wrong_arguments(kernel, device: str) -> None:
 CHECKS = {name: check for name, check in globals().items() if name.startswith("check_")}
 
 
-@pytest.fixture(scope="module")
-def interpreted() -> dict[str, str | None]:
-    """The traceback of each check under the interpreter, None where it passed."""
+def test_under_the_interpreter():
+    """All checks in one test, so that no second process of the session runs them again."""
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=environment, timeout=900)
@@ -186,12 +185,7 @@ def interpreted() -> dict[str, str | None]:
     found = json.loads(done.stdout)
     if all(LOOPLESS in (trace or "") for trace in found.values()):
         pytest.skip("the interpreter of this Triton cannot run a loop with this numpy")
-    return found
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_under_the_interpreter(interpreted, name):
-    assert interpreted[name] is None, interpreted[name]
+    assert found.keys() == CHECKS.keys() and not any(found.values()), "\n".join(f"{name}: {trace}" for name, trace in found.items() if trace)
 
 
 @pytest.mark.gpu
