@@ -30,18 +30,32 @@ def test_the_drafter_it_trains_is_one_it_takes(run, tmp_path):
     assert status == 0 and "1/1" in out, error
 
 
-def test_a_target_that_cannot_be_read_is_one_line():
-    done = train("--target", "no/such/target")
-    assert done.returncode == 2 and "no/such/target: the config cannot be read" in done.stderr and "Traceback" not in done.stderr
+@pytest.fixture
+def refused(recipes, capsys, monkeypatch):
+    """refused(*arguments) -> standard error of a `train` that does nothing."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(recipes[SCRIPT.stem].subprocess, "call", lambda command: pytest.fail("work"))
+
+    def call(*arguments) -> str:
+        capsys.readouterr()
+        assert recipes[SCRIPT.stem].train(list(map(str, arguments))) == 2
+        return capsys.readouterr().err
+
+    return call
 
 
-def test_a_folder_that_cannot_be_made_or_has_another_shape_is_refused_before_any_work(tmp_path):
+def test_a_target_that_cannot_be_read_is_one_line(refused):
+    error = refused("--target", "no/such/target")
+    assert "no/such/target: the config cannot be read" in error and len(error.splitlines()) == 1
+
+
+def test_a_folder_that_cannot_be_made_or_has_another_shape_is_refused_before_any_work(refused, tmp_path):
     tiny_llama(3).save_pretrained(tmp_path / "target")
     (tmp_path / "file").write_text("")
     tiny_llama(3).config.save_pretrained(tmp_path / "draft" / "shape")
     for folder, words in (("file", "file is a file; name a folder"), ("draft", "draft holds a drafter of another shape")):
-        done = train("--target", tmp_path / "target", "--out", tmp_path / folder, "--scale", "tiny")
-        assert done.returncode == 2 and words in done.stderr and len(done.stderr.splitlines()) == 1
+        error = refused("--target", tmp_path / "target", "--out", tmp_path / folder, "--scale", "tiny")
+        assert words in error and len(error.splitlines()) == 1
 
 
 def test_the_tiny_scale_trains_for_little_and_for_the_embedded_model_unless_told_otherwise(recipes, monkeypatch, tmp_path):
