@@ -10,7 +10,7 @@ from tests.conformance import law
 from tests.helpers import FULL, perturbed, small_vocabulary_llama
 
 ROW = [1, 2, 3, 1, 2]
-N = 50_000 if FULL else 9_000
+N = 50_000 if FULL else 3_000
 
 
 class ControlDraft(Draft):

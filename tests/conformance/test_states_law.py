@@ -9,7 +9,7 @@ from tests.conformance.builders import VARIANTS, make
 from tests.conformance.test_encoder_decoder_law import Dishonest
 from tests.helpers import FULL, perturbed
 
-N = 50_000 if FULL else 1_500
+N = 50_000 if FULL else 900
 ALONE = 10_000 if FULL else 150
 PROMPTS = [[1, 2, 3, 1, 2], [4], [2, 5, 1]]
 CASES = [("Qwen3.5 (text)", "model", {}), ("Falcon-H1", "prompt_lookup", dict(temperature=0.7)), ("LFM2", "model", dict(top_k=4)), ("Bamba", "uniform", dict(top_p=0.8)),
