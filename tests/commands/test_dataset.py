@@ -548,8 +548,9 @@ def driver(tmp_path, scenario, count, seed) -> dict:
 
 @pytest.mark.parametrize("seed", range(5) if FULL else [0])
 def test_kill_9_at_any_moment_loses_nothing_and_doubles_nothing(tmp_path, seed):
-    found = driver(tmp_path, "kills", 60 if FULL else 20, seed)
-    assert found["rows"] == 40 and found["killed"] >= 20 and found["outputs"] >= 1
+    count = 60 if FULL else 10
+    found = driver(tmp_path, "kills", count, seed)
+    assert found["rows"] == 40 and found["killed"] >= count and found["outputs"] >= 1
     assert all(found["equal"]), found
     assert found["torn"] > 0  # the moments were not all harmless
 
