@@ -55,6 +55,7 @@ def stock(warper, before):
     return warper(None, before.view(-1, before.shape[-1])).view(before.shape)
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("least", [1, 4, V])
 @pytest.mark.parametrize("top_p", [0.0, 0.01, 0.3, 0.5, 0.9, 0.95, 0.999, 1.0])
 @pytest.mark.parametrize("kind", KINDS)
@@ -65,6 +66,7 @@ def test_scores_are_those_of_the_warper_bit_for_bit(kind, top_p, least):
         torch.testing.assert_close(LazyLaw(before, [warper]).scores, stock(warper, before), rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("top_p", [0.3, 0.9, 0.95])
 @pytest.mark.parametrize("kind", KINDS)
 def test_probabilities_are_those_of_the_warpers_scores(kind, top_p):
@@ -159,6 +161,7 @@ MAKE = {"T": lambda: TemperatureLogitsWarper(1.7), "k": lambda: TopKLogitsWarper
         "low": lambda: MinPLogitsWarper(1e-4), "least": lambda: MinPLogitsWarper(0.3, min_tokens_to_keep=5)}
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("kind", KINDS)
@@ -312,6 +315,7 @@ def test_the_token_after_a_verdict_is_drawn_from_the_law_that_follows(kind, orde
         torch.testing.assert_close(shares, (meant.next_probs / meant.next_probs.sum())[0], rtol=0, atol=2 / len(uniform))
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("min_p", [1e-30, 1e-3, 0.05, 1.0])
 @pytest.mark.parametrize("temperature", [0.1, 0.7, 50.0, 1e30])
 @pytest.mark.parametrize("kind", KINDS)

@@ -228,6 +228,7 @@ def test_the_cache_that_comes_back_is_that_of_a_fresh_prefill(draft):
         assert_same_cache(found, prefilled(target, (row + new)[:-1]))
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("k", [1, 20])
 @pytest.mark.parametrize("draft", ["prompt_lookup", "scripted", "knowing tree"])
 def test_the_cache_is_never_far_ahead_of_the_longest_row_and_its_proposal(draft, k, watch):
@@ -274,6 +275,7 @@ def test_processors_treat_a_row_as_in_a_batch_of_its_own(name, draft):
     assert generated(out, ROWS) == plain(target, ROWS, **options)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("name", PER_ROW)
 def test_the_processors_of_the_test_above_make_a_difference(name):
     target = llama()

@@ -33,6 +33,7 @@ def model_of(kind: str, seed: int = 0):
     return next(family for family in STATEFUL if family.name == kind).model("eager", seed)
 
 
+@pytest.mark.share(2)
 @every_kind
 @pytest.mark.parametrize("seed", range(4))
 @torch.no_grad()
@@ -211,6 +212,7 @@ def turn(model, text, cache, ours: bool, **options):
 CONTINUED = [kind for kind in (RECURRENT, "Falcon-H1", CONVOLUTIONS, "Nemotron-H", "Granite 4 (hybrid)", "Inkling (text)", "Lara mini") if kind in HERE]  # Nemotron-H limits the time steps of prompts
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("ours", [(True, True, True), (False, True, True), (True, False, True), (True, True, False)], ids=str)
 @pytest.mark.parametrize("kind", CONTINUED)
 def test_a_conversation_goes_on_from_the_cache_of_the_turn_before(kind, ours):

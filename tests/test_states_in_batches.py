@@ -39,6 +39,7 @@ def texts(model, rows, **options):
     return [plain(model, [row], **options)[0] for row in rows]
 
 
+@pytest.mark.share(2)
 @every_kind
 @pytest.mark.parametrize("seed", range(4))
 @torch.no_grad()
@@ -74,6 +75,7 @@ def test_whatever_each_row_drafts_keeps_and_forgets_its_logits_are_those_of_its_
         rows = [[*row, rng.randrange(1, 60)] for row in rows]
 
 
+@pytest.mark.share(2)
 @every_kind
 @pytest.mark.parametrize("k", [1, 4, "auto"])
 def test_every_row_gets_the_text_that_it_gets_alone(kind, k):

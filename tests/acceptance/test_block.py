@@ -80,6 +80,7 @@ def test_the_papers_example():
     assert block(rule(), world, draft, 2, 1)[1] == pytest.approx(11 / 9)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("parents", TREES.values(), ids=TREES)
 def test_a_tree_is_judged_sibling_by_sibling_and_stays_exact(parents):
     tree, world = Tree(parents), World(3, 2, seed=1)

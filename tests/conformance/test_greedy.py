@@ -30,18 +30,19 @@ BATCHES = ([0], [0, 1, 2])
 LINES = [family for family in FAMILIES if family.name in NAMES]
 TABLE = [(family, seed) for seed in SEEDS for family in LINES]
 SHARE = [(family, 0) for family in LINES[:2]]
+NEW = 24 if FULL else 14
 ALL_BUT_TREES = len(DRAFTS) * len(KS) * len(BATCHES)
 
 
 def mismatches(family, seed: int) -> tuple[int, list, dict]:
     """Cases run, those that differ from plain generate, and the acceptance rate per draft."""
     target, rows = family.model("eager", seed), repetitive(13, seed=seed) + prompts(2, 7, seed=seed + 9)
-    texts, run, wrong, rates = plain(target, rows, max_new_tokens=24), 0, [], {}
+    texts, run, wrong, rates = plain(target, rows, max_new_tokens=NEW), 0, [], {}
     for name, make in DRAFTS.items():
         draft, accepted, proposed = make(target), 0, 0
         for batch in BATCHES if family.ragged else BATCHES[:1]:
             for k in KS:
-                out = speculate(target, [rows[i] for i in batch], draft, k, max_new_tokens=24)
+                out = speculate(target, [rows[i] for i in batch], draft, k, max_new_tokens=NEW)
                 accepted, proposed, run = accepted + out.speculation.accepted, proposed + out.speculation.proposed, run + 1
                 if generated(out, [rows[i] for i in batch]) != [texts[i] for i in batch]:
                     wrong.append((family.name, seed, name, k, len(batch)))
@@ -68,6 +69,7 @@ def test_every_draft_and_k_gives_plain_generates_text(family, seed):
 TREES = {"binary": (0, 0, 1, 1, 2, 2), "bushy": (0, 0, 0, 1, 1, 2, 2, 5, 5, 7), "a chain and a stray": (0, 1, 2, 0), "siblings only": (0, 0, 0, 0)}
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("parents", TREES.values(), ids=TREES)
 @pytest.mark.parametrize("rows", [[0], [0, 1, 2]], ids=["alone", "ragged"])
 @pytest.mark.parametrize("name", NAMES if FULL else ["Llama", "Llama 4 (text, chunked)"])
@@ -76,8 +78,8 @@ def test_every_tree_gives_plain_generates_text(name, rows, parents):
     if not family.trees:
         pytest.skip(f"{name} makes its own masks and takes no tree; tests/test_architectures.py tests the refusal")
     target, batch = family.model("eager"), [(repetitive(13) + prompts(2, 7, seed=9))[i] for i in rows]
-    texts = plain(target, batch, max_new_tokens=24)
+    texts = plain(target, batch, max_new_tokens=NEW)
     draft = KnowingTreeDraft([row + text for row, text in zip(batch, texts)], parents)
-    out = speculate(target, batch, draft, k=len(parents), max_new_tokens=24)
+    out = speculate(target, batch, draft, k=len(parents), max_new_tokens=NEW)
     assert generated(out, batch) == texts
     assert out.speculation.accepted > 0

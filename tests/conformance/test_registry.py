@@ -93,6 +93,7 @@ def test_draft_and_rule_give_the_targets_own_text(draft, rule, k, batch):
     RULES[rule](draft, k, batch)
 
 
+@pytest.mark.share(2)
 @every_draft
 def test_a_row_without_room_is_not_drafted_for(draft):
     target = tiny_llama(3)
@@ -124,6 +125,7 @@ def test_k_auto_gives_the_targets_own_text(draft):
     assert generated(speculate(target, rows, make(draft, target), "auto", max_new_tokens=40), rows) == plain(target, rows, max_new_tokens=40)
 
 
+@pytest.mark.share(2)
 @every_draft
 def test_the_draft_serves_stock_assisted_decoding_too(draft):
     target, row = tiny_llama(3), repetitive(12)[0]

@@ -26,6 +26,7 @@ def shown(model, rows, seed: int = 0, ids: bool = False) -> dict:
     return {**given, "input_ids": inputs["input_ids"]} if ids else given
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("ids", [False, True], ids=["alone", "beside ids"])
 @pytest.mark.parametrize("rows", [ROWS[:1], ROWS], ids=["one row", "ragged"])
 @pytest.mark.parametrize("draft", DRAFTS)
@@ -88,6 +89,7 @@ class Stops(StoppingCriteria):
         return torch.tensor([row.shape[0] >= 7 for row in input_ids])
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("ids", [False, True], ids=["alone", "beside ids"])
 @pytest.mark.parametrize("options", [
     dict(repetition_penalty=1.5), dict(min_new_tokens=6, eos_token_id=list(range(0, 64, 3))), dict(no_repeat_ngram_size=1), dict(min_length=8, eos_token_id=list(range(0, 64, 3))),

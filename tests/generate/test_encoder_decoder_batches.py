@@ -57,6 +57,7 @@ def test_rows_that_end_leave_the_others_what_they_read(line, draft):
     assert shown, "all rows ended together, so nothing was shown"
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("name", ["T5", "BART", "Whisper", "Marian"])
 @pytest.mark.parametrize("k", [1, 7, "auto"])
 def test_other_drafts_and_numbers_of_tokens(name, k):

@@ -40,6 +40,7 @@ def test_the_beams_are_those_of_plain_search(line, draft, option):
         assert_equal(*both(model, sources(line.kind, seed, rows), DRAFTS[draft](model), **OPTIONS[option]))
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("k", [1, 7, "auto"])
 @pytest.mark.parametrize("make", [RecyclingDraft, SuffixAutomatonDraft, lambda: None], ids=["recycling", "suffix automaton", "lookup"])
 def test_other_drafts_follow_the_beams(make, k):

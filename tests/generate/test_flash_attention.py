@@ -87,6 +87,7 @@ def test_greedy_text_is_plain_generates_alone_and_in_a_ragged_batch(name, k, dra
         assert generated(out, [ROWS[i] for i in rows]) == [texts[i] for i in rows]
 
 
+@pytest.mark.share(2)
 @every_name
 def test_ragged_rows_accept_different_numbers_of_tokens(name):
     model, texts = made(name), wanted(name)
@@ -106,6 +107,7 @@ def test_the_kernels_get_blocks_behind_a_text_and_rows_of_their_own_lengths(kern
     assert any(call[0] == "unequal" and set(call[1]) == {7} and len(set(call[2])) > 1 for call in kernels.calls)
 
 
+@pytest.mark.share(2)
 @every_kept
 @pytest.mark.parametrize("flash_target", [True, False], ids=["target", "draft"])
 def test_target_and_draft_may_run_different_attention(name, flash_target):
@@ -115,6 +117,7 @@ def test_target_and_draft_may_run_different_attention(name, flash_target):
     assert generated(out, ROWS) == plain(target, ROWS, max_new_tokens=LONG) and out.speculation.accepted > 0
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("make", [
     lambda model: EarlyExitDraft(model, 1), lambda model: CascadeDraft(perturbed(model), PromptLookupDraft()),
     lambda model: MixtureDraft([PromptLookupDraft(), ModelDraft(perturbed(model))], mode="choose"), lambda model: UniformDraft(),
@@ -262,6 +265,7 @@ def test_kernels_of_this_contract_are_taken_in_every_precision(name, dtype):
 # --- what stands beside it -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("name", ["LLaVA", "Qwen2-VL", "Idefics3", "Qwen2-Audio"])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_prompts_that_show_something(name, rows):

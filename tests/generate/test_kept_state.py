@@ -233,6 +233,7 @@ MADE = {**{make.__name__: lambda make=make: [make()] for make in ALONE}, "a meth
 every_kind = pytest.mark.parametrize("make", MADE.values(), ids=MADE)
 
 
+@pytest.mark.share(2)
 @every_kind
 def test_the_text_is_that_of_plain_generate(make):
     target = tiny_llama(3)
@@ -243,6 +244,7 @@ def test_the_text_is_that_of_plain_generate(make):
         assert generated(out, ROWS) == expected
 
 
+@pytest.mark.share(2)
 @every_kind
 def test_a_second_call_goes_on_as_with_plain_generate(make):
     target, ours, stock = tiny_llama(3), make(), make()

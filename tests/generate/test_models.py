@@ -348,6 +348,7 @@ READERS = {"lookup": PromptLookupDraft, "automaton": SuffixAutomatonDraft, "auto
            "lookahead": LookaheadDraft, "mixture": MixtureDraft}
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("draft", READERS.values(), ids=READERS)
 def test_tokens_that_the_target_reads_and_cannot_write_are_not_drafted(draft, do_sample):

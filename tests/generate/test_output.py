@@ -69,6 +69,7 @@ def test_the_sequences_begin_with_the_prompt_as_it_was_passed():
 # --- scores and logits ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("options", [{}, dict(repetition_penalty=1.5), dict(suppress_tokens=[1, 2, 3])], ids=str)
 @every_draft
 def test_scores_and_logits_are_plain_generates_at_every_committed_position(draft, options):

@@ -69,6 +69,7 @@ def test_greedy_text_under_processors_equals_plain_generates(options, draft):
     assert out.speculation.accepted > 0 or draft in ("model", "lookup")
 
 
+@pytest.mark.share(2)
 @every_option
 def test_every_option_of_the_table_but_the_first_changes_the_text(options):
     target = tiny_llama(1)

@@ -161,6 +161,7 @@ def test_candidates_are_tried_on_the_way(make):
     assert 0 < out.speculation.accepted < out.speculation.proposed
 
 
+@pytest.mark.share(2)
 @every_processor
 def test_each_row_of_a_batch_has_a_state_of_its_own(make):
     target, rows = tiny_llama(3), ROWS + prompts(2, 7, seed=2)

@@ -75,6 +75,7 @@ def test_rounding_is_mxint8_with_the_rule_even(dtype):
     assert torch.equal(round_to_integers(x.view(4, 6, 96)).view(24, 96), round_to_integers(x))
 
 
+@pytest.mark.share(2)
 @each_format
 @each_dtype
 @pytest.mark.parametrize("bias", [False, True])
@@ -141,6 +142,7 @@ def test_a_row_that_is_not_finite_gives_nan_and_the_others_their_own(bad, dtype,
 # --- rows ---------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.share(2)
 @each_format
 @each_dtype
 @pytest.mark.parametrize("threads", [1, 2])

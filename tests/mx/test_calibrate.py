@@ -79,6 +79,7 @@ def loss(x: torch.Tensor, weight: torch.Tensor, packed) -> float:
 # --- one matrix ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.share(4 / 3)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("format", FORMATS)
 def test_codes_and_scales_are_those_of_the_textbook(format, rule):
@@ -92,6 +93,7 @@ def test_codes_and_scales_are_those_of_the_textbook(format, rule):
     assert packed.codes.dtype == packed.scales.dtype == torch.uint8 and alike.float().mean() >= 0.7
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("format", FORMATS)
@@ -101,6 +103,7 @@ def test_where_inputs_are_uncorrelated_and_alike_it_is_rounding_to_nearest(forma
     assert torch.equal(packed.codes, nearest.codes) and torch.equal(packed.scales, nearest.scales)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("format", FORMATS)
 def test_outputs_are_nearer_than_with_rounding_to_nearest_and_with_a_wrong_gram_matrix_they_are_not(format, rule):
@@ -168,6 +171,7 @@ def test_no_layer_of_a_model_loses_more_than_by_rounding_to_nearest(kind):
     assert [layer.name for layer in better.mx_report.layers] == [layer.name for layer in nearest.mx_report.layers]
 
 
+@pytest.mark.share(4 / 3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("format", FORMATS)

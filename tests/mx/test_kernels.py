@@ -176,6 +176,7 @@ def test_tiles_keep_every_bit(bits, threads):
 # --- the product --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.share(2)
 @each_format
 @each_path
 @each_dtype
@@ -212,6 +213,7 @@ SHAPES = [(1, 32), (16, 32), (7, 96), (33, 96), (50, 96), (20, 4096)]
 ROWS = [*range(1, 10), 12, 16, 17, 31, 32, 33, 40]
 
 
+@pytest.mark.share(2)
 @each_format
 @each_path
 @each_dtype
@@ -229,6 +231,7 @@ def test_inputs_of_every_number_of_dimensions(path, dtype, shape):
     assert_near(random_layer("mxfp6_e2m3", 21, 64, bias=True), torch.randn(shape, generator=generator(0)).to(dtype))
 
 
+@pytest.mark.share(2)
 @each_format
 @each_path
 @each_dtype
@@ -277,6 +280,7 @@ def assert_rows_are_alone(layer: MXLinear, dtype: torch.dtype) -> None:
         assert same_bits(layer(x[order]), alone[order]), rows
 
 
+@pytest.mark.share(2)
 @each_format
 @each_path
 @each_dtype
@@ -285,6 +289,7 @@ def test_a_row_has_the_same_bits_at_every_number_of_rows_and_place(name, path, d
     assert_rows_are_alone(random_layer(name, 55, 608, bias=True), dtype)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("name", FORMATS_AND_DENSE if FULL else ["mxfp6_e2m3", *DENSE])
 @each_path
 @each_dtype

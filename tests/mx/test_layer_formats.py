@@ -221,6 +221,7 @@ PAIRS = [*itertools.permutations(["mxfp4_e2m1", "mxfp6_e2m3", "mxfp6_e3m2", "mxi
 TRIPLES = [("mxfp4_e2m1", "mxfp6_e2m3", "mxint8"), ("mxint8", "mxfp8_e4m3", "mxfp4_e2m1"), ("bf16", "mxfp4_e2m1", "fp32"), ("mxfp6_e2m3", "mxfp6_e3m2", "mxfp6_e2m3")]
 
 
+@pytest.mark.share(2)
 @needs_kernels
 @pytest.mark.parametrize("path", cpu.PATHS)
 @pytest.mark.parametrize("integers", [False, True])
@@ -258,6 +259,7 @@ def test_a_graph_whose_products_are_merged_has_the_bits_of_the_layers_alone(name
 
 @needs_kernels
 @needs_the_compiler
+@pytest.mark.share(1)
 @pytest.mark.parametrize("direct", [True, False])
 def test_compiled_passes_of_mixed_models_agree_with_eager_ones(direct, monkeypatch):
     if direct and kernel_passes.c_interface() is None:
@@ -293,6 +295,7 @@ torch.save(AutoModelForCausalLM.from_pretrained(sys.argv[1]).state_dict(), sys.a
 """
 
 
+@pytest.mark.share(0)
 def test_a_fresh_process_reads_the_same_bits(tmp_path):
     model = mx.compress(tiny(), "mxfp4_e2m1", layer_formats=MIXED)
     model.save_pretrained(tmp_path / "mx")

@@ -28,6 +28,7 @@ __all__ = ["kernels"]  # the fixture
 # --- autograd -----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.share(1)
 @each_format
 @pytest.mark.parametrize("shape", [(5, 96), (2, 3, 96), (96,), (0, 96)])
 @pytest.mark.parametrize("n", [7, 53])

@@ -289,6 +289,7 @@ def test_where_something_looks_on_the_norm_is_the_models_own():
             assert norm(x).dtype == own(x).dtype and torch.equal(norm(x), own(x))
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("dtype, format", [(torch.float32, "fp32"), (torch.float32, "mxfp6_e2m3"), (torch.bfloat16, "bf16")])
 @pytest.mark.parametrize("kind, settings", [("llama", {}), ("gemma2", GEMMA), ("qwen3", dict(head_dim=16))])
 def test_speculative_text_is_plain_text(kind, settings, dtype, format):

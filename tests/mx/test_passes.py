@@ -42,12 +42,12 @@ def layers(shapes, format="mxfp6_e2m3", bias=False):
     return [MXLinear.from_linear(torch.nn.Linear(k, n, bias=bias), format).prepare() for n, k in shapes]
 
 
-def llama():
-    return build("llama", vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
+def llama(layers=2):
+    return build("llama", vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4)
 
 
-def compressed(attention="hf_specdec_rows", format="mxfp6_e2m3"):
-    model = llama().to(torch.bfloat16)
+def compressed(attention="hf_specdec_rows", format="mxfp6_e2m3", layers=2):
+    model = llama(layers).to(torch.bfloat16)
     mx.compress(model, format, lm_head=format, measure=False)
     model.set_attn_implementation(attention)
     return enable(model)
@@ -56,6 +56,7 @@ def compressed(attention="hf_specdec_rows", format="mxfp6_e2m3"):
 # --- the team -----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("format", ["mxfp6_e2m3", "mxint8", *DENSE])
 def test_products_by_the_team_have_the_bits_of_those_alone(format, threads):
     chain = layers([(200, 64), (96, 64), (64, 64), (1000, 64), (40, 64)], format, bias=True)
@@ -302,7 +303,7 @@ def test_compiled_passes_agree_with_eager_ones(direct, dtype, error, monkeypatch
     calls = []
     monkeypatch.setattr(cpu, "multiply", lambda *args, own=cpu.multiply: (calls.append(1), own(*args))[1])
     monkeypatch.setattr(cpu, "multiply_several", lambda *args, own=cpu.multiply_several: (calls.append(len(args[0])), own(*args))[1])
-    model = compressed().to(dtype)
+    model = compressed(layers=2 if FULL else 1).to(dtype)
     text = list(range(1, 20))
     with torch_threads(2), torch.no_grad():
         cached = CachedModel(model, 64, compile=True)

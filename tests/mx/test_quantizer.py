@@ -60,6 +60,7 @@ def test_on_the_fly_is_compress_after_loading_bit_for_bit(kind, tmp_path):
     assert mx_layers(model).keys() == mx_layers(after).keys() and model.config.quantization_config.to_dict() == after.config.quantization_config.to_dict()
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, "auto", None])
 @pytest.mark.parametrize("device_map", [None, "cpu", "auto"])
 def test_on_the_fly_with_other_dtypes_and_device_maps(dtype, device_map, tmp_path):

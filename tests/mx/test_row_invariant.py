@@ -147,6 +147,7 @@ def test_rotary_tables_are_row_invariant_as_they_are(size):
 EVERY = torch.arange(65536).to(torch.int16).view(torch.bfloat16)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("name", ["silu", "relu", "relu2", "gelu", "gelu_pytorch_tanh", "gelu_new", "quick_gelu", "mish", "tanh", "sigmoid"])
 def test_activations_are_row_invariant_or_become_tables(name):
     from transformers.activations import ACT2FN

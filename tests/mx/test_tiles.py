@@ -60,6 +60,7 @@ def test_whoever_else_holds_the_weights_keeps_their_order(dtype):
         assert torch.allclose(mx.compress(two, DTYPES[dtype])(x), expected, atol=0.02)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("k", [1, 4, "auto"])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_greedy_text_in_float32_is_plain_generates(k, batch):

@@ -34,6 +34,7 @@ def sources(out) -> set[str]:
     return {entry.source for entries in out.speculation.rounds for entry in entries if entry.proposed}
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("as_draft", [True, False], ids=["draft", "draft_source"])
 @pytest.mark.parametrize("kind", ["model", "feature", "medusa"])
 def test_a_folder_is_loaded_for_the_target(kind, as_draft, folders, tmp_path):
