@@ -70,7 +70,7 @@ def test_the_target_as_its_own_draft_is_always_accepted():
 
 def test_the_text_follows_the_targets_law():
     target, rows = small_vocabulary_llama(2, law.VOCAB), [[1, 2, 3, 1, 2], [4, 3]]
-    found, traces = law.counts(target, rows, make("model", target), 50_000 if FULL else 2_000, 3, 3, acceptance="coupled", temperature=0.9)
+    found, traces = law.counts(target, rows, make("model", target), 50_000 if FULL else 1_000, 3, 3, acceptance="coupled", temperature=0.9)
     assert law.worst_p_value(found, [law.joint(target, row, 3, temperature=0.9) for row in rows], 3) > law.THRESHOLD
     assert all(trace.lossless for trace in traces)
 
@@ -79,7 +79,7 @@ def test_one_noise_for_all_places_is_rejected(monkeypatch):
     genuine = Gumbel.__call__
     monkeypatch.setattr(Gumbel, "__call__", lambda self, row, position, vocab: genuine(self, row, 0, vocab))
     target, row = small_vocabulary_llama(2, law.VOCAB), [1, 2, 3, 1, 2]
-    found, _ = law.counts(target, [row], make("model", target), 6_000, 3, 3, acceptance="coupled")
+    found, _ = law.counts(target, [row], make("model", target), 6_000 if FULL else 2_000, 3, 3, acceptance="coupled")
     assert law.worst_p_value(found, [law.joint(target, row, 3)], 3) < law.THRESHOLD
 
 

@@ -13,11 +13,11 @@ from tests.encoder_decoders import family, speculate
 from tests.helpers import FULL, perturbed
 
 VOCAB = 5
-N = 20_000 if FULL else 350
+N = 20_000 if FULL else 200
 SMALL = {"T5": dict(d_model=16, d_ff=16, num_layers=1, num_heads=2), "BART": dict(d_model=16, encoder_layers=1, decoder_layers=1)}
 SOURCE = {"input_ids": torch.tensor([[3, 4, 3, 4, 2]])}
 SEVERAL = {"input_ids": torch.tensor([[3, 4, 3, 4, 2], [2, 3, 0, 0, 0]]), "attention_mask": torch.tensor([[1] * 5, [1, 1, 0, 0, 0]])}
-ROWS = 50_000 if FULL else 4_000
+ROWS = 50_000 if FULL else 1_500
 
 
 def target(name: str):

@@ -46,6 +46,6 @@ def test_the_first_tokens_of_every_row_of_a_batch_do(name, draft, options):
 @pytest.mark.share(1 / 2)
 @pytest.mark.parametrize("chunk", [1, 300], ids=["alone", "batch"])
 def test_a_draft_that_lies_about_its_law_is_found_out(chunk):
-    model, n = target("Qwen3.5 (text)"), ALONE * 2 if chunk == 1 else N
+    model, n = target("Qwen3.5 (text)"), (ALONE * 2 if FULL else 200) if chunk == 1 else N
     found, _ = law.counts(model, PROMPTS[: min(chunk, 3)], Dishonest(perturbed(model, 0.4)), n, 2, 3, chunk=chunk, max_new_tokens=3)
     assert law.worst_p_value(found, [law.joint(model, row, 2) for row in PROMPTS[: min(chunk, 3)]], 2) < law.THRESHOLD
