@@ -67,7 +67,7 @@ FAMILIES = [
     Family("UMT5", "umt5", _T5, "relative bias"),
 ]
 REQUIRED = 6
-REFUSED = [("Switch Transformers", "switch_transformers", dict(_T5, num_experts=2)), ("FSMT", "fsmt", dict(langs=["a", "b"], src_vocab_size=VOCAB, tgt_vocab_size=VOCAB)),
+REFUSED = [("Switch Transformers", "switch_transformers", dict(_T5, num_experts=2)), ("FSMT", "fsmt", dict(_BART, langs=["a", "b"], src_vocab_size=VOCAB, tgt_vocab_size=VOCAB)),
            ("BigBird-Pegasus", "bigbird_pegasus", _BART)]  # fmt: skip
 MAX_NEW = 24
 DRAFTS = {
