@@ -215,6 +215,7 @@ def test_rows_that_are_done_leave_the_cache(monkeypatch):
     assert len(watch.cached[0]) == 3 and len(watch.cached[-1]) < 3
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("make", DRAFTS.values(), ids=DRAFTS)
 def test_the_draft_sees_the_rows_that_go_on_and_only_those(make):
     target, rows = tiny_llama(4), prompts(9, 4, 6)

@@ -145,6 +145,7 @@ def test_a_streamer_and_several_texts_of_a_prompt(gpu, capsys):
     assert torch.equal(integration.generate(target, ids, num_return_sequences=2, do_sample=True, top_k=1, max_new_tokens=12, pad_token_id=0), text.repeat(2, 1))
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("draft", [lambda target: PromptLookupDraft(), lambda target: ModelDraft(perturbed(target))], ids=["lookup", "model"])
 def test_beams(gpu, draft):
     target = tiny_llama(1)
@@ -236,7 +237,7 @@ CASES = {"lookup": (lambda target: PromptLookupDraft(), {}), "automaton": (lambd
 BETWEEN = ("cascade, sampling", "ngram, sampling")  # decide on the host in between
 
 
-@pytest.mark.share(1)
+@pytest.mark.share(1 / 2)
 @pytest.mark.parametrize("name", CASES)
 def test_the_host_waits_once_a_round(gpu, name):
     """For numbers from the device, but for n-gram recycling, which reads the likeliest successors of every place, too; and for none that go there."""

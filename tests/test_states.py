@@ -90,6 +90,7 @@ def test_a_model_of_convolutions_reads_nothing_twice():
     assert max(cost.target.widths[1:]) <= k + 1
 
 
+@pytest.mark.share(4)
 @every_kind
 def test_plain_text_comes_out_with_k_auto_with_sampling_processors_and_with_stopping(kind):
     model = model_of(kind)

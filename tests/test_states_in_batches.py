@@ -84,6 +84,7 @@ def test_every_row_gets_the_text_that_it_gets_alone(kind, k):
         assert generated(speculate(model, ROWS, draft, k=k, max_new_tokens=30), ROWS) == expected, draft
 
 
+@pytest.mark.share(3)
 @every_kind
 def test_rows_end_one_after_the_other_with_sampling_processors(kind):
     model, options = model_of(kind), dict(max_new_tokens=30, repetition_penalty=1.3)
@@ -183,6 +184,7 @@ def test_drafts_that_read_logits_or_hidden_states_of_the_prompts_see_each_row_wi
     assert [next(entry.accepted for entries in together.rounds for entry in entries if entry.row == b and entry.proposed) for b in range(len(ROWS))] == first
 
 
+@pytest.mark.share(3)
 @every_kind
 def test_beams_are_those_of_plain_beam_search(kind):
     model, inputs = model_of(kind), padded(ROWS[:1] + ROWS[2:3])

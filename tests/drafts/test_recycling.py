@@ -197,6 +197,7 @@ def test_a_target_of_another_size_starts_with_nothing():
         draft.finish()
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("branches", [1, 3])
 def test_a_sampled_row_equals_its_own_run(branches, seed):

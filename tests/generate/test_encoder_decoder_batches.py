@@ -219,6 +219,7 @@ def test_a_draft_that_has_a_decoder_alone_reads_the_encoder_outputs_of_every_row
 OWN = [line for line in architectures.FAMILIES if not line.branches and line.ragged and line.window != "states"]
 
 
+@pytest.mark.share(2)
 @torch.no_grad()
 @pytest.mark.parametrize("line", OWN, ids=lambda line: line.name)
 def test_every_logit_of_rows_that_accept_different_numbers_of_tokens_is_that_of_a_whole_pass(line):

@@ -128,6 +128,7 @@ def test_other_drafts(name, make):
     assert generated(speculate(model, ROWS, make(model), 4, max_new_tokens=LONG), ROWS) == wanted(name)
 
 
+@pytest.mark.share(3)
 @every_kept
 def test_sampled_rows_are_those_under_another_attention(name):
     """Seeds fix a text, of which rounding changes nothing here."""
@@ -144,6 +145,7 @@ def test_beams(draft):
     assert torch.equal(enabled(model).generate(**settings, speculative=True, assistant_model=drafts(model)[draft]), reference)
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("name", ["GPT-2", "OPT", "GPT-Neo (local layers)", "BART (its decoder)", "Llama"])
 def test_ragged_rows_up_to_the_end_of_the_context(name):
     model, rows = made(name), prompts(120, 20, 113)
@@ -177,6 +179,7 @@ def test_every_family_is_exact_or_refused(family, batch, monkeypatch):
 # --- caches --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.share(3)
 @every_kept
 def test_a_cache_comes_back_and_goes_in(name):
     model, ids = made(name), torch.tensor(repetitive(14))

@@ -171,6 +171,7 @@ def test_each_row_of_a_batch_has_a_state_of_its_own(make):
     assert generated(twice, ROWS * 2) == [expected[0]] * 2
 
 
+@pytest.mark.share(3)
 @every_processor
 def test_sampling_with_one_token_left_is_greedy_decoding(make):
     target = tiny_llama(3)

@@ -239,6 +239,7 @@ def text_of(tokens: list[int]) -> str:
     return letters().decode(tokens)
 
 
+@pytest.mark.share(2)
 @every_draft
 @pytest.mark.parametrize("start", [0, 3, 6])
 @pytest.mark.parametrize("length", [1, 3])

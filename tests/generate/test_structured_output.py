@@ -85,6 +85,7 @@ def test_the_text_is_plain_generates(grammar, draft):
     assert generated(speculate(target(), rows()[:1], DRAFTS[draft](target()), 5, **options(grammar)), rows()[:1]) == expected
 
 
+@pytest.mark.share(4)
 @every_grammar
 def test_in_a_ragged_batch_too(grammar):
     expected = [plain(target(), [row], **options(grammar))[0] for row in rows()]

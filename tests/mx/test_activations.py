@@ -142,7 +142,7 @@ def test_a_row_that_is_not_finite_gives_nan_and_the_others_their_own(bad, dtype,
 # --- rows ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(1)
 @each_format
 @each_dtype
 @pytest.mark.parametrize("threads", [1, 2])

@@ -183,6 +183,7 @@ def test_a_calibrated_model_is_saved_and_loaded_as_any_other(format, tied, dtype
     assert head.note == ("untied from the embedding, which stays dense, calibrated" if tied else "calibrated") and head.bytes_before == 0 or not tied
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("rule", RULES)
 def test_the_layers_hold_what_the_inputs_say_in_one_stage_and_in_many(rule, monkeypatch):
     """In one, the inputs are those of the dense model; with a stage for each, the layers before are compressed already."""

@@ -107,6 +107,7 @@ def test_a_plain_module_is_compressed_too():
 ROWS = prompts(5, seed=2) + repetitive(14) + prompts(3, seed=1)
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("format", ["mxfp6_e2m3", "mxfp4_e2m1"])
 def test_a_compressed_model_speculates_the_text_of_its_own_plain_generate(format, dtype):
