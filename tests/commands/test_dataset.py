@@ -548,7 +548,7 @@ def driver(tmp_path, scenario, count, seed) -> dict:
 
 @pytest.mark.parametrize("seed", range(5) if FULL else [0])
 def test_kill_9_at_any_moment_loses_nothing_and_doubles_nothing(tmp_path, seed):
-    count = 60 if FULL else 10
+    count = 60 if FULL else 20
     found = driver(tmp_path, "kills", count, seed)
     assert found["rows"] == 40 and found["killed"] >= count and found["outputs"] >= 1
     assert all(found["equal"]), found
