@@ -229,6 +229,7 @@ def waits_of_a_round(gpu, draft, rows=ROWS[:1], k=5, **options) -> tuple[dict[st
 CASES = {"lookup": (lambda target: PromptLookupDraft(), {}), "automaton": (lambda target: SuffixAutomatonDraft(), {}), "model": (lambda target: ModelDraft(perturbed(target)), {}),
          "lookup, sampling": (lambda target: PromptLookupDraft(), SAMPLED), "model, sampling": (lambda target: ModelDraft(perturbed(target)), SAMPLED),
          "feature": (lambda target: make("feature", target, VARIANTS), {}), "feature_tree": (lambda target: make("feature_tree", target, VARIANTS), {}),
+         "shared_kv": (lambda target: make("shared_kv", target, VARIANTS), {}), "dflash": (lambda target: make("dflash", target, VARIANTS), {}),
          "model tree": (lambda target: ModelTreeDraft(perturbed(target)), {}), "model tree, sampling": (lambda target: ModelTreeDraft(perturbed(target)), SAMPLED),
          "ngram, sampling": (lambda target: make("ngram, drawn", target, VARIANTS), SAMPLED), "cascade, sampling": (lambda target: make("cascade", target, VARIANTS), SAMPLED),
          "ngram_recycling": (lambda target: make("ngram_recycling", target, VARIANTS), {}), "mixture": (lambda target: make("mixture", target, VARIANTS), {})}

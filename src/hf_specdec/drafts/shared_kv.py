@@ -100,7 +100,7 @@ class SharedKVDraft(OneByOne):
         found = {kind: (cache.keys[:, :, :n], cache.values[:, :, :n]) for kind, cache in caches.items()}
         mask = None
         if min(held) < n:
-            columns = torch.arange(n) - (n - torch.tensor(held))[:, None]
+            columns = torch.arange(n, device="cpu") - (n - torch.tensor(held, device="cpu"))[:, None]
             mask, at = upload((columns >= 0).long(), device), columns.clamp(min=0)[:, None, :, None]
             found = {kind: tuple(part.gather(2, upload(at, part.device).expand(-1, part.shape[1], -1, part.shape[3])) for part in pair) for kind, pair in found.items()}
         return {kind: tuple(part.to(device, self.model.dtype) for part in pair) for kind, pair in found.items()}, mask
