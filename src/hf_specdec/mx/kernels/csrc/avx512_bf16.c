@@ -29,7 +29,7 @@ TARGET void mx_pack_pairs(const uint32_t *x, uint32_t *packed, int64_t chunk, in
 
 #define TARGET_BF16 "avx512f,avx512bw,avx512vl,avx512bf16,avx512vbmi,avx512vbmi2"
 #define BF16 __attribute__((target(TARGET_BF16)))
-#define SHORT 1024 /* inputs up to which two streams of 16-bit weights are read more slowly than one */
+#define SHORT 1024 /* inputs up to which two streams of weights are read more slowly than one */
 
 DECODE_TWO(decode_two, TARGET_BF16, SPLIT2_VBMI2, SPLIT7_VBMI2, BYTES_VBMI)
 
@@ -37,7 +37,7 @@ DECODE_TWO(decode_two, TARGET_BF16, SPLIT2_VBMI2, SPLIT7_VBMI2, BYTES_VBMI)
 #define ADD_BLOCK(total, sum, scale, bits) ((bits) == 16 ? _mm512_add_ps(total, sum) : _mm512_fmadd_ps(sum, scale, total))
 
 /* Row groups group .. group + groups - 1 times rows m0 .. m0 + rows - 1 of x. Every group and row is a chain of dependent sums: with too
- * few of them at once the dot-product unit waits, so that up to eight rows take two groups and three or four rows take four. */
+ * few of them at once the dot-product unit waits, so that up to eight rows take two groups or more. */
 MX_INLINE BF16 void multiply(const mx_job *job, int64_t group, int64_t m0, const int groups, const int rows, const int bits,
                              const int integer, const int several) {
     const mx_layer *l = job->layer;
@@ -153,11 +153,11 @@ MX_INLINE BF16 void multiply_wide(const mx_job *job, int64_t group, float *total
         for (int g = 0; g < groups; g++) store_row(job, m, group + g, _mm512_loadu_ps(totals + (m * groups + g) * MX_ROWS));
 }
 
-/* How many groups to take at once: see `multiply`. Weights of 16 bits are read from one place at a time, as that is faster, where they are short
- * or shared by many rows. */
+/* How many groups to take at once: see `multiply`. Memory is read faster from few places than from many; short weights, and those of 16 bits that many rows
+ * share, from one. */
 MX_INLINE int side_by_side(int64_t m, int64_t k, int64_t left, const int bits) {
-    if (left >= 4 && (m == 1 || (bits < 16 && (m == 3 || m == 4)))) return 4; /* two rows are read more slowly so from memory */
-    if (left < 2 || (bits == 16 && m <= WIDE && m > (k <= SHORT ? 2 : 8))) return 1;
+    if (left >= 4 && (bits == 16 ? m == 1 : bits == 4 && (m == 3 || m == 4))) return 4;
+    if (left < 2 || (bits == 16 ? m <= WIDE && m > (k <= SHORT ? 2 : 8) : m == 1 && k <= SHORT)) return 1;
     return 2;
 }
 

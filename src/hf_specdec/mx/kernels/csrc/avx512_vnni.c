@@ -87,19 +87,19 @@ MX_INLINE VNNI void multiply(const mx_job *job, int64_t group, int64_t m0, const
     const int half_bytes = 32 * bits;
     const tables t = load_tables(l);
     const int32_t *x = (const int32_t *)job->x + m0 * blocks * WORDS;
-    const uint8_t *codes[4], *scales[4];
+    const uint8_t *codes[2], *scales[2];
     for (int g = 0; g < groups; g++) codes[g] = mx_group_codes(l, group + g), scales[g] = mx_group_scales(l, group + g);
-    __m512 total[4][8];
+    __m512 total[2][8];
     for (int g = 0; g < groups; g++)
         for (int m = 0; m < rows; m++) total[g][m] = _mm512_setzero_ps();
     for (int64_t b = 0; b < blocks; b++, x += rows * WORDS) {
         ask_ahead(codes, groups, b, blocks, 2 * half_bytes);
-        __m512i sum[4][8];
+        __m512i sum[2][8];
         for (int m = 0; m < rows; m++)
             for (int g = 0; g < groups; g++) sum[g][m] = _mm512_set1_epi32(x[8 * rows + m]);
 #pragma GCC unroll 8
         for (int v = 0; v < 8; v++) {
-            __m512i w[4];
+            __m512i w[2];
 #pragma GCC unroll 4
             for (int g = 0; g < groups; g++) w[g] = decode_one(codes[g] + (2 * b + v / 4) * half_bytes, &t, v % 4, bits);
 #pragma GCC unroll 8
@@ -187,13 +187,12 @@ MX_INLINE VNNI void run(const mx_job *job, int64_t group, int64_t last, const in
     const int64_t m = job->m;
     float *totals = m > WIDE ? malloc((size_t)(2 * m * MX_ROWS) * sizeof(float)) : NULL;
     for (int groups; group < last; group += groups) {
-        groups = m == 1 && group + 4 <= last ? 4 : group + 2 <= last ? 2 : 1;
+        groups = m > 2 && group + 2 <= last ? 2 : 1; /* one or two rows wait for memory alone, which is read faster from one place */
         if (totals && groups == 2) multiply_wide(job, group, totals, 2, bits);
         else if (totals) multiply_wide(job, group, totals, 1, bits);
         for (int64_t m0 = totals ? m : 0; m0 < m; m0 += 8) {
             const int64_t rows = m - m0 < 8 ? m - m0 : 8;
-            if (groups == 4) switch (rows) { AT(4, 1) }
-            else if (groups == 2) switch (rows) { ALL(2) }
+            if (groups == 2) switch (rows) { ALL(2) }
             else switch (rows) { ALL(1) }
         }
     }

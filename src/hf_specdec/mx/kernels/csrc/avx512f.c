@@ -68,7 +68,7 @@ MX_INLINE F512 void multiply(const mx_job *job, int64_t group, int64_t m0, const
 
 MX_INLINE F512 void run(const mx_job *job, int64_t group, int64_t last, const int bits, const int integer) {
     for (int groups; group < last; group += groups) {
-        groups = bits == 16 && job->m <= 2 ? 1 : job->m == 2 && group + 4 <= last ? 4 : group + 2 <= last ? 2 : 1;
+        groups = bits > 4 && job->m <= 2 ? 1 : job->m == 2 && group + 4 <= last ? 4 : group + 2 <= last ? 2 : 1; /* from one place memory is read faster */
         for (int64_t m0 = 0; m0 < job->m; m0 += 4) {
             const int64_t rows = job->m - m0 < 4 ? job->m - m0 : 4;
             if (groups == 4) switch (rows) { AT(4, 2) }
