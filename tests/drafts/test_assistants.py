@@ -58,19 +58,19 @@ every_kind = pytest.mark.parametrize("kind", assistants.KINDS)
 def stock_of_shared_kv(target, model, row: list[int], k: int) -> list[int]:
     """What transformers has a Gemma 4 assistant draft after a prompt pass over all of the row but the root."""
     seen = target(input_ids=torch.tensor([row[:-1]]), output_hidden_states=True, return_shared_kv_states=True)
-    generator = stock.SinglePositionMultiTokenCandidateGenerator(model, target.get_input_embeddings(), GenerationConfig(max_length=999))
+    generator = stock.SinglePositionMultiTokenCandidateGenerator(assistant_model=model, target_model_input_embeddings=target.get_input_embeddings(),
+                                                                 generation_config=GenerationConfig(max_length=999), input_ids=torch.tensor([row]), model_kwargs={})
     generator.num_assistant_tokens = k
-    ids, _ = generator.get_candidates(torch.tensor([row]), {}, seen, False, 0)
+    ids, _ = generator.get_candidates(torch.tensor([row]), {}, seen, False, len(row) - 2)
     return ids[0, len(row) :].tolist()
 
 
 @torch.no_grad()
 def stock_of_dflash(target, model, row: list[int], k: int) -> list[int]:
-    seen = target(input_ids=torch.tensor([row[:-1]]), output_hidden_states=True)
     generator = stock.DFlashTokenCandidateGenerator(model, target.get_input_embeddings(), target.get_output_embeddings(), GenerationConfig(max_length=999))
     ids = torch.tensor([row])
-    states = SimpleNamespace(hidden_states=[states[:, : len(row) - 1] for states in seen.hidden_states])
-    found, _ = generator.get_candidates(ids, {"position_ids": torch.arange(len(row))[None], "attention_mask": torch.ones_like(ids)}, states, False, 0)
+    seen = target(input_ids=ids[:, :-1], **generator.model_kwargs_overrides)  # by other numbers on transformers 5.17
+    found, _ = generator.get_candidates(ids, {"position_ids": torch.arange(len(row))[None], "attention_mask": torch.ones_like(ids)}, seen, False, 0)
     return found[0, len(row) :].tolist()[:k]
 
 
