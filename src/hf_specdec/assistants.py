@@ -8,9 +8,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from .parts import decoder_layers
-
 KINDS = ("shared_kv", "dflash")
+
 
 def kind_of(model: Any) -> str | None:
     """The name of the draft that such an assistant is for (`registry.DRAFTS`); None for any other model.
@@ -22,17 +21,17 @@ def kind_of(model: Any) -> str | None:
     return "shared_kv" if "shared_kv_states" in taken and "inputs_embeds" in taken else "dflash" if {"context_hidden_states", "noise_embeds"} <= set(taken) else None
 
 
+def refuse_as_a_model(model: Any, name: str) -> None:
+    """ValueError if `model`, called `name`, is an assistant, where a model is wanted that reads text."""
+    if kind_of(model) is not None:
+        raise ValueError(f"{name} reads no text, but what a target has made of it: pass it as assistant_model, or SharedKVDraft(model) or DFlashDraft(model) where a draft goes.")
+
+
 def shared_layers(target: PreTrainedModel) -> dict[str, int]:
     """By type of layer, the last one of `target` that has keys and values of its own: those that an assistant reads."""
     config = target.config.get_text_config()
     own = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
     return {kind: layer for layer, kind in enumerate((getattr(config, "layer_types", None) or ())[:own])}
-
-
-def head_sizes(model: PreTrainedModel) -> dict[str, int]:
-    """By type of layer, the width of a head's keys, where the layers say so."""
-    kinds, (_, layers) = getattr(model.config.get_text_config(), "layer_types", None) or (), decoder_layers(model)
-    return {kind: layer.self_attn.head_dim for kind, layer in zip(kinds, layers) if hasattr(getattr(layer, "self_attn", None), "head_dim")}
 
 
 def auto_class(config: Any):

@@ -14,6 +14,7 @@ import torch
 from transformers import Cache, CompileConfig, GenerationMixin, LogitsProcessor, PreTrainedModel
 from transformers.generation import logits_process as lp
 
+from . import assistants
 from .caches import CACHE, GO_ON, states_of
 from .flash import flash_of, why_not
 
@@ -159,15 +160,14 @@ def traits_of(model: PreTrainedModel, role: str) -> ModelTraits:
     """Ask what `model` accepts. ValueError naming `role` ("target" or "assistant_model") and the remedy if it cannot be used."""
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"{role}: expected a transformers model, got {type(model).__name__}. Load one with from_pretrained.")
-    name = f"{role}: {type(model).__name__}"
-    config = model.config.get_text_config()
+    name, config = f"{role}: {type(model).__name__}", model.config.get_text_config()
+    assistants.refuse_as_a_model(model, name)
     _refuse_what_cannot_roll_back(model, config, name)
     forward = inspect.signature(model.forward).parameters
     own_mask = config.model_type in _OWN_MASK or getattr(config, "alibi", False) \
         or config.model_type in _OWN_MASK_BEFORE_SDPA and not model._supports_sdpa
     head = model.get_output_embeddings()
     encoder, states = "own" if model.config.is_encoder_decoder else "another's" if "encoder_outputs" in forward else "none", _states(model, config)
-    limits = ("max_target_positions", "max_position_embeddings", "max_seq_len")
     masks, flash, placed = _masks(config, bool(states)), flash_of(config), "position_ids" in forward or model.config.model_type in _HANDS_ON
     if flash and (why := why_not(model, config, {kind for _, kind, _ in masks}, encoder, states)):
         raise ValueError(f'{name} runs attn_implementation={flash!r}, which {why}. Call model.set_attn_implementation("sdpa") (or "eager").')
@@ -176,7 +176,7 @@ def traits_of(model: PreTrainedModel, role: str) -> ModelTraits:
         own_positions=own_mask or encoder != "none" or not placed or bool(states) or bool(flash),
         logits_to_keep="logits_to_keep" in forward,
         vocab_size=head.weight.shape[0] if torch.is_tensor(getattr(head, "weight", None)) else getattr(head, "out_features", config.vocab_size),
-        max_positions=next((value for limit in limits if (value := getattr(config, limit, None)) and value > 0), None),
+        max_positions=next((value for limit in ("max_target_positions", "max_position_embeddings", "max_seq_len") if (value := getattr(config, limit, None)) and value > 0), None),
         encoder=encoder,
         states=states,
         placed=(own_mask or bool(states) or bool(flash)) and placed,

@@ -15,12 +15,12 @@ from hf_specdec import SpeculativeConfig, assistants, enable, integration, mx, p
 from hf_specdec.bench.arms import standard_arms
 from hf_specdec.commands.common import load_draft
 from hf_specdec.compat import CACHE
-from hf_specdec.drafts import CascadeDraft, DFlashDraft, MixtureDraft, ModelDraft, SharedKVDraft
+from hf_specdec.drafts import CascadeDraft, DFlashDraft, MixtureDraft, ModelDraft, ModelTreeDraft, PromptLookupDraft, SharedKVDraft, TranslatedDraft
 from hf_specdec.loading import as_draft, loaded
 from tests import seeing
 from tests.conformance import law
 from tests.conformance.builders import VARIANTS, make, masked_places, of_heads
-from tests.helpers import VOCAB, Logged, build, generated, perturbed, plain, prompts, repetitive, speculate, tiny_llama
+from tests.helpers import VOCAB, Logged, build, generated, perturbed, plain, prompts, repetitive, speculate, tiny_llama, word_tokenizer
 
 ALIKE = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, head_dim=8, global_head_dim=8,
              sliding_window=8, hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCAB)
@@ -266,6 +266,15 @@ def test_no_other_model_is_taken_for_one():
         SharedKVDraft(tiny_llama())
     with pytest.raises(ValueError, match="LlamaForCausalLM fills no masked places.*ModelDraft"):
         DFlashDraft(tiny_llama())
+
+
+@pytest.mark.parametrize("into", [
+    ModelDraft, ModelTreeDraft, lambda model: CascadeDraft(model, PromptLookupDraft()), lambda model: TranslatedDraft(model, word_tokenizer(range(VOCAB)), word_tokenizer(range(9))),
+])
+@every_kind
+def test_an_assistant_is_not_taken_for_a_model_that_reads_text(kind, into):
+    with pytest.raises(ValueError, match=r"model: (Gemma4Assist|MuseGlimmer).* reads no text, but what a target has made of it: .*SharedKVDraft\(model\) or DFlashDraft"):
+        into(pairs()[kind]()[1])
 
 
 @pytest.mark.parametrize(("other", "words"), [

@@ -58,7 +58,7 @@ class SharedKVDraft(OneByOne):
         width, own = target.config.get_text_config().hidden_size, self.model.config.backbone_hidden_size
         if own != width:
             raise ValueError(f"{about} reads states of width {own}, and those of {type(target).__name__} have {width}: {remedy}")
-        layers, (ours, theirs) = assistants.shared_layers(target), map(assistants.head_sizes, (target, self.model))
+        layers, (ours, theirs) = assistants.shared_layers(target), map(_head_sizes, (target, self.model))
         for kind, size in theirs.items():
             if kind not in layers or ours.get(kind) != size:
                 raise ValueError(f"{about} reads keys of {kind} layers with {size} numbers a head, and {type(target).__name__} has {ours.get(kind, 'none')}: {remedy}")
@@ -134,6 +134,12 @@ class SharedKVDraft(OneByOne):
     def finish(self) -> None:
         self.seen, self.embedding, self.state, self.shared, self.mask = None, None, None, None, None
         super().finish()
+
+
+def _head_sizes(model: PreTrainedModel) -> dict[str, int]:
+    """By type of layer, the width of a head's keys, where the layers say so."""
+    kinds, (_, layers) = getattr(model.config.get_text_config(), "layer_types", None) or (), parts.decoder_layers(model)
+    return {kind: layer.self_attn.head_dim for kind, layer in zip(kinds, layers) if hasattr(getattr(layer, "self_attn", None), "head_dim")}
 
 
 def _last_of(target: PreTrainedModel) -> tuple[int, ...]:
