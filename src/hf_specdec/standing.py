@@ -12,6 +12,7 @@ from typing import Any
 
 from . import compat
 from .arguments import check_draft, check_vocabulary
+from .assistants import kind_of
 from .config import SpeculativeConfig
 from .drafts.base import Draft
 from .hints import meant
@@ -52,7 +53,7 @@ def say(model, speculative: bool | dict | SpeculativeConfig | None, assistant_mo
 def check_one_draft(speculative: Any, assistant_model: Any) -> None:
     """ValueError for a dict that names another draft than the one that is passed. (What a `SpeculativeConfig` names is for calls without one.)"""
     named = speculative.get("draft") if isinstance(speculative, dict) else None
-    fits = (assistant_model.name,) if isinstance(assistant_model, Draft) else OF_A_MODEL
+    fits = (assistant_model.name,) if isinstance(assistant_model, Draft) else (*OF_A_MODEL, kind_of(compat.unwrap(assistant_model)))
     if named is not None and assistant_model is not None and named not in fits:
         raise ValueError(f"assistant_model={type(assistant_model).__name__} and speculative={{\"draft\": {named!r}}} are two drafts. Pass one of them.")
 

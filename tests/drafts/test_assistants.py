@@ -257,6 +257,19 @@ def test_the_command_line_loads_it_and_the_bench_sets_it_beside_transformers_own
     assert arms[name] == arms[f"ours {kind}"] == arms["plain generate"]
 
 
+@every_kind
+def test_a_dict_may_name_the_kind_of_the_assistant_beside_it_and_give_its_options(kind):
+    target, model = pairs()[kind]()
+    rows, options = ROWS["ragged"], {"shared_kv": {}, "dflash": {"tree": (3, 2)}}[kind]
+    way = {"draft": kind, "draft_options": options}
+    out = speculate(target, rows, model, 4, speculative=way, max_new_tokens=12)
+    assert generated(out, rows) == plain(target, rows, max_new_tokens=12) and out.speculation.config["draft_options"] == options
+    assert generated(speculate(enable(target, speculative=way, assistant_model=model), rows, None, 4, speculative=None, max_new_tokens=12), rows) == generated(out, rows)
+    for other in {*assistants.KINDS, "mixture"} - {kind}:
+        with pytest.raises(ValueError, match=f"{type(model).__name__} and speculative=.*{other}.* are two drafts"):
+            speculate(target, rows, model, 4, speculative={"draft": other})
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
