@@ -292,7 +292,8 @@ def test_an_assistant_is_not_taken_for_a_model_that_reads_text(kind, into):
 
 @pytest.mark.parametrize(("other", "words"), [
     (lambda: gemma(hidden_size=40), "reads states of width 40, and those of Gemma4ForCausalLM have 32"),
-    (lambda: gemma(head_dim=16, global_head_dim=16), "reads keys of sliding_attention layers with 16 numbers a head, and Gemma4ForCausalLM has 8"),
+    (lambda: gemma(head_dim=16, global_head_dim=16), "reads sliding_attention layers with 2 key heads of 16, and Gemma4ForCausalLM has 2 key heads of 8"),
+    (lambda: gemma(num_key_value_heads=1), "reads sliding_attention layers with 1 key heads of 8, and Gemma4ForCausalLM has 2 key heads of 8"),
 ])
 def test_an_assistant_of_another_target_is_refused_before_any_work(other, words):
     target = gemma()
@@ -301,8 +302,17 @@ def test_an_assistant_of_another_target_is_refused_before_any_work(other, words)
 
 
 def test_a_target_whose_layers_are_of_one_kind_has_no_keys_for_it():
-    with pytest.raises(ValueError, match="reads keys of sliding_attention layers with 8 numbers a head, and LlamaForCausalLM has none"):
+    with pytest.raises(ValueError, match="reads sliding_attention layers with 2 key heads of 8, and LlamaForCausalLM has none"):
         speculate(tiny_llama(), ROWS["alone"], of_heads(tiny_llama()), 3)
+    target = build("qwen3", **{**ALIKE, "num_hidden_layers": 2})
+    with pytest.raises(ValueError, match="reads sliding_attention layers with any heads, and Qwen3ForCausalLM has none"):
+        speculate(target, ROWS["alone"], of_heads(target, kinds=("full_attention",)), 3)
+
+
+def test_an_assistant_of_full_layers_alone_drafts():
+    target = gemma()
+    out = speculate(target, ROWS["ragged"], of_heads(target, kinds=("full_attention",)), 3)
+    assert out.speculation.drafted and generated(out, ROWS["ragged"]) == plain(target, ROWS["ragged"])
 
 
 @pytest.mark.parametrize("other", [dict(hidden_size=16), dict(num_hidden_layers=5)], ids=["width", "layers"])

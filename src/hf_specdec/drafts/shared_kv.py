@@ -58,10 +58,10 @@ class SharedKVDraft(OneByOne):
         width, own = target.config.get_text_config().hidden_size, self.model.config.backbone_hidden_size
         if own != width:
             raise ValueError(f"{about} reads states of width {own}, and those of {type(target).__name__} have {width}: {remedy}")
-        layers, (ours, theirs) = assistants.shared_layers(target), map(_head_sizes, (target, self.model))
-        for kind, size in theirs.items():
-            if kind not in layers or ours.get(kind) != size:
-                raise ValueError(f"{about} reads keys of {kind} layers with {size} numbers a head, and {type(target).__name__} has {ours.get(kind, 'none')}: {remedy}")
+        layers, (ours, theirs) = assistants.shared_layers(target), map(_heads, (target, self.model))
+        for kind in ("sliding_attention", "full_attention"):  # transformers' masks read both, whatever layers there are
+            if kind not in layers or kind not in ours or theirs.get(kind, ours[kind]) != ours[kind]:
+                raise ValueError(f"{about} reads {kind} layers with {theirs.get(kind, 'any heads')}, and {type(target).__name__} has {ours.get(kind, 'none')}: {remedy}")
         return layers
 
     # --- the target's states ------------------------------------------------------------------------------------------
@@ -136,10 +136,12 @@ class SharedKVDraft(OneByOne):
         super().finish()
 
 
-def _head_sizes(model: PreTrainedModel) -> dict[str, int]:
-    """By type of layer, the width of a head's keys, where the layers say so."""
+def _heads(model: PreTrainedModel) -> dict[str, str]:
+    """By type of layer, how many heads of keys there are and of what width, in words, where the layers say so."""
     kinds, (_, layers) = getattr(model.config.get_text_config(), "layer_types", None) or (), parts.decoder_layers(model)
-    return {kind: layer.self_attn.head_dim for kind, layer in zip(kinds, layers) if hasattr(getattr(layer, "self_attn", None), "head_dim")}
+    found = {kind: getattr(layer, "self_attn", None) for kind, layer in zip(kinds, layers)}
+    return {kind: f"{part.config.num_attention_heads // part.num_key_value_groups} key heads of {part.head_dim}" for kind, part in found.items()
+            if all(hasattr(part, name) for name in ("head_dim", "num_key_value_groups", "config"))}
 
 
 def _last_of(target: PreTrainedModel) -> tuple[int, ...]:
