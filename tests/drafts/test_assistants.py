@@ -322,6 +322,11 @@ def test_masked_places_of_another_target_are_refused_before_any_work(other):
         speculate(tiny_llama(3), ROWS["alone"], model, 3)
 
 
+def test_a_mask_that_the_target_has_no_embedding_of_is_refused_before_any_work():
+    with pytest.raises(ValueError, match=f"MuseGlimmerAssistantModel masks places by the token {VOCAB}, of which LlamaForCausalLM has no embedding: it was made for another"):
+        speculate(tiny_llama(), ROWS["alone"], masked_places(tiny_llama(), mask_token_id=VOCAB), 3)
+
+
 def test_a_mixture_with_another_law_is_refused():
     with pytest.raises(ValueError, match="assistant_ensemble_weight=0.5: .*lenience"):
         integration.generate(tiny_llama(), torch.tensor([[5, 6, 7]]), assistant_model=tiny_llama(), assistant_ensemble_weight=0.5)

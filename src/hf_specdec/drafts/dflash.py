@@ -100,6 +100,9 @@ class DFlashDraft(OnePassDraft):
             raise ValueError(f"assistant_model: {type(self.model).__name__} reads states of width {own.hidden_size} of the layers {list(own.target_layer_ids)}, and "
                              f"{type(target).__name__} has {config.num_hidden_layers} layers of width {config.hidden_size}: it was made for another model. Pass the assistant "
                              f"that belongs to the target.")
+        if not 0 <= own.mask_token_id < len(target.get_input_embeddings().weight):
+            raise ValueError(f"assistant_model: {type(self.model).__name__} masks places by the token {own.mask_token_id}, of which {type(target).__name__} has no embedding: "
+                             f"it was made for another model. Pass the assistant that belongs to the target.")
 
     def _layers(self, target: PreTrainedModel) -> tuple[int, ...]:
         """The layers whose outputs are read; of the last one, what comes after the final norm, as transformers counts hidden states."""
