@@ -18,6 +18,7 @@ from hf_specdec.training.heads import build as build_heads
 from hf_specdec.training.heads import save as save_heads
 
 from .test_published import eagle3, medusa, write, write_medusa
+from ..conformance.builders import of_heads
 from ..helpers import build, tiny_llama
 
 
@@ -116,6 +117,9 @@ def test_what_vllm_has_no_method_for_is_refused(target, tmp_path):
         bad = CliRunner().invoke(app, ["export", name, "--target", "no/such/target", "--out", str(tmp_path / "out")])
         words = f"draft: {name} is no folder" if "no" in name else f"draft: vLLM has no method for {name};"
         assert bad.exit_code == 2 and words in bad.stderr and "Loading" not in bad.stderr
+    of_heads(target).save_pretrained(tmp_path / "assistant")
+    with pytest.raises(ValueError, match=r"assistant is an assistant \(gemma4_assistant\) that lives on the target's own states"):
+        export(str(tmp_path / "assistant"), target, tmp_path / "out", 4)
     heads_folder(target, tmp_path / "heads", None, "bf16")
     with pytest.raises(ValueError, match="3 heads"):
         export(str(tmp_path / "heads"), target, tmp_path / "out", 4)

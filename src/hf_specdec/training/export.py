@@ -52,6 +52,10 @@ def check(name: str, out: Path, k: int | None) -> None:
         check_int("k", k, 1, MAX_ASSISTANT_TOKENS)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"out: {out} is not an empty folder; name a new one.")
+    stored = Path(name) / "config.json"
+    kind = json.loads(stored.read_text(encoding="utf-8")).get("model_type") or "" if stored.is_file() else ""
+    if kind.endswith("_assistant"):
+        raise ValueError(f"draft: {name} is an assistant ({kind}) that lives on the target's own states, which vLLM's method for draft models does not show it; export another draft.")
     if name == LOOKUP or Path(name).is_dir() or drafter.is_drafter(name):
         return
     if name in DRAFTS or name.endswith(".safetensors"):
