@@ -22,6 +22,8 @@ from hf_specdec.training import drafter
 from hf_specdec.tree import Tree
 from tests import flash, seeing
 from tests.architectures import FAMILIES, STATEFUL, outcome
+from tests.conformance.builders import masked_places, of_heads
+from tests.drafts.test_assistants import gemma
 from tests.helpers import (
     VOCAB, KnowingTreeDraft, ScriptedDraft, build, enabled, generated, padded, perturbed, plain, prompts, repetitive, speculate, tiny_llama,
 )
@@ -126,6 +128,20 @@ def test_target_and_draft_may_run_different_attention(name, flash_target):
 def test_other_drafts(name, make):
     model = made(name)
     assert generated(speculate(model, ROWS, make(model), 4, max_new_tokens=LONG), ROWS) == wanted(name)
+
+
+def test_assistants_of_a_target_that_runs_it():
+    target = gemma()
+    expected, assistant = plain(target, ROWS, max_new_tokens=LONG), of_heads(target)
+    flash.switched(target)  # the assistant may run it, too, or not
+    for model in (assistant, flash.switched(assistant)):
+        out = speculate(target, ROWS, model, 4, max_new_tokens=LONG)
+        assert generated(out, ROWS) == expected and out.speculation.drafted
+    blocks = masked_places(model := made("Llama"))
+    for draft in (blocks, mx.compress(copy.deepcopy(blocks))):
+        assert generated(speculate(model, ROWS, draft, 4, max_new_tokens=LONG), ROWS) == wanted("Llama")
+    with pytest.raises(ValueError, match="MuseGlimmerAssistantModel runs attn_implementation='flash_attention_2', which takes no masks of numbers.*the target may run another"):
+        speculate(model, ROWS, flash.switched(blocks), 4)
 
 
 @pytest.mark.share(3)

@@ -94,8 +94,12 @@ class DFlashDraft(OnePassDraft):
         self.seen = Unread(context, target, self._layers(target))
 
     def _check(self, target: PreTrainedModel) -> None:
-        """ValueError if the assistant was made for another model."""
+        """ValueError if the assistant was made for another model, or runs an attention without masks."""
         config, own = target.config.get_text_config(), self.model.config
+        attention = getattr(own, "_attn_implementation", None) or "eager"
+        if any(word in attention for word in ("flash", "flex", "paged")):
+            raise ValueError(f"assistant_model: {type(self.model).__name__} runs attn_implementation={attention!r}, which takes no masks of numbers, as its places need. "
+                             f'Call its set_attn_implementation("sdpa") (or "eager"); the target may run another.')
         if own.hidden_size != config.hidden_size or max(own.target_layer_ids) >= config.num_hidden_layers:
             raise ValueError(f"assistant_model: {type(self.model).__name__} reads states of width {own.hidden_size} of the layers {list(own.target_layer_ids)}, and "
                              f"{type(target).__name__} has {config.num_hidden_layers} layers of width {config.hidden_size}: it was made for another model. Pass the assistant "
