@@ -174,6 +174,19 @@ def test_target_and_assistant_may_be_compressed(kind):
 
 
 @every_kind
+def test_an_assistant_with_an_adapter_drafts_as_it_does_with_the_adapter_merged(kind):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    target, model = pairs()[kind]()
+    wrapped = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)).eval()
+    logs = [{"shared_kv": KeptLog, "dflash": BlockLog}[kind](one) for one in (wrapped, copy.deepcopy(wrapped).merge_and_unload())]
+    rows = ROWS["ragged"]
+    for draft in (wrapped, *logs):
+        assert generated(speculate(target, rows, draft, 4, max_new_tokens=16), rows) == plain(target, rows, max_new_tokens=16)
+    first, second = ([proposal.listed() for _, proposal in log.log] for log in logs)
+    assert first == second and any(map(any, first))
+
+
+@every_kind
 def test_a_draft_that_stops_early_and_k_auto_leave_the_text_alone(kind):
     target, model = pairs()[kind]()
     rows = ROWS["ragged"]

@@ -75,7 +75,7 @@ class DFlashDraft(OnePassDraft):
     reads_pass = True
 
     def __init__(self, model: PreTrainedModel, target: PreTrainedModel | None = None, tree: Tree | DynamicTree | Sequence[int] | int | None = None):
-        if assistants.kind_of(model) != "dflash":
+        if assistants.kind_of(compat.unwrap(model)) != "dflash":
             raise ValueError(f"model: {type(model).__name__} fills no masked places from a target's states; a model that reads text drafts by ModelDraft(model).")
         super().__init__(SimpleNamespace(depth=model.config.block_size - 1, ids=None, rates=()), tree)
         self.model, self.target, self.seen = model, target, None

@@ -36,7 +36,7 @@ class SharedKVDraft(OneByOne):
     reads_pass = True
 
     def __init__(self, model: PreTrainedModel, target: PreTrainedModel | None = None):
-        if assistants.kind_of(model) != "shared_kv":
+        if assistants.kind_of(compat.unwrap(model)) != "shared_kv":
             raise ValueError(f"model: {type(model).__name__} reads no keys and values of a target; a model with a cache of its own drafts by ModelDraft(model).")
         self.model, self.target, self.calls, self.forward_seconds = model, target, 0, 0.0
         self.seen: LastStates | None = None
