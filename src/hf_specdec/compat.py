@@ -103,7 +103,6 @@ _OWN_MASK = {"bloom", "mpt", "gpt_neo"}
 _OWN_WAYS = {"moshi": "keeps its window by a cache that forgets", "cpmant": "puts a prompt of its own before every pass",
              "paligemma": "reads its whole prompt in both directions", "blt": "groups its text into patches anew in every pass",
              "xlm": "puts a mask token behind every pass", "prophetnet": "reads one token at a time from a cache",
-             **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), "is the assistant of another model (generate with that one, assistant_model= this)"),
              **dict.fromkeys(("musicgen_decoder", "musicgen_melody_decoder"), "writes several codebooks by a generate of its own")}
 if CACHE == "past_key_values":  # transformers before 5.24
     _OWN_WAYS |= dict.fromkeys(("big_bird", "doge", "megatron-bert", "rembert", "roformer"), "may read its prompt in both directions before transformers 5.24")
