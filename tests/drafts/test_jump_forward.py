@@ -109,7 +109,7 @@ def test_rates_of_guesses_are_learned():
     assert first < 0.4 < second
 
 
-N = 50_000 if FULL else 400
+N = 50_000 if FULL else 1_200
 
 
 @pytest.mark.parametrize("draft", [JumpForwardDraft, lambda: JumpForwardDraft(branches=3), MixtureDraft], ids=["chain", "tree", "mixture"])

@@ -12,7 +12,7 @@ from hf_specdec.training import build_drafter
 
 from ..conformance import law
 from ..conformance.builders import feature_drafter
-from ..helpers import FULL, generated, perturbed, plain, prompts, repetitive, small_vocabulary_llama, speculate, tiny_llama
+from ..helpers import generated, perturbed, plain, prompts, repetitive, small_vocabulary_llama, speculate, tiny_llama
 
 ROWS = prompts(8, 5, 6, seed=3)
 
@@ -41,7 +41,7 @@ def test_acceptance_rises_over_calls_and_the_text_stays_the_targets(kind):
 def test_the_law_holds_while_it_learns():
     target, row = small_vocabulary_llama(2, law.VOCAB), [1, 2, 3, 1, 2]
     draft = OnlineDraft(ModelDraft(perturbed(target, 0.5)), target, every=1, lr=1e-2)
-    found, traces = law.counts(target, [row], draft, 8_000 if FULL else 3_000, 3, 3, chunk=400 if FULL else 150)
+    found, traces = law.counts(target, [row], draft, 8_000, 3, 3, chunk=400)
     assert law.worst_p_value(found, [law.joint(target, row, 3)], 3) > law.THRESHOLD
     assert draft.steps > 30 and all(trace.lossless for trace in traces)
     assert traces[-1].acceptance_rate > traces[0].acceptance_rate + 0.1

@@ -47,7 +47,7 @@ def test_with_half_of_the_words_shared_the_law_is_the_targets():
     seen, propose = [], draft.propose
     draft.propose = lambda context, k: seen.append(propose(context, k)) or seen[-1]
     rows = [[1, 2, 3, 1, 2], [4]]
-    found, _ = law.counts(target, rows, draft, 50_000 if FULL else 800, 3, 4)
+    found, _ = law.counts(target, rows, draft, 50_000 if FULL else 2_000, 3, 4)
     assert law.worst_p_value(found, [law.joint(target, row, 3) for row in rows], 3) > law.THRESHOLD
     for proposal in seen:
         assert set(proposal.tokens[proposal.valid].tolist()) <= set(words)

@@ -3,6 +3,9 @@ own module."""
 
 from __future__ import annotations
 
+import gc
+from weakref import ref
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -75,8 +78,13 @@ def test_a_config_names_it_and_the_checkpoint_is_read_once(checkpoint, monkeypat
         out = speculate(target, ROWS, None, 3, speculative={"draft": "mtp"})
         assert out.speculation.drafted and generated(out, ROWS) == plain(target, ROWS)
     assert len(read) == 1
+    read.clear()
+    gone = ref(target)
     with pytest.raises(ValueError, match='use_mtp=True: the prediction module .* drafts with speculative={"draft": "mtp"}'):
         speculate(target, ROWS, None, 3, use_mtp=True)
+    del target, out
+    gc.collect()
+    assert gone() is None
 
 
 @needs_mtp

@@ -94,8 +94,7 @@ def load_draft(name: str | None, dtype: str, model, tokenizer):
     from ..drafts.datastore import FORMAT
     from ..drafts.mapped import format_of
     from ..loading import as_draft
-    from ..registry import DRAFTS, shipped
-    from ..registry import load as registered
+    from ..registry import DRAFTS, load as registered, shipped
     from ..training.drafter import is_drafter, load
 
     folder = name is not None and Path(name).is_dir()
