@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from transformers import DynamicCache
 
 import hf_specdec
-from hf_specdec import compiled, fixed_cache, layerwise, passes
+from hf_specdec import compiled, fixed_cache, layerwise, parts, passes
 from hf_specdec.cached_model import CachedModel
 from hf_specdec.compat import CACHE
 from hf_specdec.drafts import EarlyExitDraft, ModelDraft, PromptLookupDraft
@@ -282,3 +282,11 @@ def test_a_prompt_in_which_a_layer_runs_twice_is_left_alone():
         layers[1](layers[0](text, **given, **{CACHE: cache}), **given, **{CACHE: cache})
         layers[0](text, **given, **{CACHE: cache})
     assert not any("forward" in vars(layer) for layer in layers)
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT-2", "Gemma 3 (text)"])
+def test_the_modules_that_a_call_looks_through_are_torch_s_own(name):
+    model = built(name)
+    model.again, model.absent = model.get_input_embeddings(), None  # one that is there twice, and one that is not
+    model.register_module("nothing", None)
+    assert parts.modules(model) == list(model.modules())

@@ -55,10 +55,13 @@ def check_cache(cache: Any, config: Any, rows: int) -> None:
     seeing = getattr(config.get_text_config(), "cross_attention_layers", None) or ()  # of Mllama: they hold an image, or nothing
     if any(index in seeing for index, *_ in layers):
         raise ValueError(f"{CACHE} holds an image, which the text behind it goes on seeing: not with speculative=True here. Use speculative=False.")
-    wanted = getattr(config, "decoder_layers", None) or sum(isinstance(layer, CacheLayerMixin) for layer in _empty_cache(config).layers) - len(seeing)
+    if not layers and not cached_tokens(cache):
+        return
+    empty = _empty_cache(config)
+    wanted = getattr(config, "decoder_layers", None) or sum(isinstance(layer, CacheLayerMixin) for layer in empty.layers) - len(seeing)
     if layers and wanted not in (0, len(layers)):
         raise ValueError(f"{CACHE} holds {len(layers)} layers and the target has {wanted}. Pass a cache that the target has filled, or leave it out.")
-    own, theirs = ([(getattr(layer, "number_of_states", 0), isinstance(layer, CacheLayerMixin)) for layer in one.layers] for one in (_empty_cache(config), cache))
+    own, theirs = ([(getattr(layer, "number_of_states", 0), isinstance(layer, CacheLayerMixin)) for layer in one.layers] for one in (empty, cache))
     if own != theirs and any(states for states, _ in own + theirs) and cached_tokens(cache):
         raise ValueError(f"{CACHE} holds the states of other layers than the target's. Pass a cache that the target has filled, or leave it out.")
     refused = rows > 1 and any(isinstance(layer, LinearAttentionLayer) for layer in cache.layers)  # anyhow, with better advice

@@ -22,7 +22,7 @@ from .block import Block
 from .fixed_cache import FixedCache, why_not_compiled
 from .kv_cache import SlotCache
 from .layerwise import TRIAL, Layerwise, Made, NotCompiled
-from .parts import decoder_layers, read_at, read_once
+from .parts import decoder_layers, modules, read_at, read_once
 from .tap import SHOWN, note, watched
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class CompiledPasses:
         """The places of the compiled block that takes `width` tokens; None where there is none."""
         if self.usable is None:
             apart = read_once(compat.unwrap(self.model))  # transformers leaves hooks on what reads images
-            self.usable = not any(part._forward_hooks or part._forward_pre_hooks for part in self.model.modules() if id(part) not in apart)
+            self.usable = not any(part._forward_hooks or part._forward_pre_hooks for part in modules(self.model) if id(part) not in apart)
             if not self.usable:
                 self.give_up("it has forward hooks", for_good=False)
         return next((places for places in WIDTHS if width <= places), None) if self.usable else None

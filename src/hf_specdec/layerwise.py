@@ -52,8 +52,8 @@ def kinds(layers: list[nn.Module]) -> list[Hashable]:
 
 def _traits(part: nn.Module) -> tuple:
     settings = [(key, repr(value)) for key, value in vars(part).items() if key[0] != "_" and key not in NUMBERS and issubclass(type(value), PLAIN)]
-    tensors = [(key, own.shape, own.dtype) for key, own in [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]]
-    below = [(name, _traits(child)) for name, child in part.named_children()]
+    tensors = [(key, own.shape, own.dtype) for held in (part._parameters, part._buffers) for key, own in held.items() if own is not None]
+    below = [(name, _traits(child)) for name, child in part._modules.items() if child is not None]
     return type(part), part.extra_repr(), tuple(settings), tuple(tensors), tuple(below)
 
 

@@ -6,6 +6,17 @@ import torch
 from transformers import PreTrainedModel
 
 
+def modules(root: torch.nn.Module) -> list[torch.nn.Module]:
+    """What `root.modules()` yields, in that order, in half the time: torch makes a name for each. For what every call looks through."""
+    found, waiting = {}, [root]
+    while waiting:
+        module = waiting.pop()
+        if id(module) not in found:
+            found[id(module)] = module
+            waiting += [part for part in reversed(module._modules.values()) if part is not None]
+    return list(found.values())
+
+
 def one_vocabulary(model: PreTrainedModel) -> bool:
     """Whether the encoder and the decoder of an encoder-decoder model share their token embeddings, and so their token ids."""
     ours, theirs = (part.get_input_embeddings() for part in (model.get_encoder(), model.get_decoder()))
@@ -60,7 +71,7 @@ def decoder_layers(model: PreTrainedModel) -> tuple[str, torch.nn.ModuleList]:
     """Name and modules of the model's list of decoder layers; ValueError if it has none."""
     count = model.config.get_text_config().num_hidden_layers
     prefix, text = text_part(model)
-    eyes = [own for own in text.modules() if own is not text and getattr(own, "main_input_name", "") == "pixel_values"]  # GIT's are a part of its decoder
+    eyes = [own for own in modules(text) if own is not text and getattr(type(own), "main_input_name", "") == "pixel_values"]  # GIT's are a part of its decoder
     seeing = {id(part) for own in eyes for part in own.modules()}
     for name, module in text.named_modules(prefix=prefix):
         if isinstance(module, torch.nn.ModuleList) and len(module) == count and id(module) not in seeing:

@@ -13,6 +13,7 @@ from .cached_model import CachedModel
 from .compat import ModelTraits, own_mask_refusal
 from .lengths import check_counting
 from .method import METHOD
+from .parts import modules
 from .uploads import upload
 
 TESTED = frozenset(
@@ -71,7 +72,7 @@ def check_weights(model: PreTrainedModel, role: str) -> None:
     """ValueError naming `role` if `model` comes from a folder of MX weights and has none: codes have then been read as numbers, or nothing at all."""
     quantised = getattr(getattr(model, "config", None), "quantization_config", None)
     method = quantised.get("quant_method") if isinstance(quantised, dict) else getattr(quantised, "quant_method", None)
-    if method == METHOD and not any(type(part).__name__ == "MXLinear" for part in model.modules()):  # the core does not import mx
+    if method == METHOD and not any(type(part).__name__ == "MXLinear" for part in modules(model)):  # the core does not import mx
         raise ValueError(f"{role}: {type(model).__name__} was saved with MX weights and loaded without them: import hf_specdec.mx before from_pretrained, and "
                          f"load it again.")
 
@@ -88,7 +89,7 @@ def check_mode(model: PreTrainedModel, role: str) -> None:
         if getattr(adapter, "is_prompt_learning", False) or getattr(adapter, "alora_invocation_tokens", None):
             raise ValueError(f"{name} has an adapter of type {adapter.peft_type}, which reads where a pass begins or ends, so a pass over drafted tokens would "
                              f"differ from plain decoding. Merge it or take it off, or use speculative=False.")
-    whole = [part for part in model.modules() if "quantized.dynamic" in type(part).__module__] if role == "target" else []  # a draft may be anything
+    whole = [part for part in modules(model) if "quantized.dynamic" in type(part).__module__] if role == "target" else []  # a draft may be anything
     if whole:
         raise ValueError(f"{name} has layers of {type(whole[0]).__module__} (quantize_dynamic), which give all tokens of a pass one scale, so a pass over "
                          f"drafted tokens would differ from plain decoding. Quantise the weights alone (hf_specdec.mx), or use speculative=False.")

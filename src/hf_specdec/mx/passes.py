@@ -14,7 +14,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from .. import compat
-from ..parts import decoder_layers
+from ..parts import decoder_layers, modules
 from ..passes import ADDITIONS, PassAddition
 from .attention import FEW, FEW_NAME, NAME
 from .kernels import cpu
@@ -66,7 +66,7 @@ class KernelPasses(PassAddition):
         config = model.config.get_text_config()
         if config._attn_implementation not in (NAME, FEW_NAME) or model.device.type != "cpu" or torch.get_num_threads() < 2 or cpu.library() is None:
             return None
-        linear = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
+        linear = [layer for layer in modules(model) if isinstance(layer, nn.Linear)]
         ours = [layer for layer in linear if isinstance(layer, MXLinear)]
         dense = any(layer.weight.numel() > LARGE for layer in linear if not isinstance(layer, MXLinear))
         most = TOKENS if compiled else max(TOKENS, min(2 * GRAIN // getattr(config, "hidden_size", GRAIN), FEW))
@@ -84,7 +84,7 @@ class KernelPasses(PassAddition):
             blocks = []
         seen: set[int] = set()
         for part in (*blocks, model):
-            own = [layer for layer in part.modules() if isinstance(layer, MXLinear) and id(layer) not in seen]
+            own = [layer for layer in modules(part) if isinstance(layer, MXLinear) and id(layer) not in seen]
             seen.update(map(id, own))
             MXLinear.gather(own)
 
