@@ -3,9 +3,9 @@
     python benchmarks/mx_cpu.py [--shapes 4096x4096 ...] [--rows 1 2 4 8 16 32] [--formats mxfp6_e2m3 ...] [--activations mxint8] [--json FILE]
 
 In each repetition every contestant runs once, in turn, on weights that the caches cannot hold; medians are printed, so that
-ratios stand although the machine is shared. "torch" is its product in bfloat16 (for "fp32", float32 weights in
-tiles, in float32, as the activations are then). "read" is the time to read as many bytes as the MX layer has, on the same
-threads. With --activations, "rounded" is the same layer with its inputs rounded, and c(M)/c(1) is given for it, too. "error" is the largest |y - y64| / sum |x||w| over all outputs, in float32, of the path that runs.
+ratios stand although the machine is shared. "ours" is a layer as a model calls it, "kernel" its product alone, without the module around it. "torch" is
+its product alone in bfloat16 (for "fp32", float32 weights in tiles, in float32, as the activations are then), and so are "int8" and "int4". "read" is the
+time to read as many bytes as the MX layer has, on the same threads: "bandwidth" is its share of the layer's time and of the kernel's. With --activations, "rounded" is the same layer with its inputs rounded, and c(M)/c(1) is given for it, too. "error" is the largest |y - y64| / sum |x||w| over all outputs, in float32, of the path that runs.
 """
 
 from __future__ import annotations
@@ -65,11 +65,13 @@ def measure(n: int, k: int, name: str, options, peak: float) -> list[dict]:
     rounded = [copy.deepcopy(layer) for layer in layers] if options.activations and layers[0].format.fits_int8 else []
     for layer in rounded:
         layer.activations = options.activations
+    kernels = [layer.prepare()._known[1].address for layer in layers]
     size = layers[0].weight.numel() + layers[0].weight_scale.numel()
     probes = [torch.ones(size // 8, dtype=torch.int64) for _ in range(copies)]
     dense = [weight.clone() for _ in range(max(2, copies // 2))]
     contestants = {
         "ours": lambda x, i: layers[i % copies](x),
+        "kernel": lambda x, i: cpu.multiply(kernels[i % copies], x, n),
         **({"rounded": lambda x, i: rounded[i % copies](x)} if rounded else {}),
         "torch": lambda x, i: torch.nn.functional.linear(x, dense[i % len(dense)]),
         "read": lambda x, i: read(probes[i % copies]),
@@ -79,7 +81,7 @@ def measure(n: int, k: int, name: str, options, peak: float) -> list[dict]:
     error = check(layers[0], n, k)
     rows = []
     print(f"\n{name} {n} x {k}, {size / 2**20:.1f} MiB, error {error:.1e}\n rows " + "".join(f"{c:>8}" for c in contestants), end="")
-    print("  x torch  bandwidth      peak  c(M)/c(1)" + ("  of rounded, its x torch" if rounded else ""))
+    print("  x torch     bandwidth      peak  c(M)/c(1)" + ("  of rounded, its x torch" if rounded else ""))
     for m in options.rows:
         x = torch.randn(m, k).to(dtype)
         ms = interleaved(contestants, x, options.repetitions)
@@ -87,7 +89,7 @@ def measure(n: int, k: int, name: str, options, peak: float) -> list[dict]:
         share = f"{n * k * m / (ms['ours'] / 1e3) / peak:10.0%}" if peak else "         -"
         print(
             f"{m:5d} " + "".join(f"{value:8.3f}" for value in ms.values())
-            + f"{ms['torch'] / ms['ours']:9.2f}{ms['read'] / ms['ours']:11.0%}{share}{ms['ours'] / rows[0]['ms']['ours']:11.2f}"
+            + f"{ms['torch'] / ms['ours']:9.2f}{ms['read'] / ms['ours']:8.0%}, {ms['read'] / ms['kernel']:4.0%}{share}{ms['ours'] / rows[0]['ms']['ours']:11.2f}"
             + (f"{ms['rounded'] / rows[0]['ms']['rounded']:12.2f}{ms['torch'] / ms['rounded']:13.2f}" if rounded else ""),
             flush=True,
         )  # fmt: skip
