@@ -1,6 +1,6 @@
 /* float32 activations (16-bit ones are widened first) on AVX2, FMA and F16C. A code goes to the places of a float16 (whose subnormals make its
  * own exact) and is widened; two inputs that lie side by side are multiplied as a pair, and the two sums of a pair are added at the end of a
- * row group. One row of x takes the weights from registers, more from the first-level cache, where a block is decoded once for all of them. */
+ * row group. One or two rows of x take the weights from registers, more from the first-level cache, where a block is decoded once for all of them. */
 #if defined(__x86_64__)
 #include <immintrin.h>
 
@@ -121,29 +121,48 @@ MX_INLINE TARGET void store(const mx_job *job, int64_t group, int64_t m, const v
     mx_store(job, m, group * MX_ROWS, values, left < MX_ROWS ? left : MX_ROWS);
 }
 
-MX_INLINE TARGET void run(const mx_job *job, int64_t first, int64_t last, const int format, const int bits) {
+MX_INLINE TARGET void ask_ahead(const uint8_t *codes, const int bits) {
+    for (int line = 0; line < 64 * bits; line += 64) _mm_prefetch((const char *)codes + line + AHEAD, _MM_HINT_T0);
+}
+
+/* A row group times one or two rows of x. */
+MX_INLINE TARGET void few_rows(const mx_job *job, int64_t group, int64_t m0, const int rows, const int format, const int bits) {
     const mx_layer *l = job->layer;
-    const int64_t blocks = l->k / MX_BLOCK;
+    const uint8_t *codes = mx_group_codes(l, group), *scales = mx_group_scales(l, group);
+    const float *x = (const float *)job->x + m0 * MX_BLOCK;
+    vectors total[AT_ONCE] = {{{{0}}}};
+    for (int64_t b = 0; b < l->k / MX_BLOCK; b++, codes += 64 * bits, scales += MX_ROWS, x += job->x_block) {
+        ask_ahead(codes, bits);
+        multiply(NULL, codes, scales, x, total, rows, format, bits);
+    }
+    for (int m = 0; m < rows; m++) store(job, group, m0 + m, total + m, format);
+}
+
+/* A row group times at most MOST rows of x. */
+MX_INLINE TARGET void many_rows(const mx_job *job, int64_t group, int64_t m0, int64_t rows, const int format, const int bits) {
+    const mx_layer *l = job->layer;
+    const uint8_t *codes = mx_group_codes(l, group), *scales = mx_group_scales(l, group);
+    const float *x = (const float *)job->x + m0 * MX_BLOCK;
     vectors total[MOST], tile[PAIRS];
+    for (int64_t m = 0; m < rows; m++) total[m] = (vectors){0};
+    for (int64_t b = 0; b < l->k / MX_BLOCK; b++, codes += 64 * bits, scales += MX_ROWS, x += job->x_block) {
+        ask_ahead(codes, bits);
+#pragma GCC unroll 16
+        for (int pair = 0; pair < PAIRS; pair++) tile[pair] = decode(codes, pair, format, bits);
+        int64_t m = 0;
+        for (; m + AT_ONCE <= rows; m += AT_ONCE) multiply(tile, codes, scales, x + m * MX_BLOCK, total + m, AT_ONCE, format, bits);
+        if (m < rows) multiply(tile, codes, scales, x + m * MX_BLOCK, total + m, 1, format, bits);
+    }
+    for (int64_t m = 0; m < rows; m++) store(job, group, m0 + m, total + m, format);
+}
+
+MX_INLINE TARGET void run(const mx_job *job, int64_t first, int64_t last, const int format, const int bits) {
     for (int64_t group = first; group < last; group++)
         for (int64_t m0 = 0; m0 < job->m; m0 += MOST) {
-            const uint8_t *codes = mx_group_codes(l, group), *scales = mx_group_scales(l, group);
-            const float *x = (const float *)job->x + m0 * MX_BLOCK;
             const int64_t rows = job->m - m0 < MOST ? job->m - m0 : MOST;
-            for (int64_t m = 0; m < rows; m++) total[m] = (vectors){0};
-            for (int64_t b = 0; b < blocks; b++, codes += 64 * bits, scales += MX_ROWS, x += job->x_block) {
-                for (int line = 0; line < 64 * bits; line += 64) _mm_prefetch((const char *)codes + line + AHEAD, _MM_HINT_T0);
-                if (rows == 1) {
-                    multiply(NULL, codes, scales, x, total, 1, format, bits);
-                    continue;
-                }
-#pragma GCC unroll 16
-                for (int pair = 0; pair < PAIRS; pair++) tile[pair] = decode(codes, pair, format, bits);
-                int64_t m = 0;
-                for (; m + AT_ONCE <= rows; m += AT_ONCE) multiply(tile, codes, scales, x + m * MX_BLOCK, total + m, AT_ONCE, format, bits);
-                if (m < rows) multiply(tile, codes, scales, x + m * MX_BLOCK, total + m, 1, format, bits);
-            }
-            for (int64_t m = 0; m < rows; m++) store(job, group, m0 + m, total + m, format);
+            if (rows == 1) few_rows(job, group, m0, 1, format, bits);
+            else if (rows == AT_ONCE) few_rows(job, group, m0, AT_ONCE, format, bits);
+            else many_rows(job, group, m0, rows, format, bits);
         }
 }
 
