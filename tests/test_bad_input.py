@@ -585,7 +585,7 @@ CALLS = {
     "prompt beyond the context": (lambda m: dict(inputs=padded(prompts(257))), ("input_ids", "257", "256", "Shorten the prompt")),
     "static cache": (lambda m: {CACHE: StaticCache(config=m.config, max_cache_len=64)},
                      (CACHE, "StaticCache", "Pass a DynamicCache")),
-    "static cache by name": (lambda m: dict(cache_implementation="static"), ("cache_implementation", "Leave cache_implementation unset")),
+    "static cache by name": (lambda m: dict(cache_implementation="static"), ("cache_implementation", "Leave cache_implementation unset", 'speculative={"compile": True}')),
     "offloaded cache by name": (lambda m: dict(cache_implementation="offloaded"), ("cache_implementation", "Leave cache_implementation unset")),
     "quantised cache": (lambda m: {CACHE: quantised()}, (CACHE, "QuantizedCache", "Pass a DynamicCache")),
     "offloaded cache": (lambda m: {CACHE: DynamicCache(offloading=True)}, (CACHE, "offloaded DynamicCache", "Pass a DynamicCache")),
@@ -691,6 +691,13 @@ def test_arguments_by_position_are_arguments_all_the_same():
         model.generate(ids, config, speculative=True)
     with pytest.raises(TypeError, match="generation_config"):
         model.generate(ids, config, generation_config=config, speculative=True)
+
+
+def test_a_cache_that_the_model_s_own_config_asks_for_is_taken_away_there():
+    model = enabled(tiny_llama())
+    model.generation_config.cache_implementation = "static"
+    with refused(model, words=("cache_implementation='static'", "model.generation_config.cache_implementation = None")):
+        call(model)
 
 
 def test_a_refused_cache_is_handed_back_as_it_was():

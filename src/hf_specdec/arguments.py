@@ -124,7 +124,7 @@ def check_arguments(kwargs: dict[str, Any], model) -> None:
     config = kwargs.get("generation_config")
     for option in (kwargs.get, lambda name: getattr(config, name, None)):
         _check_way_of_decoding(option, own)
-        _check_cache_implementation(option("cache_implementation"))
+    _check_cache_implementation(kwargs.get("cache_implementation") or getattr(config or own, "cache_implementation", None) or own.cache_implementation, own)
     _check_way_of_decoding(lambda name: None if name in kwargs or getattr(config, name, None) is not None else getattr(own, name, None), own)
 
 
@@ -146,16 +146,16 @@ def _check_processors(processors, generation, own) -> None:
     argument, kind = compat.that_keeps_a_state(processors) or (None, None)
     if argument is None:
         return
-    value = getattr(generation, argument, None)
-    name = argument if value is not None else "logits_processor"  # an instance of the caller's own
+    name = argument if (value := getattr(generation, argument, None)) is not None else "logits_processor"  # an instance of the caller's own
     raise ValueError(f"{name}: {kind} keeps a state from call to call, and drafted tokens that are rejected would corrupt it. Drop it, or generate with "
                      f"speculative=False.{_in_own_config(argument, value, own)}")
 
 
-def _check_cache_implementation(name: str | None) -> None:
+def _check_cache_implementation(name: str | None, own) -> None:
     if name not in (None, "dynamic", "hybrid"):  # transformers makes None of "hybrid"
-        raise ValueError(f"cache_implementation={name!r}: the speculative loop keeps a cache of its own, which can roll back. "
-                         f"Leave cache_implementation unset.")
+        compiled = 'For compiled passes over fixed shapes, as with a static one, pass speculative={"compile": True}. ' if name == "static" else ""
+        raise ValueError(f"cache_implementation={name!r}: the speculative loop keeps a cache of its own, which can roll back. {compiled}Leave "
+                         f"cache_implementation unset.{_in_own_config('cache_implementation', name, own)}")
 
 
 def check_vocabulary(draft: Draft, traits: compat.ModelTraits) -> None:
@@ -185,7 +185,7 @@ def check_call(model, input_ids, processors, generation, model_kwargs: dict, tra
     if input_ids.ndim != 2 or input_ids.shape[1] == 0:
         raise ValueError("input_ids: the prompt is empty; give at least one token per row.")
     _check_way_of_decoding(lambda name: getattr(generation, name, None), own)
-    _check_cache_implementation(generation.cache_implementation)
+    _check_cache_implementation(generation.cache_implementation, own)
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(generation, name, None) and generation.return_dict_in_generate:
             asked = ", which return_token_timestamps asks for" if getattr(generation, "return_token_timestamps", None) else ""
