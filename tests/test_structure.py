@@ -20,7 +20,7 @@ LEAVES = {"__main__", "bench", "cli", "commands", "mx", "viz", "training"}
 LINES = [
     {"uploads"},
     {"tree", "registry", "theory", "noise", "compat", "kv_cache", "draft_stop", "head", "parts", "passes", "method", "memory", "budget", "round_cost",
-     "law", "nucleus", "lazy_law", "caches", "states", "media", "checkpoint", "positions", "fixed_cache", "block", "hints", "flash", "assistants"},
+     "law", "nucleus", "lazy_law", "caches", "states", "media", "checkpoint", "positions", "fixed_cache", "block", "hints", "flash", "assistants", "folders"},
     {"proposal", "sequences", "tree_shapes", "distributions", "config", "schedule", "trace", "seq2seq", "tap", "masks", "layerwise", "kept"},
     {"compiled", "following", "lengths"},
     {"forward"},

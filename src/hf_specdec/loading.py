@@ -16,6 +16,7 @@ from . import compat
 from .assistants import KINDS, auto_class, kind_of
 from .config import SpeculativeConfig
 from .drafts.base import Draft
+from .folders import check_model_folder
 from .hints import first_line
 from .registry import DRAFTS, LOADERS, SHIPPED, load
 
@@ -112,6 +113,10 @@ def _around(found: PreTrainedModel | Draft, target: PreTrainedModel | None) -> P
 
 @lru_cache(maxsize=1)
 def _model(source: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    try:
+        check_model_folder(source)
+    except ValueError as error:
+        raise ValueError(f"draft_source={source!r}: {error}") from error
     try:
         return auto_class(AutoConfig.from_pretrained(source)).from_pretrained(source, dtype=dtype, use_safetensors=True).to(device).eval()
     except (OSError, ValueError) as error:

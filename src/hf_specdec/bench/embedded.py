@@ -60,9 +60,11 @@ def load_model(name: str, dtype="float32", device=None, encoder_decoders: bool =
 
     from .. import mx  # noqa: F401  (makes transformers know the quantisation method)
     from ..assistants import auto_class
+    from ..folders import check_model_folder
 
     check_dtype(dtype)
     source = _source(name)
+    check_model_folder(source)
     with working(f"Loading {name} ..."):
         try:
             try:

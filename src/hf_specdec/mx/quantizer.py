@@ -11,6 +11,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from ..folders import check_model_folder
 from ..hints import check_path, first_line, what
 from ..method import METHOD, make_way
 from .attention import use_for_few
@@ -280,7 +281,7 @@ def load(auto_class, folder, dequantize: bool = False, **kwargs):
 
     if not hasattr(auto_class, "from_pretrained"):
         raise TypeError(f"auto_class: expected a class with from_pretrained, such as AutoModelForCausalLM, got {what(auto_class)}.")
-    check_path("folder", folder)
+    check_model_folder(check_path("folder", folder) / (kwargs.get("subfolder") or ""))
     where = {name: kwargs[name] for name in _WHERE if name in kwargs}
     try:
         config = copy.deepcopy(kwargs.pop("config", None)) or AutoConfig.from_pretrained(folder, **where)

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 from safetensors import SafetensorError, safe_open
 
+from ..folders import check_file
 from .linear import MXLinear
 
 
@@ -40,6 +41,7 @@ def _check(name: str, shape: tuple[int, ...], stored: dict[str, tuple[str, tuple
 
 
 def _tensors(file: str | os.PathLike) -> dict[str, tuple[str, tuple[int, ...]]]:
+    check_file(file)
     try:
         with safe_open(file, framework="pt") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}

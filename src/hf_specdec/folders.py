@@ -1,0 +1,57 @@
+"""What is wrong with a model's folder, said before transformers reads it: its config.json and the index of its weights."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+WEIGHTS = "model.safetensors"
+INDEX = f"{WEIGHTS}.index.json"
+AGAIN = "copy the checkpoint again"
+
+
+def check_model_folder(folder: str | os.PathLike) -> dict[str, Any]:
+    """What its config.json says, {} where there is none: an adapter has none, and what is no folder is left to the loader.
+
+    Raises ValueError naming the file: a config.json or an index of weights that is damaged, a file of weights that the
+    index names and the folder lacks."""
+    folder = Path(folder)
+    config = json_object(folder / "config.json")
+    if not (folder / WEIGHTS).is_file() and not config.get("transformers_weights"):  # these are read in the place of what an index names
+        _check_index(folder)
+    return config
+
+
+def _check_index(folder: Path) -> None:
+    index = folder / INDEX
+    places = json_object(index).get("weight_map", {} if not index.is_file() else None)
+    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+        raise ValueError(f"{index} is damaged: its weight_map does not say which file each weight is in; {AGAIN}.")
+    for name in sorted(set(places.values())):
+        check_file(folder / name, INDEX)
+
+
+def check_file(file: str | os.PathLike, index: str = INDEX) -> None:
+    """ValueError for a file of weights that an index names and that is not there."""
+    if not Path(file).is_file():
+        raise ValueError(f"{file} is missing, which {index} names: {AGAIN}, with all of its files.")
+
+
+def json_object(file: Path) -> dict[str, Any]:
+    """The object in a JSON file, {} where there is no such file; ValueError for a damaged one."""
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is damaged or cut short ({error}): {AGAIN}.") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} holds {_kind(found)}, where an object belongs; {AGAIN}.")
+    return found
+
+
+def _kind(value: Any) -> str:
+    """What JSON calls it."""
+    return {list: "a list", str: "a string", bool: "true or false", type(None): "null"}.get(type(value), "a number")

@@ -1,0 +1,75 @@
+"""A model's folder that is damaged is refused by name wherever the package loads one, before transformers reads it."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from hf_specdec import SpeculativeConfig, mx
+from hf_specdec.bench.embedded import load_model
+from hf_specdec.cli import app
+from hf_specdec.loading import loaded
+
+from .mx.models import tiny
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A compressed checkpoint in several files."""
+    model = mx.compress(tiny())
+    model.save_pretrained(tmp_path / "model", max_shard_size="20KB")
+    assert len(list((tmp_path / "model").glob("*.safetensors"))) > 1
+    return tmp_path / "model"
+
+
+def by_command(folder: Path, *arguments: str) -> None:
+    done = CliRunner().invoke(app, [part.format(folder) for part in arguments])
+    assert done.exit_code == 2, done
+    raise ValueError(done.stderr)
+
+
+WAYS = {
+    "load_model": lambda folder: load_model(str(folder)),
+    "mx.load": partial(mx.load, AutoModelForCausalLM),
+    "draft_source": lambda folder: loaded(SpeculativeConfig(draft="model", draft_source=str(folder)), tiny()),
+    "generate": lambda folder: by_command(folder, "generate", "{}", "--prompt", "a"),
+}
+every_way = pytest.mark.parametrize("load", WAYS.values(), ids=list(WAYS))
+
+
+@every_way
+@pytest.mark.share(3)
+@pytest.mark.parametrize(("text", "words"), [('{"metadata": {"total', "cut short"), ("[]", "holds a list"), ("{}", "weight_map"), ('{"weight_map": {"a": 1}}', "weight_map"), ("\xff", "cut short")])
+def test_a_damaged_index_of_weights_is_named(load, text, words, folder):
+    (folder / INDEX).write_text(text, encoding="latin-1")
+    with pytest.raises(ValueError, match=rf"{INDEX} .*{words}.*copy the checkpoint again"):
+        load(folder)
+
+
+@every_way
+def test_a_file_of_weights_that_the_index_names_and_the_folder_lacks_is_named(load, folder):
+    lost = sorted(folder.glob("*.safetensors"))[1]
+    lost.unlink()
+    with pytest.raises(ValueError, match=rf"{lost.name} is missing, which {INDEX} names: copy the checkpoint again"):
+        load(folder)
+
+
+def test_transformers_own_loader_of_a_compressed_checkpoint_names_a_file_that_is_missing(folder):
+    lost = sorted(folder.glob("*.safetensors"))[1]
+    lost.unlink()
+    with pytest.raises(ValueError, match=f"{lost.name} is missing"):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_an_index_that_is_not_read_may_be_anything(folder):
+    model = mx.load(AutoModelForCausalLM, folder)
+    model.save_pretrained(folder)
+    (folder / INDEX).write_text("none")
+    mx.load(AutoModelForCausalLM, folder), load_model(str(folder))
