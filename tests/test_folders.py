@@ -73,3 +73,37 @@ def test_an_index_that_is_not_read_may_be_anything(folder):
     model.save_pretrained(folder)
     (folder / INDEX).write_text("none")
     mx.load(AutoModelForCausalLM, folder), load_model(str(folder))
+
+
+def edit(folder: Path, **values) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | values))
+
+
+COMMANDS = {
+    "compress": lambda folder: by_command(folder, "compress", "{}", "--out", f"{folder}.out"),
+    "export": lambda folder: by_command(folder, "export", "{}", "--target", "{}", "--out", f"{folder}.out"),
+}
+every_way_in = pytest.mark.parametrize("load", [*WAYS.values(), *COMMANDS.values()], ids=[*WAYS, *COMMANDS])
+
+
+@every_way_in
+@pytest.mark.share(3)
+@pytest.mark.parametrize(("value", "words"), [("mx", "is a string, where an object"), (["mx"], "is a list"), (5, "is a number"), ({}, "has no quant_method")], ids=str)
+def test_a_quantization_config_that_is_none_is_named(load, value, words, folder):
+    edit(folder, quantization_config=value)
+    with pytest.raises(ValueError, match=rf"config.json: its quantization_config {words}.*copy the checkpoint again, or take the entry out"):
+        load(folder)
+
+
+@every_way_in
+def test_a_config_that_holds_no_object_is_named(load, folder):
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="config.json holds a list.*copy the checkpoint again"):
+        load(folder)
+
+
+def test_weights_that_the_config_does_not_say_are_compressed_are_named_with_the_remedy(folder):
+    edit(folder, quantization_config=None)
+    with pytest.raises(ValueError, match="quantised and it does not say so: copy the checkpoint again"):
+        load_model(str(folder))

@@ -9,16 +9,21 @@ from typing import Any
 
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
+METHODS = {"quant_method", "load_in_4bit", "load_in_8bit"}  # the latter in files of old
 AGAIN = "copy the checkpoint again"
 
 
 def check_model_folder(folder: str | os.PathLike) -> dict[str, Any]:
     """What its config.json says, {} where there is none: an adapter has none, and what is no folder is left to the loader.
 
-    Raises ValueError naming the file: a config.json or an index of weights that is damaged, a file of weights that the
+    Raises ValueError naming the file: a config.json or an index of weights that is damaged, a quantization_config that is none, a file of weights that the
     index names and the folder lacks."""
     folder = Path(folder)
     config = json_object(folder / "config.json")
+    quantised = config.get("quantization_config")
+    if quantised is not None and not (isinstance(quantised, dict) and quantised.keys() & METHODS):
+        found = "has no quant_method" if isinstance(quantised, dict) else f"is {_kind(quantised)}, where an object with a quant_method belongs"
+        raise ValueError(f"{folder / 'config.json'}: its quantization_config {found}; {AGAIN}, or take the entry out if the weights are dense.")
     if not (folder / WEIGHTS).is_file() and not config.get("transformers_weights"):  # these are read in the place of what an index names
         _check_index(folder)
     return config

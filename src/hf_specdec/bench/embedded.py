@@ -78,6 +78,11 @@ def load_model(name: str, dtype="float32", device=None, encoder_decoders: bool =
             model = (AutoModelForSeq2SeqLM if both else auto).from_pretrained(source, dtype=dtype)
         except SafetensorError as error:
             raise ValueError(f"{name}: a file of weights is damaged or cut short ({error}): copy it again.") from error
+        except RuntimeError as error:
+            if "ignore_mismatched_sizes" not in str(error):
+                raise
+            raise ValueError(f"{name}: the weights do not have the sizes that {Path(source) / 'config.json'} says, or are quantised and it does not say so: copy the "
+                             "checkpoint again, with the config.json that was saved with it.") from error
         except ValueError as error:
             if "Unrecognized configuration class" not in str(error):
                 raise

@@ -72,17 +72,18 @@ def apply_mx(model, format: str | None, target: str):
 def refuse_compressed(target: str, config: Any, remedy: str) -> None:
     """ValueError where a model's config, or what its config.json says, has the weights of `target` in an MX format already."""
     method = config.get("quantization_config") if isinstance(config, dict) else getattr(config, "quantization_config", None)
-    method = method if isinstance(method, dict) or method is None else method.to_dict()
-    if method and method.get("quant_method") == "mx":
+    method = method.to_dict() if hasattr(method, "to_dict") else method
+    if isinstance(method, dict) and method.get("quant_method") == "mx":
         raise ValueError(f"{target} is compressed already ({method.get('format')}): {remedy}.")
 
 
 def stored_config(target: str) -> dict | None:
     """The config.json of a folder; of what is none, or a broken one, loading has to speak."""
     try:
-        return json.loads((Path(target) / "config.json").read_text(encoding="utf-8"))
+        found = json.loads((Path(target) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
+    return found if isinstance(found, dict) else None
 
 
 def load_draft(name: str | None, dtype: str, model, tokenizer):

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ..config import MAX_ASSISTANT_TOKENS
 from ..drafts.medusa import MedusaDraft
 from ..drafts.one_pass import OnePassDraft
+from ..folders import check_model_folder
 from ..hints import check_int
 from ..mx.linear import MXLinear
 from ..registry import DRAFTS
@@ -52,9 +53,8 @@ def check(name: str, out: Path, k: int | None) -> None:
         check_int("k", k, 1, MAX_ASSISTANT_TOKENS)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"out: {out} is not an empty folder; name a new one.")
-    stored = Path(name) / "config.json"
-    kind = json.loads(stored.read_text(encoding="utf-8")).get("model_type") or "" if stored.is_file() else ""
-    if kind.endswith("_assistant"):
+    kind = check_model_folder(name).get("model_type") or ""
+    if str(kind).endswith("_assistant"):
         raise ValueError(f"draft: {name} is an assistant ({kind}) that lives on the target's own states, which vLLM's method for draft models does not show it; export another draft.")
     if name == LOOKUP or Path(name).is_dir() or drafter.is_drafter(name):
         return

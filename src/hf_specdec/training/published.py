@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Set
 from pathlib import Path
@@ -18,6 +17,7 @@ from ..drafts.base import Draft
 from ..drafts.feature import FeatureDraft
 from ..drafts.features import EachNorm
 from ..drafts.medusa import MedusaDraft, MedusaHeads
+from ..folders import json_object
 from . import shared
 
 HUB = "hub:"
@@ -63,14 +63,7 @@ def _folder(name: str | Path) -> Path:
 
 
 def _config(folder: Path) -> dict | None:
-    path = folder / "config.json"
-    if not path.is_file():
-        return None
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: not a JSON file ({error}); copy it again.") from error
-    return config if isinstance(config, dict) else None
+    return json_object(folder / "config.json") or None
 
 
 def _names(folder: Path) -> set[str]:
