@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .draft_stop import CHOICES
-from .hints import by_name, check_int, check_path, meant, nearest, short, what
+from .hints import by_name, check_bool, check_int, check_path, meant, nearest, short, what
 from .registry import ACCEPTANCE, DRAFTS, shipped
 
 CONFIG_NAME = "speculative_config.json"
@@ -93,8 +93,7 @@ class SpeculativeConfig:
             raise ValueError(f"draft_stop={short(self.draft_stop)} is not known{meant(self.draft_stop, CHOICES)}; choose one of {list(CHOICES)}.")
         for name in ("typical_epsilon", "typical_delta", "threshold", "draft_confidence"):
             _check_fraction(name, getattr(self, name))
-        if not isinstance(self.record_probs, bool):
-            raise ValueError(f"record_probs={self.record_probs!r} must be True or False.")
+        check_bool("record_probs", self.record_probs)
         if not isinstance(self.compile, bool) and self.compile not in ("layers", "model"):
             raise ValueError(f'compile={self.compile!r} must be False, True, "layers" (one function for all layers) or "model" (whole passes).')
         _check_draft(self.draft, self.draft_options, self.draft_source)

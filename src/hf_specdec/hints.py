@@ -75,6 +75,12 @@ def check_int(name: str, value: Any, least: int, most: int, also: str = "") -> N
         raise ValueError(f"{name}={value!r} must be an int in {least}..{most}{also}.")
 
 
+def check_bool(name: str, value: Any) -> None:
+    """ValueError naming the argument for what is neither True nor False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={short(value)} must be True or False.")
+
+
 def check_path(name: str, value: Any) -> Path:
     """`value` as a path; TypeError naming the argument for what is none."""
     if not isinstance(value, (str, PathLike)):

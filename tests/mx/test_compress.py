@@ -240,6 +240,8 @@ def test_layer_by_layer_no_second_copy_of_the_model_is_held():
         ({"skip": "down_proj"}, TypeError, "skip must be a sequence.*'down_proj'"),
         ({"skip": [3]}, TypeError, "skip must be a sequence"),
         ({"skip": None}, TypeError, "skip must be a sequence"),
+        ({"measure": "no"}, ValueError, "measure='no' must be True or False"),
+        ({"measure": None}, ValueError, "measure=None must be True or False"),
         ({"skip": ["model"]}, ValueError, "no layer that can be compressed: .*skipped on request"),
     ],
 )

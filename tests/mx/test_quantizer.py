@@ -210,6 +210,7 @@ def test_the_config_is_written_and_read():
         ({"lm_head": "x"}, ValueError, "^lm_head='x'"),
         ({"skip": "lm_head"}, TypeError, "skip must be a sequence"),
         ({"skip": 3}, TypeError, "skip must be a sequence"),
+        ({"dequantize": 1}, ValueError, "dequantize=1 must be True or False"),
         ({"block_size": 16}, ValueError, "no option 'block_size'.*It has: format"),
         ({"version": 3}, ValueError, "version 3.*Upgrade hf-specdec"),
         ({"version": 0}, ValueError, "version=0"),

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ..hints import what
+from ..hints import check_bool, what
 from .formats import DEFAULT_FORMAT, DEFAULT_RULE, Format, check_activations, check_rule
 from .in_place import calibration_for, check_weights, compress_in_place
 from .linear import MXLinear
@@ -44,12 +44,13 @@ def compress(
     layers are given (GPTQ, Frantar et al. 2022, arXiv 2210.17323); `hf_specdec.mx.calibration` has text that the model writes itself. The format stays as it is.
     Interrupted after the first layer was swapped, some layers are compressed and some not: load the model again.
 
-    Raises ValueError, before anything is changed, for an unknown format or rule, activations that do not go with the format, a model that another method or an earlier
+    Raises ValueError, before anything is changed, for an unknown format or rule, a `measure` that is no bool, activations that do not go with the format, a model that another method or an earlier
     call has quantised, weights that are not finite (it names the layer), a model in which nothing can be compressed, and calibration that is empty, not
     token ids of this model or too long, or where nothing is rounded; TypeError for calibration of a model that takes no token ids.
     """
     check_is_model(model)
     check_rule(scale_rule)
+    check_bool("measure", measure)
     check_activations(activations, format)
     skip = check_skip(skip)
     choices = plan(model, format, skip, lm_head, layer_formats=layer_formats)

@@ -12,7 +12,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..folders import check_model_folder
-from ..hints import check_path, first_line, what
+from ..hints import check_bool, check_path, first_line, what
 from ..method import METHOD, make_way
 from .attention import use_for_few
 from .calibration import token_ids
@@ -76,7 +76,8 @@ class MXConfig(QuantizationConfigMixin):
         self.scale_rule = check_rule(scale_rule)
         self.skip = list(check_skip(skip))
         self.lm_head = None if lm_head is None else get_format(lm_head, "lm_head").name
-        self.dequantize = bool(dequantize)
+        check_bool("dequantize", dequantize)
+        self.dequantize = dequantize
         self.activations = check_activations(activations, format)
         self.layer_formats = {name: own.name for name, own in check_layer_formats(layer_formats).items()}
         self.version = 2 if self.layer_formats else 1
