@@ -158,17 +158,6 @@ def _check_cache_implementation(name: str | None, own) -> None:
                          f"cache_implementation unset.{_in_own_config('cache_implementation', name, own)}")
 
 
-def check_vocabulary(draft: Draft, traits: compat.ModelTraits) -> None:
-    """ValueError if the vocabularies of draft and target, or of a draft inside, differ in size by more than padding."""
-    for part in draft.parts:
-        check_vocabulary(part, traits)
-    own = getattr(getattr(draft, "traits", None), "vocab_size", traits.vocab_size)
-    if min(own, traits.vocab_size) < 0.9 * max(own, traits.vocab_size):
-        raise ValueError(f"assistant_model has a vocabulary of {own} tokens, the target one of {traits.vocab_size}: not the same "
-                         f"tokenizer. Speculative decoding needs a draft with the target's tokenizer (padded otherwise? resize_token_embeddings({traits.vocab_size})); one with another is "
-                         f"translated where both are passed to generate(), tokenizer= and assistant_tokenizer=, and as a TranslatedDraft(model, tokenizer, draft_tokenizer).")
-
-
 def check_draft_stop(draft: Draft, config: SpeculativeConfig) -> None:
     """ValueError for a `draft_stop` by confidence where the draft does not go token by token, with a probability of each."""
     if config.draft_stop in ("confidence", "expected_gain") and not draft.stops:

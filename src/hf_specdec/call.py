@@ -11,13 +11,14 @@ from transformers import DynamicCache
 from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput, MaxLengthCriteria
 
 from . import compat, registry
-from .arguments import check_call, check_draft_stop, check_vocabulary
+from .arguments import check_call, check_draft_stop
 from .caches import cached_tokens, counts_tokens, write_cache
 from .cached_model import CachedModel
 from .config import MAX_ASSISTANT_TOKENS
 from .distributions import Sampler
 from .draft_stop import StopRule
 from .drafts.base import Context, Draft
+from .drafts.vocabulary import check_vocabulary
 from .following import settle, that_follow
 from .loop import SpeculativeLoop
 from .media import BY_COLUMNS, Embedded, Media, ahead, embedded

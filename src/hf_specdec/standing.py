@@ -11,10 +11,11 @@ from threading import Event
 from typing import Any
 
 from . import compat
-from .arguments import check_draft, check_vocabulary
+from .arguments import check_draft
 from .assistants import kind_of
 from .config import SpeculativeConfig
 from .drafts.base import Draft
+from .drafts.vocabulary import check_vocabulary
 from .hints import meant
 from .loading import OF_A_MODEL, as_draft
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_specdec.drafts import EarlyExitDraft, ModelDraft
+from hf_specdec.drafts import EarlyExitDraft, MixtureDraft, ModelDraft, PromptLookupDraft
 from hf_specdec.drafts.early_exit import search, some_layers
 from tests.architectures import FAMILIES
 from tests.helpers import assert_unchanged, build, generated, plain, prompts, repetitive, snapshot, speculate, tiny_llama
@@ -112,6 +112,21 @@ def test_what_is_wrong_with_the_draft_is_said_though_it_never_started():
         with pytest.raises(ValueError, match="assistant_model: RoFormerForCausalLM gives a row other logits in a ragged batch"):
             speculate(deep(), repetitive(12) + prompts(5, seed=4), draft)
     assert generated(speculate(masked, repetitive(12), draft), repetitive(12)) == plain(masked, repetitive(12))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_draft_of_a_target_that_was_resized_since_is_to_be_made_anew(inside):
+    target, rows = deep(), repetitive(12)
+
+    def draft():
+        early = EarlyExitDraft(target, 2)
+        return MixtureDraft([PromptLookupDraft(), early]) if inside else early
+
+    old = draft()
+    target.resize_token_embeddings(2 * target.config.vocab_size)
+    with pytest.raises(ValueError, match="EarlyExitDraft was made when its model had 61 tokens, and it has been resized to 122 since. Make the draft anew"):
+        speculate(target, rows, old, 3)
+    assert generated(speculate(target, rows, draft(), 3), rows) == plain(target, rows)
 
 
 def test_search_leaves_out_the_layer_that_does_nothing():

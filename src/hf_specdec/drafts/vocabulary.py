@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from .. import compat
+from .base import Draft
+
 
 def fitted(logits: torch.Tensor, vocab_size: int, ids: torch.Tensor | None = None) -> torch.Tensor:
     """Logits [.., vocab_size] from those of the tokens `ids`, int64 [n], each below vocab_size, or of the tokens 0 .. n - 1: [.., n]. Minus
@@ -20,3 +23,20 @@ def readable(rows: list[list[int]], own: int, vocab_size: int) -> list[list[int]
     """The rows, of tokens below vocab_size, for a model that has `own` tokens: ids beyond are replaced, which makes a worse guess, not a wrong
     output."""
     return rows if own >= vocab_size else [[min(token, own - 1) for token in row] for row in rows]
+
+
+def check_vocabulary(draft: Draft, traits: compat.ModelTraits) -> None:
+    """ValueError if the vocabularies of draft and target, or of a draft inside, differ in size by more than padding."""
+    for part in draft.parts:
+        check_vocabulary(part, traits)
+    own = getattr(getattr(draft, "traits", None), "vocab_size", traits.vocab_size)
+    if min(own, traits.vocab_size) >= 0.9 * max(own, traits.vocab_size):
+        return
+    whole = getattr(draft, "whole", None)  # the model whose own layers draft
+    now = own if whole is None else compat.traits_of(whole, "target").vocab_size
+    if now != own:
+        raise ValueError(f"assistant_model: {type(draft).__name__} was made when its model had {own} tokens, and it has been resized to {now} since. "
+                         "Make the draft anew after resize_token_embeddings.")
+    raise ValueError(f"assistant_model has a vocabulary of {own} tokens, the target one of {traits.vocab_size}: not the same "
+                     f"tokenizer. Speculative decoding needs a draft with the target's tokenizer (padded otherwise? resize_token_embeddings({traits.vocab_size})); one with another is "
+                     f"translated where both are passed to generate(), tokenizer= and assistant_tokenizer=, and as a TranslatedDraft(model, tokenizer, draft_tokenizer).")
