@@ -227,10 +227,13 @@ def test_what_the_encoding_of_standard_output_lacks_is_spelled_out(encoding, mon
     monkeypatch.setattr("sys.stdout", stream)
     print(shown)
     Console(file=stream, width=300).print(shown)
+    print(shown.to_terminal())
     stream.flush()
-    first, second = stream.buffer.getvalue().decode(encoding).split("drafted and accepted")[1:]
+    first, second, coloured = stream.buffer.getvalue().decode(encoding).split("drafted and accepted")[1:]
     e = "\\xe9" if encoding == "ascii" else "é"
     assert f"1 [a\\n\\t]{e}\\u2026\n" in first and f"1 [a\\n\\t]{e}\\u2026\n" in second
+    assert f"1 a\\n\\t{e}\\u2026\n" in re.sub(r"\x1b\[[\d;]*m", "", coloured)
+    assert "…" in shown.save(tmp_path / "a.ans").read_text(encoding="utf-8")
     assert "1 [a↵⇥]é…\n" in shown.save(tmp_path / "a.txt").read_text(encoding="utf-8")
 
 
