@@ -12,7 +12,7 @@ from typing import Any
 
 from .draft_stop import CHOICES
 from .hints import by_name, check_bool, check_int, check_path, meant, nearest, short, what
-from .registry import ACCEPTANCE, DRAFTS, shipped
+from .registry import ACCEPTANCE, DRAFTS, MTP, shipped
 
 CONFIG_NAME = "speculative_config.json"
 MAX_ASSISTANT_TOKENS = 64  # drafted in one round, by any draft
@@ -178,7 +178,7 @@ def _check_fraction(name: str, value: Any, also: str = "") -> None:
 
 
 def _is_drafter(name: str) -> bool:
-    return bool(name) and (name in (*shipped(), "mtp") or (Path(name) / "drafter.json").is_file())
+    return bool(name) and (name in (*shipped(), MTP) or (Path(name) / "drafter.json").is_file())
 
 
 def _meant_by(value: Any) -> str:

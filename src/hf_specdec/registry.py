@@ -53,6 +53,7 @@ LOADERS = {
     "mx": "mx.quantizer:MXConfig",
 }
 
+MTP = "mtp"  # in the place of a drafter's name: the prediction module of the target's own checkpoint
 SHIPPED = Path(__file__).parent / "training" / "shipped"  # drafters that come with the package
 
 

@@ -22,7 +22,7 @@ from ..flash import flash_of
 from ..hints import meant
 from ..mx.attention import use_for_few
 from ..mx.norms import use_kernel_norms
-from ..registry import SHIPPED, shipped
+from ..registry import MTP, SHIPPED, shipped
 from . import mtp, published, storage
 from .shared import PrunedHead, dense, empty, share, shared_names
 from .shards import probe, same
@@ -120,7 +120,7 @@ def save(draft: PreTrainedModel, folder: str | Path, target_name: str, format: s
 
 def is_drafter(name: str | Path) -> bool:
     """Whether `load` knows it: a shipped drafter's name, or a folder that holds one or a published checkpoint, or hub:NAME."""
-    return str(name) in (*shipped(), "mtp") or str(name).startswith(published.HUB) or (Path(name) / "drafter.json").is_file() \
+    return str(name) in (*shipped(), MTP) or str(name).startswith(published.HUB) or (Path(name) / "drafter.json").is_file() \
         or Path(name).is_dir() and bool(published.kind(name))
 
 
@@ -134,7 +134,7 @@ def load(folder: str | Path, target: PreTrainedModel | None = None) -> PreTraine
     """
     if not isinstance(folder, (str, os.PathLike)) or isinstance(target, type) or not hasattr(target, "get_input_embeddings"):
         raise TypeError("load_drafter(folder, target): pass a folder or a name, then the model that is drafted for, whose embedding the drafter shares.")
-    if str(folder) == "mtp":
+    if str(folder) == MTP:
         return mtp.load(target)
     given, folder = folder, SHIPPED / folder if str(folder) in shipped() else Path(folder)
     if not (folder / "drafter.json").is_file():

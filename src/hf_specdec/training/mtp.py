@@ -11,9 +11,8 @@ from transformers import PreTrainedModel
 
 from ..drafts.feature import FeatureDraft
 from ..hints import first_line
+from ..registry import MTP
 from . import shared
-
-NAME = "mtp"  # in the place of a drafter's name
 
 
 class Join(nn.Module):
@@ -38,17 +37,17 @@ def load(target: PreTrainedModel) -> FeatureDraft:
     """
     config = target.config.get_text_config()
     if not getattr(config, "num_mtp_layers", None):
-        raise ValueError(f"{NAME}: the config of {type(target).__name__} speaks of no prediction module that transformers knows (num_mtp_layers).")
+        raise ValueError(f"{MTP}: the config of {type(target).__name__} speaks of no prediction module that transformers knows (num_mtp_layers).")
     try:
         from transformers.modeling_layers import MtpModel
     except ImportError:
-        raise ValueError(f"{NAME}: this version of transformers cannot read prediction modules; install 5.23 or later.") from None
+        raise ValueError(f"{MTP}: this version of transformers cannot read prediction modules; install 5.23 or later.") from None
     try:
         found = MtpModel.from_pretrained(target)
     except (RuntimeError, OSError) as error:
-        raise ValueError(f"{NAME}: {config.name_or_path or 'the checkpoint'} holds no whole prediction module ({first_line(error)}).") from error
+        raise ValueError(f"{MTP}: {config.name_or_path or 'the checkpoint'} holds no whole prediction module ({first_line(error)}).") from error
     if not found.use_post_norm or found.use_shared_post_norm:
-        raise ValueError(f"{NAME}: the prediction module of {type(target).__name__} has no final norm of its own and does not map to the feature drafter.")
+        raise ValueError(f"{MTP}: the prediction module of {type(target).__name__} has no final norm of its own and does not map to the feature drafter.")
     one = copy.deepcopy(target.config.get_mtp_config())
     one.num_hidden_layers = one.num_mtp_layers = 1
     for name in ("layer_types", "mlp_layer_types"):
