@@ -216,6 +216,11 @@ def test_messages_go_through_the_chat_template(tmp_path):
     assert tokenizer.decode(rows[0].ids(tokenizer, raw=False)) == "[user] a [assistant] b [user] c [answer]"
     with pytest.raises(ValueError, match="without --raw"):
         rows[0].ids(tokenizer, raw=True)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role + m.content }}{% endfor %}"
+    (row,), _ = read_rows(str(write_jsonl(tmp_path / "n.jsonl", [{"messages": [{"role": "user", "content": 3}]}])))
+    with pytest.raises(ValueError, match="^the chat template does not take its messages .can only concatenate"):
+        row.ids(tokenizer, raw=False)
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}[answer]"
     assert rows[1].ids(tokenizer, False) == read_rows(str(write_jsonl(tmp_path / "b.jsonl", [{"text": "a"}])))[0][0].ids(tokenizer, False)
 
 
@@ -268,6 +273,7 @@ BAD = {
     "the prompt is empty": " \n",
     "but null": None,
     "but int": 3,
+    "nor messages, but list": [["a", "b"]],
     "not valid Unicode": "a\ud800",
     "the target's context holds 1024": "a" * 1020,
     "its messages are all answers": [{"role": "assistant", "content": "a"}],

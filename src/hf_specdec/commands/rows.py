@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..bench.prompts import Prompt, data_set, json_lines
-from ..hints import install
+from ..hints import first_line, install
 
 COLUMNS = ("prompt", "turns", "messages", "text")
 KINDS = (".jsonl", ".json", ".csv", ".parquet")
@@ -38,7 +38,10 @@ class Row:
             return Prompt("", "", self.prompt, chat=not raw).ids(tokenizer)
         if raw or not tokenizer.chat_template:
             raise ValueError("messages need a chat template" + (" and go without --raw" if raw else ", the tokenizer has none"))
-        return tokenizer.apply_chat_template(self.prompt, add_generation_prompt=True, return_dict=True, tokenizer_kwargs={"verbose": False})["input_ids"]
+        try:
+            return tokenizer.apply_chat_template(self.prompt, add_generation_prompt=True, return_dict=True, tokenizer_kwargs={"verbose": False})["input_ids"]
+        except Exception as error:  # a template may raise anything
+            raise ValueError(f"the chat template does not take its messages ({first_line(error).rstrip('.')})") from error
 
 
 def read_rows(source: str, column: str | None = None, limit: int | None = None) -> tuple[list[Row], str]:
@@ -77,7 +80,7 @@ def _row(index: int, value: Any) -> Row:
         prompt = value[0] if value else ""
     if isinstance(prompt, str):
         problem = "" if prompt.strip() else "the prompt is empty"
-    elif not isinstance(prompt, list):
+    elif not isinstance(prompt, list) or not all(isinstance(part, dict) for part in prompt):
         problem = f"the prompt is neither text nor messages, but {'null' if prompt is None else type(prompt).__name__}"
     data = prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, default=str)
     try:
