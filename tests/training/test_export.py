@@ -117,6 +117,9 @@ def test_what_vllm_has_no_method_for_is_refused(target, tmp_path):
         bad = CliRunner().invoke(app, ["export", name, "--target", "no/such/target", "--out", str(tmp_path / "out")])
         words = f"draft: {name} is no folder" if "no" in name else f"draft: vLLM has no method for {name};"
         assert bad.exit_code == 2 and words in bad.stderr and "Loading" not in bad.stderr
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="empty is a folder that holds neither a drafter nor a model"):
+        export(str(tmp_path / "empty"), target, tmp_path / "out", 4)
     of_heads(target).save_pretrained(tmp_path / "assistant")
     with pytest.raises(ValueError, match=r"assistant is an assistant \(gemma4_assistant\) that lives on the target's own states"):
         export(str(tmp_path / "assistant"), target, tmp_path / "out", 4)

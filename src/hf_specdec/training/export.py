@@ -53,11 +53,14 @@ def check(name: str, out: Path, k: int | None) -> None:
         check_int("k", k, 1, MAX_ASSISTANT_TOKENS)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"out: {out} is not an empty folder; name a new one.")
-    kind = check_model_folder(name).get("model_type") or ""
+    stored = check_model_folder(name)
+    kind = stored.get("model_type") or ""
     if str(kind).endswith("_assistant"):
         raise ValueError(f"draft: {name} is an assistant ({kind}) that lives on the target's own states, which vLLM's method for draft models does not show it; export another draft.")
-    if name == LOOKUP or Path(name).is_dir() or drafter.is_drafter(name):
+    if name == LOOKUP or stored or drafter.is_drafter(name):
         return
+    if Path(name).is_dir():
+        raise ValueError(f"draft: {name} is a folder that holds neither a drafter nor a model (there is no config.json in it); name one that does.")
     if name in DRAFTS or name.endswith(".safetensors"):
         raise ValueError(f"draft: vLLM has no method for {name}; export prompt_lookup, a drafter, heads or a draft model.")
     if not HUB_ID.fullmatch(name):
