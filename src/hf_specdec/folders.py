@@ -1,9 +1,13 @@
-"""What is wrong with a model's folder, said before transformers reads it: its config.json and the index of its weights."""
+"""A model's folder: what is wrong with it, said before transformers reads it, and how one is written, whole or not at all."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -60,3 +64,17 @@ def json_object(file: Path) -> dict[str, Any]:
 def _kind(value: Any) -> str:
     """What JSON calls it."""
     return {list: "a list", str: "a string", bool: "true or false", type(None): "null"}.get(type(value), "a number")
+
+
+@contextmanager
+def written_whole(out: Path) -> Iterator[Path]:
+    """A temporary neighbour to write into, which becomes the new or empty folder `out` at the end of the block; after an error or Ctrl-C, `out` is as it was."""
+    out = out.absolute()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        yield partial
+        partial.chmod(0o755)  # mkdtemp's is for its owner alone
+        os.replace(partial, out)  # fails if something has come to lie there
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -140,3 +141,15 @@ def test_new_tokens_end_with_the_first_end_of_sequence():
     assert inputs["attention_mask"].tolist() == [[1, 1, 1], [0, 0, 1]]
     sequences = inputs["input_ids"].new_tensor([[1, 2, 3, 9, 256, 256], [256, 256, 4, 9, 9, 9]])
     assert new_tokens(model, sequences, 3) == [[9, 256], [9, 9, 9]]
+
+
+def test_a_report_that_cannot_be_written_leaves_the_former_one(tmp_path, monkeypatch):
+    save_json({"a": 1}, tmp_path / "bench.json")
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="full"):
+        def full(path, text, **options):
+            path.open("w").close()
+            raise OSError("full")
+
+        patch.setattr(Path, "write_text", full)
+        save_json({"a": 2}, tmp_path / "bench.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["bench.json"] and json.loads((tmp_path / "bench.json").read_text()) == {"a": 1}

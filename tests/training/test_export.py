@@ -143,3 +143,18 @@ def test_a_folder_of_mx_weights_is_refused(tmp_path):
 def test_the_line_to_serve_knows_where_the_embedded_target_is(tmp_path):
     done = CliRunner().invoke(app, ["export", "prompt_lookup", "--out", str(tmp_path / "out")])
     assert "vllm serve smollm2" not in done.output and "embedded_folder()" in done.output
+
+
+def test_an_export_that_is_interrupted_leaves_nothing_and_can_be_had_again(target, tmp_path, monkeypatch):
+    save(build_drafter(target, [1], None), tmp_path / "drafter", "tiny")
+
+    def interrupted(model, folder):
+        folder.mkdir()
+        (folder / "config.json").write_text("{")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("transformers.PreTrainedModel.save_pretrained", interrupted)
+        export(str(tmp_path / "drafter"), target, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["drafter"]
+    assert export(str(tmp_path / "drafter"), target, tmp_path / "out")["model"] == str((tmp_path / "out" / "draft").resolve())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +100,11 @@ def headline(report: dict[str, Any]) -> str:
 
 
 def save_json(report: dict[str, Any], path: str | Path) -> None:
-    """Strict JSON: what is not finite becomes null."""
-    Path(path).write_text(json.dumps(finite(report), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    """Strict JSON: what is not finite becomes null. The file is whole or as it was."""
+    text, path = json.dumps(finite(report), indent=1, allow_nan=False) + "\n", Path(path).resolve()
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as folder:
+        (Path(folder) / path.name).write_text(text, encoding="utf-8")
+        os.replace(Path(folder) / path.name, path)
 
 
 def finite(value: Any) -> Any:

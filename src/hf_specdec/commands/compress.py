@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import shutil
-import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -223,18 +220,10 @@ def _print_quality(console: Console, quality, text: Path | None) -> None:
 
 
 def _save(out: Path, model: Any, tokenizer: Any) -> None:
-    """Write into a temporary neighbour and rename it, so that `out` is complete or as it was."""
     from ..bench.terminal import working
+    from ..folders import written_whole
 
-    out = out.absolute()
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    try:
-        with working(f"Saving to {out} ..."):
-            model.save_pretrained(partial)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(partial)
-            partial.chmod(0o755)  # mkdtemp's is for its owner alone
-            os.replace(partial, out)  # fails if something has come to lie there
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    with written_whole(out) as partial, working(f"Saving to {out.absolute()} ..."):
+        model.save_pretrained(partial)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(partial)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ..config import MAX_ASSISTANT_TOKENS
 from ..drafts.medusa import MedusaDraft
 from ..drafts.one_pass import OnePassDraft
-from ..folders import check_model_folder
+from ..folders import check_model_folder, written_whole
 from ..hints import check_int
 from ..mx.linear import MXLinear
 from ..registry import DRAFTS
@@ -41,9 +41,11 @@ def export(name: str, target: PreTrainedModel, out: str | Path, k: int | None = 
     """
     out = Path(out)
     check(name, out, k)
-    config = _config(name, target, out / WEIGHTS, k)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    with written_whole(out) as partial:
+        config = _config(name, target, partial / WEIGHTS, k)
+        if (partial / WEIGHTS).exists():
+            config["model"] = str(out.resolve() / WEIGHTS)
+        (partial / CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
     return config
 
 
@@ -117,7 +119,7 @@ def _medusa(heads, folder: Path) -> str:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
     save_whole({name: tensor.cpu().clone().contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
-    return str(folder.resolve())
+    return str(folder)
 
 
 def _weight(linear: torch.nn.Module) -> torch.Tensor:
@@ -137,4 +139,4 @@ def _model(draft: PreTrainedModel, target: PreTrainedModel, folder: Path) -> str
     if wrong:
         raise ValueError(f"draft: {type(draft).__name__} cannot be written as a plain checkpoint ({wrong[0]} does not map).")
     plain.save_pretrained(folder)
-    return str(folder.resolve())
+    return str(folder)
