@@ -13,7 +13,10 @@ from typer.testing import CliRunner
 from hf_specdec import SpeculativeConfig, mx
 from hf_specdec.bench.embedded import load_model
 from hf_specdec.cli import app
+from hf_specdec.commands.common import load_draft
 from hf_specdec.loading import loaded
+from hf_specdec.training import build_drafter
+from hf_specdec.training.drafter import save
 
 from .mx.models import tiny
 
@@ -107,3 +110,16 @@ def test_weights_that_the_config_does_not_say_are_compressed_are_named_with_the_
     edit(folder, quantization_config=None)
     with pytest.raises(ValueError, match="quantised and it does not say so: copy the checkpoint again"):
         load_model(str(folder))
+
+
+@pytest.mark.parametrize(("name", "words"), [("notes.json", "is a file; name the folder"), ("empty", "is a folder that holds no model"), ("drafter", "holds a drafter.*pass the drafter as --draft")])
+def test_what_holds_no_whole_model_is_named_with_what_does(name, words, tmp_path):
+    (tmp_path / "empty").mkdir(), (tmp_path / "notes.json").write_text("{}")
+    save(build_drafter(tiny(), [1], None), tmp_path / "drafter", "tiny")
+    for arguments in (("generate", "{}", "--prompt", "a"), ("compress", "{}", "--out", str(tmp_path / "out"))):
+        with pytest.raises(ValueError, match=words):
+            by_command(tmp_path / name, *arguments)
+    assert not (tmp_path / "out").exists()
+    if name != "drafter":
+        with pytest.raises(ValueError, match=words):
+            load_draft(str(tmp_path / name), "float32", tiny(), None)

@@ -64,6 +64,7 @@ def load_model(name: str, dtype="float32", device=None, encoder_decoders: bool =
 
     check_dtype(dtype)
     source = _source(name)
+    _check_place(Path(source), name)
     check_model_folder(source)
     with working(f"Loading {name} ..."):
         try:
@@ -94,6 +95,16 @@ def load_model(name: str, dtype="float32", device=None, encoder_decoders: bool =
             raise OSError(f"{name}: no such folder, and no model of that name could be read from the hub. Name a folder that save_pretrained has written, {EMBEDDED} "
                           f"(the embedded model), or a hub id as the hub spells it, with a network or with the model in the cache. ({_cause(error)})") from error
     return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
+
+
+def _check_place(place: Path, name: str) -> None:
+    """ValueError for a file, and for a folder without a whole model; what is neither may be a hub id."""
+    if place.is_file():
+        raise ValueError(f"{name} is a file; name the folder of a model, as save_pretrained writes it.")
+    if (place / "drafter.json").is_file():  # transformers would make up the weights that it shares
+        raise ValueError(f"{name} holds a drafter, which is no model without its target; name the target, and pass the drafter as --draft.")
+    if place.is_dir() and not any((place / file).is_file() for file in ("config.json", "adapter_config.json")):
+        raise ValueError(f"{name} is a folder that holds no model (there is no config.json in it); name one that save_pretrained has written.")
 
 
 def _cause(error: Exception) -> str:
