@@ -66,14 +66,11 @@ class Highlight:
 
     _repr_html_ = to_html
 
-    def to_terminal(self) -> str:
-        """Legend, one line per round and the summary, with the escape codes of the 16 colours that every terminal has, as `print` can write it on standard output."""
-        return printed(self._coloured())
-
-    def _coloured(self) -> str:
+    def to_terminal(self, encoding: str | None = None) -> str:
+        """Legend, a line per round, summary, with the escape codes of the 16 colours of every terminal; what the encoding (None: standard output's) lacks is spelled out."""
         console = Console(file=StringIO(), force_terminal=True, color_system="standard", legacy_windows=False, highlight=False)
         console.print(self, soft_wrap=True)
-        return console.file.getvalue()
+        return printed(console.file.getvalue(), encoding)
 
     def __rich_console__(self, console: Console, options) -> Iterator[Text]:
         yield self._text(coloured=has_colour(console), encoding=options.encoding)
@@ -95,7 +92,7 @@ class Highlight:
     def save(self, path: str | Path) -> Path:
         """Write a page (.html), the coloured text (.ans) or the text with marks (.txt); returns the path."""
         path = Path(path)
-        writers = {".html": lambda: page.document(self.to_html()), ".ans": self._coloured, ".txt": lambda: f"{self._text(coloured=False).plain}\n"}
+        writers = {".html": lambda: page.document(self.to_html()), ".ans": lambda: self.to_terminal("utf-8"), ".txt": lambda: f"{self._text(coloured=False).plain}\n"}
         if path.suffix.lower() not in writers:
             raise ValueError(f"path={str(path)!r}: the name must end in one of {', '.join(writers)}.")
         path.write_text(writers[path.suffix.lower()](), encoding="utf-8")

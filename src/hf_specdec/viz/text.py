@@ -65,9 +65,9 @@ def spelled(text: str, encoding: str) -> str:
     return text.encode(encoding, "backslashreplace").decode(encoding).replace("\\u21b5", "\\n").replace("\\u21e5", "\\t")
 
 
-def printed(text: str) -> str:
-    """The text as `print` can write it on standard output."""
-    return spelled(text, getattr(sys.stdout, "encoding", None) or "utf-8")
+def printed(text: str, encoding: str | None = None) -> str:
+    """The text as `print` can write it on standard output, or in another encoding."""
+    return spelled(text, encoding or getattr(sys.stdout, "encoding", None) or "utf-8")
 
 
 class Spelled:
