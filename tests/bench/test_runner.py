@@ -1,4 +1,7 @@
 import json
+import math
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -153,3 +156,11 @@ def test_a_report_that_cannot_be_written_leaves_the_former_one(tmp_path, monkeyp
         patch.setattr(Path, "write_text", full)
         save_json({"a": 2}, tmp_path / "bench.json")
     assert [path.name for path in tmp_path.iterdir()] == ["bench.json"] and json.loads((tmp_path / "bench.json").read_text()) == {"a": 1}
+
+
+def test_a_report_goes_into_a_pipe_too(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = ThreadPoolExecutor(1).submit(pipe.read_text)
+    save_json({"ratio": math.nan}, pipe)
+    assert json.loads(reader.result(10)) == {"ratio": None} and pipe.is_fifo()

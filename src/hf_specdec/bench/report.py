@@ -100,8 +100,12 @@ def headline(report: dict[str, Any]) -> str:
 
 
 def save_json(report: dict[str, Any], path: str | Path) -> None:
-    """Strict JSON: what is not finite becomes null. The file is whole or as it was."""
-    text, path = json.dumps(finite(report), indent=1, allow_nan=False) + "\n", Path(path).resolve()
+    """Strict JSON: what is not finite becomes null. The file is whole or as it was; what is no file, /dev/stdout say, is written to."""
+    text, path = json.dumps(finite(report), indent=1, allow_nan=False) + "\n", Path(path)
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
+    path = path.resolve()
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as folder:
         (Path(folder) / path.name).write_text(text, encoding="utf-8")
         os.replace(Path(folder) / path.name, path)
