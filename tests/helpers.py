@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -40,12 +40,11 @@ def torch_threads(count: int):
 def torch_defaults(dtype: torch.dtype = torch.float32, device: str | None = None):
     """Another default dtype, or device, of torch's."""
     torch.set_default_dtype(dtype)
-    torch.set_default_device(device)
     try:
-        yield
+        with torch.device(device) if device else nullcontext():  # set_default_device(None) leaves torch 2.7 without any
+            yield
     finally:
         torch.set_default_dtype(torch.float32)
-        torch.set_default_device(None)
 
 
 def without_a_home(monkeypatch) -> None:

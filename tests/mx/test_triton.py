@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import traceback
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -178,7 +179,7 @@ CHECKS = {name: check for name, check in globals().items() if name.startswith("c
 
 def test_under_the_interpreter():
     """All checks in one test, so that no second process of the session runs them again."""
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", minversion="3.5")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=environment, timeout=900)
     assert done.returncode == 0, done.stderr
@@ -192,7 +193,7 @@ def test_under_the_interpreter():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", CHECKS)
 def test_on_a_gpu(name):
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", minversion="3.5")
     CHECKS[name](load(), "cuda")
 
 
@@ -201,7 +202,7 @@ def test_on_a_gpu(name):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FORMATS)
 def test_large_shapes_on_a_gpu(name, dtype):
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", minversion="3.5")
     for n, k, rows in ((4096, 4096, 8), (1025, 11008, 32), (32000, 128, 1)):
         near(load(), "cuda", n, k, rows, name, dtype, with_bias=False)
 
@@ -210,7 +211,7 @@ def test_large_shapes_on_a_gpu(name, dtype):
 @pytest.mark.parametrize("n", [1, 17, 48])
 @pytest.mark.parametrize("k", [32, 96, 128, 416, 4096])
 def test_planes_hold_the_codes_bit_for_bit_and_take_no_more_room(k, n, name):
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", minversion="3.5")
     kernel, bits = load(), FORMATS[name][0]
     generator = torch.Generator().manual_seed(n)
     codes = torch.randint(0, 256, (n, k * bits // 8), dtype=torch.uint8, generator=generator)
@@ -224,7 +225,7 @@ def test_planes_hold_the_codes_bit_for_bit_and_take_no_more_room(k, n, name):
 
 
 def test_codes_that_do_not_fit_their_scales_are_refused():
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", minversion="3.5")
     kernel = load()
     codes, scales = random_weight(4, 64, "mxfp6_e2m3", seed=0)
     for one, other, name in [
@@ -236,7 +237,7 @@ def test_codes_that_do_not_fit_their_scales_are_refused():
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_pairs_of_a_format_have_every_bit_of_their_words_once(name):
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", minversion="3.5")
     kernel, (bits, _, mantissa_bits, _) = load(), FORMATS[name]
     sign_and_magnitude = 0x8000 | (2 ** (bits - 1) - 1 << 7 - mantissa_bits)  # of a bfloat16
     pairs = kernel.PAIRS[name]
@@ -246,7 +247,7 @@ def test_the_pairs_of_a_format_have_every_bit_of_their_words_once(name):
 
 
 def test_a_tensor_that_is_not_on_a_gpu_is_refused():
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", minversion="3.5")
     kernel = load()
     if kernel.INTERPRETED:
         pytest.skip("TRITON_INTERPRET is set")
@@ -259,6 +260,23 @@ def test_without_triton_the_import_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(ImportError, match="pip install triton"):
         load()
+
+
+def test_an_older_triton_is_told_so_once_and_torch_multiplies(monkeypatch):
+    from hf_specdec.mx.formats import get_format  # not above: the process of its own does without the package
+    from hf_specdec.mx.kernels import gpu
+
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr(triton, "__version__", "3.4.0")
+    gpu._formats.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="needs Triton 3.5 or newer, as torch 2.9 brings it, and here is 3.4.0"):
+            assert not gpu.has_kernel(get_format("mxfp6_e2m3"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert not gpu.has_kernel(get_format("mxfp4_e2m1"))
+    finally:
+        gpu._formats.cache_clear()
 
 
 def outcome(check, kernel) -> str | None:

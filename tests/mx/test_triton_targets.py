@@ -13,7 +13,7 @@ import torch
 
 from tests.mx.test_triton import load
 
-triton = pytest.importorskip("triton")
+triton = pytest.importorskip("triton", minversion="3.5")
 pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="TRITON_INTERPRET is set"),
     pytest.mark.skipif(not any(Path(triton.__file__).parent.glob("backends/nvidia/bin/ptxas*")), reason="this Triton has no assembler for CUDA"),

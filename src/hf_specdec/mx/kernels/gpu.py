@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from functools import lru_cache
+
 import torch
 from torch.nn import functional as F
 
@@ -9,15 +12,27 @@ from ..formats import Format, get_format
 from ..packed import PackedMatrix
 
 FEW_ROWS = 32
+OLDEST = (3, 5)  # Triton that torch 2.9 brings: the ones before make no products of eight columns
 
 
 def has_kernel(fmt: Format) -> bool:
-    """Whether Triton is there and has a kernel for this format (MXFP6 and MXFP4)."""
+    """Whether Triton is there and has a kernel for this format (MXFP6 and MXFP4). Where it is not, or too old, one warning says so."""
+    return fmt.name in _formats()
+
+
+@lru_cache(maxsize=1)
+def _formats() -> tuple[str, ...]:
     try:
         from . import triton_mx
-    except ImportError:
-        return False
-    return fmt.name in triton_mx.FORMATS
+
+        version = triton_mx.triton.__version__
+        if tuple(map(int, version.split(".")[:2])) >= OLDEST:
+            return tuple(triton_mx.FORMATS)
+        why = f"their kernel needs Triton {'.'.join(map(str, OLDEST))} or newer, as torch 2.9 brings it, and here is {version}"
+    except ImportError as error:
+        why = str(error)
+    warnings.warn(f"MX weights on a GPU are decompressed once and multiplied by torch, in the memory of dense ones: {why}.", stacklevel=4)
+    return ()
 
 
 def to_planes(packed: PackedMatrix):
