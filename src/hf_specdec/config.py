@@ -159,7 +159,9 @@ class SpeculativeConfig:
         try:
             return cls.from_dict(values)
         except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
+            own = path.with_name(CONFIG_NAME)
+            meant = f"; the options lie beside it: name {own}, or its folder." if own != path and own.is_file() else ""
+            raise ValueError(f"{path}: {str(error).rstrip('.') if meant else error}{meant}") from error
 
 
 def _hint(name: Any, known: list[str]) -> str:

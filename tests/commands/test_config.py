@@ -92,6 +92,9 @@ def test_a_config_that_is_none_is_refused_before_anything_is_loaded(tmp_path):
     assert f"{tmp_path / 'speculative_config.json'}: there is no such file" in error_of(*asked)
     (tmp_path / "speculative_config.json").write_text('{"k": 3}')
     assert "unknown speculative option 'k'" in error_of(*asked)
+    (tmp_path / "tune.json").write_text('{"choices": {}}')
+    told = error_of(*asked[:-1], tmp_path / "tune.json")
+    assert "'choices'" in told and told.endswith(f"the options lie beside it: name {tmp_path / 'speculative_config.json'}, or its folder.")
 
 
 @pytest.mark.parametrize("command", [("generate", "x", "--prompt", "a"), ("verify", "x"), ("bench", "x"), ("tune", "x"), ("demo", "x")], ids=lambda command: command[0])
