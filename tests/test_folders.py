@@ -112,6 +112,19 @@ def test_weights_that_the_config_does_not_say_are_compressed_are_named_with_the_
         load_model(str(folder))
 
 
+@pytest.mark.parametrize("name", ["load_model", "draft_source"])
+def test_weights_that_do_not_fit_or_are_cut_short_are_named(name, tmp_path):
+    model = tiny()
+    model.save_pretrained(tmp_path)
+    begin = "draft_source='.*" if name == "draft_source" else ""
+    edit(tmp_path, intermediate_size=2 * model.config.intermediate_size)
+    with pytest.raises(ValueError, match=rf"{begin}the weights do not have the sizes that .*config.json says.*copy the checkpoint again"):
+        WAYS[name](tmp_path)
+    (tmp_path / "model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:-8])
+    with pytest.raises(ValueError, match="model.safetensors is damaged or cut short.*copy it again|a file of weights is damaged or cut short.*copy it again"):
+        WAYS[name](tmp_path)
+
+
 @pytest.mark.parametrize(("name", "words"), [("notes.json", "is a file; name the folder"), ("empty", "is a folder that holds no model"), ("drafter", "holds a drafter.*pass the drafter as --draft")])
 def test_what_holds_no_whole_model_is_named_with_what_does(name, words, tmp_path):
     (tmp_path / "empty").mkdir(), (tmp_path / "notes.json").write_text("{}")

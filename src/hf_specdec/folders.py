@@ -48,6 +48,22 @@ def check_file(file: str | os.PathLike, index: str = INDEX) -> None:
         raise ValueError(f"{file} is missing, which {index} names: {AGAIN}, with all of its files.")
 
 
+@contextmanager
+def naming_weights(name: str, folder: str | os.PathLike) -> Iterator[None]:
+    """Around from_pretrained of `folder`: ValueError that begins with `name` for a damaged file of weights, and for weights that are not those of the config."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except SafetensorError as error:
+        raise ValueError(f"{name}: a file of weights is damaged or cut short ({error}): copy it again.") from error
+    except RuntimeError as error:
+        if "ignore_mismatched_sizes" not in str(error):
+            raise
+        raise ValueError(f"{name}: the weights do not have the sizes that {Path(folder) / 'config.json'} says, or are quantised and it does not say so: {AGAIN}, with "
+                         "the config.json that was saved with it.") from error
+
+
 def json_object(file: Path) -> dict[str, Any]:
     """The object in a JSON file, {} where there is no such file; ValueError for a damaged one."""
     if not file.is_file():

@@ -55,12 +55,11 @@ def _load_tokenizer(name: str):
 def load_model(name: str, dtype="float32", device=None, encoder_decoders: bool = False):
     """The model alone, as in `load_target`; device None is the GPU if there is one. MX checkpoints are read as they are."""
     import torch
-    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     from .. import mx  # noqa: F401  (makes transformers know the quantisation method)
     from ..assistants import auto_class
-    from ..folders import check_model_folder
+    from ..folders import check_model_folder, naming_weights
 
     check_dtype(dtype)
     source = _source(name)
@@ -76,14 +75,8 @@ def load_model(name: str, dtype="float32", device=None, encoder_decoders: bool =
             if both and not encoder_decoders:
                 raise ValueError(f"{name} is an encoder-decoder, which generate and bench take on the command line; the rest goes through Python: "
                                  "hf_specdec.enable(AutoModelForSeq2SeqLM.from_pretrained(...)).generate(speculative=True).")
-            model = (AutoModelForSeq2SeqLM if both else auto).from_pretrained(source, dtype=dtype)
-        except SafetensorError as error:
-            raise ValueError(f"{name}: a file of weights is damaged or cut short ({error}): copy it again.") from error
-        except RuntimeError as error:
-            if "ignore_mismatched_sizes" not in str(error):
-                raise
-            raise ValueError(f"{name}: the weights do not have the sizes that {Path(source) / 'config.json'} says, or are quantised and it does not say so: copy the "
-                             "checkpoint again, with the config.json that was saved with it.") from error
+            with naming_weights(name, source):
+                model = (AutoModelForSeq2SeqLM if both else auto).from_pretrained(source, dtype=dtype)
         except ValueError as error:
             if "Unrecognized configuration class" not in str(error):
                 raise
