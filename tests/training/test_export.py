@@ -87,6 +87,18 @@ def test_published_layers_and_models_are_named_where_they_are(tmp_path):
     assert export("some/model", deep, tmp_path / "b", 5)["model"] == "some/model"
 
 
+@pytest.mark.parametrize("vocab", [40, 60, 61])
+def test_a_draft_model_with_another_vocabulary_is_refused(vocab, target, tmp_path):
+    tiny_llama(1, vocab_size=vocab).save_pretrained(tmp_path / "draft")
+    target.save_pretrained(tmp_path / "target")
+    done = CliRunner().invoke(app, ["export", str(tmp_path / "draft"), "--target", str(tmp_path / "target"), "--out", str(tmp_path / "out")])
+    if vocab == 61:
+        assert done.exit_code == 0 and json.loads(done.stdout)["model"] == str(tmp_path / "draft")
+    else:
+        assert done.exit_code == 2 and not (tmp_path / "out").exists()
+        assert f"{tmp_path / 'draft'} has a vocabulary of {vocab} tokens, the target one of 61" in done.stderr and "resize_token_embeddings(61)" in done.stderr
+
+
 def test_the_command_writes_prompt_lookup_without_a_target(tmp_path):
     result = CliRunner().invoke(app, ["export", "prompt_lookup", "--out", str(tmp_path / "out"), "--k", "5"])
     assert result.exit_code == 0 and "not loaded here" in result.stderr

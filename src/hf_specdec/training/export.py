@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ..config import MAX_ASSISTANT_TOKENS
 from ..drafts.medusa import MedusaDraft
@@ -36,8 +36,8 @@ def export(name: str, target: PreTrainedModel, out: str | Path, k: int | None = 
 
     k: tokens drafted per round; without it 4, or as many as there are heads.
 
-    Raises ValueError for a K outside of 1..64 or above the heads, a folder that is not empty, a name that is none, and drafts that
-    vLLM has no method for.
+    Raises ValueError for a K outside of 1..64 or above the heads, a folder that is not empty, a name that is none, drafts that vLLM has no method for, and a
+    draft model's folder with another vocabulary than the target's.
     """
     out = Path(out)
     check(name, out, k)
@@ -74,6 +74,7 @@ def _config(name: str, target: PreTrainedModel, folder: Path, given: int | None)
     if name == LOOKUP:
         return {"method": "ngram", "num_speculative_tokens": k, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     if not drafter.is_drafter(name):
+        _check_vocabulary(name, target)
         return {"method": "draft_model", "model": _place(name), "num_speculative_tokens": k}
     draft = drafter.load(name, target)
     if isinstance(draft, OnePassDraft) and type(draft) is not MedusaDraft:
@@ -91,6 +92,16 @@ def _config(name: str, target: PreTrainedModel, folder: Path, given: int | None)
         raise ValueError(f"draft: {name} is a feature drafter of this package's own form, whose layer norms the sum of state and embedding and adds to it; "
                          f"vLLM's EAGLE layers do not have that. Train one in EAGLE-3's form (hf-specdec train --eagle3), or export another draft.")
     return {"method": kind, "model": _place(name.removeprefix(published.HUB)), "num_speculative_tokens": k}
+
+
+def _check_vocabulary(name: str, target: PreTrainedModel) -> None:
+    """ValueError for a draft model with more or fewer tokens than the target, padding included: vLLM takes none. A hub id is left to vLLM."""
+    if not Path(name).is_dir():
+        return
+    own, whole = (config.get_text_config().vocab_size for config in (AutoConfig.from_pretrained(name), target.config))
+    if own != whole:
+        raise ValueError(f"draft: {name} has a vocabulary of {own} tokens, the target one of {whole}, and vLLM takes a draft model of the same size alone. Export one "
+                         f"with the target's tokenizer (padded otherwise? resize_token_embeddings({whole}), and save it).")
 
 
 def _place(name: str) -> str:
