@@ -174,6 +174,12 @@ def test_bench_with_the_kernels(target_folder):
     assert result.exit_code == 0 and "ours lookup, kernels" in result.stdout and "ours draft model, kernels" in result.stdout
 
 
+def test_bench_with_the_kernels_refuses_a_compressed_target_before_anything_is_loaded(tmp_path):
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "mx", "format": "mxfp6_e2m3"}}')
+    result = run("bench", tmp_path, "--kernels")
+    assert result.exit_code == 2 and "compressed already (mxfp6_e2m3): leave --kernels out" in " ".join(result.stderr.split()) and "Loading" not in result.stderr
+
+
 def test_bench_writes_table_json_and_plot(target_folder, tmp_path):
     pytest.importorskip("matplotlib")
     result = run("bench", target_folder, "--limit", 1, "--repetitions", 1, "--max-new-tokens", 6, "--out", tmp_path / "out")

@@ -7,11 +7,12 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from .common import check_overwrite, load_draft, parse_k
+from .common import check_overwrite, load_draft, parse_k, refuse_compressed, stored_config
 from .leaving import PROGRAM
 
 WIDTH = 150
 TUNED = "ours tuned"
+DENSE = "leave --kernels out, as it runs on mx's kernels without them, or name the original checkpoint"
 COMPILED = ("Compiled passes are watched by no hooks: their passes are timed by the loop, masks included, and what is outside the forwards is not "
             "measured. Stock assisted generation is not compiled.")
 COMPILED_CPU = ("Compiled passes are watched by no hooks, and --clock cpu has no other way to see them: of these runs the whole is measured alone. Stock "
@@ -53,9 +54,13 @@ def bench(
     tokens = SpeculativeConfig(num_assistant_tokens=parse_k(k)).num_assistant_tokens
     tuned = None if config is None else SpeculativeConfig.from_pretrained(config)
     chosen = load_prompts(prompts, limit)
+    if kernels:
+        refuse_compressed(target, stored_config(target), DENSE)
     if threads is not None:
         torch.set_num_threads(threads)
     model, tokenizer = load_target(target, dtype, encoder_decoders=True)
+    if kernels:
+        refuse_compressed(target, model.config, DENSE)
     assistant = load_draft(draft, dtype, model, tokenizer)
     arms = standard_arms(enable(model), assistant, tokens, compile=compile)
     pairs = [(model, assistant), *([in_tiles(target, draft, dtype)] if kernels else [])]
