@@ -1,8 +1,10 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -548,3 +550,20 @@ def test_a_target_that_is_not_there_is_said_to_be_neither_folder_nor_model(monke
     monkeypatch.setattr(AutoConfig, "from_pretrained", offline)
     (line,) = [line for line in run("generate", "no/such", "--prompt", "x").stderr.splitlines() if "error" in line]
     assert "no/such: no such folder, and no model of that name could be read from the hub. Name a folder" in line and "(no route)" in line
+
+
+class Dropping:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_ctrl_c_where_python_drops_exceptions_ends_the_command(monkeypatch, capfd):
+    def slow(*arguments):
+        Dropping()
+        time.sleep(0.2), [None for _ in range(1000)]
+        raise AssertionError("it ran on")
+
+    monkeypatch.setattr("hf_specdec.commands.verify.verify", slow)
+    before = sys.unraisablehook
+    result = run("verify", "x")
+    assert result.exit_code == 130 and "Traceback" not in result.output + capfd.readouterr().err and sys.unraisablehook is before

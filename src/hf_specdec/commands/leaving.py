@@ -1,13 +1,16 @@
-"""How a command ends early: a mistake in one line that names the option, a reader that has gone in silence."""
+"""How a command ends early: a mistake in one line that names the option, a reader that has gone in silence, Ctrl-C at whatever time it comes."""
 
 from __future__ import annotations
 
+import _thread
 import functools
 import inspect
 import os
 import re
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, get_type_hints
 
 import typer
@@ -30,7 +33,8 @@ def guarded(command: Callable) -> Callable:
             sys.stdout.reconfigure(errors="backslashreplace")
         try:
             try:
-                return command(*args, **kwargs)
+                with _interrupted_at_any_time():
+                    return command(*args, **kwargs)
             finally:
                 sys.stdout.flush()  # here, where a reader that has gone is no surprise
         except BrokenPipeError as error:
@@ -44,6 +48,25 @@ def guarded(command: Callable) -> Callable:
             raise typer.Exit(2) from error
 
     return run
+
+
+@contextmanager
+def _interrupted_at_any_time() -> Iterator[None]:
+    """Ctrl-C in a `__del__` or a callback, whose exceptions Python reports and drops, interrupts the block as soon as that has returned. There are many of
+    them while transformers is imported."""
+    report = sys.unraisablehook
+
+    def again(dropped) -> None:
+        if dropped.exc_type is KeyboardInterrupt:
+            threading.Timer(0.01, _thread.interrupt_main).start()  # raised in here, it would be dropped once more
+        else:
+            report(dropped)
+
+    sys.unraisablehook = again
+    try:
+        yield
+    finally:
+        sys.unraisablehook = report
 
 
 def _write_nowhere() -> None:
