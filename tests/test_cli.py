@@ -557,13 +557,19 @@ class Dropping:
         signal.raise_signal(signal.SIGINT)
 
 
-def test_ctrl_c_where_python_drops_exceptions_ends_the_command(monkeypatch, capfd):
+@pytest.mark.parametrize("place", ["__del__", "import"])
+def test_ctrl_c_where_it_would_be_dropped_ends_the_command_afterwards(place, tmp_path, monkeypatch, capfd):
+    (tmp_path / "swallowing.py").write_text("import signal\ntry:\n    signal.raise_signal(signal.SIGINT)\nexcept KeyboardInterrupt:\n    raise ImportError\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
     def slow(*arguments):
-        Dropping()
+        Dropping() if place == "__del__" else __import__("swallowing")
         time.sleep(0.2), [None for _ in range(1000)]
         raise AssertionError("it ran on")
 
     monkeypatch.setattr("hf_specdec.commands.verify.verify", slow)
-    before = sys.unraisablehook
+    before = sys.unraisablehook, signal.getsignal(signal.SIGINT)
     result = run("verify", "x")
-    assert result.exit_code == 130 and "Traceback" not in result.output + capfd.readouterr().err and sys.unraisablehook is before
+    assert result.exit_code == 130 and "Traceback" not in result.output + capfd.readouterr().err
+    assert (sys.unraisablehook, signal.getsignal(signal.SIGINT)) == before and ("swallowing" in sys.modules) == (place == "import")
+    sys.modules.pop("swallowing", None)

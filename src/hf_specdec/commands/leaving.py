@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import _thread
 import functools
 import inspect
 import os
 import re
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, get_type_hints
 
 import typer
 from typer.models import OptionInfo
 
 from ..config import CONFIG_NAME
+from .interrupts import interrupted_at_any_time
 
 PROGRAM = "hf-specdec"
 GONE = 141  # what a shell calls a program that wrote to a closed pipe
@@ -33,7 +31,7 @@ def guarded(command: Callable) -> Callable:
             sys.stdout.reconfigure(errors="backslashreplace")
         try:
             try:
-                with _interrupted_at_any_time():
+                with interrupted_at_any_time():
                     return command(*args, **kwargs)
             finally:
                 sys.stdout.flush()  # here, where a reader that has gone is no surprise
@@ -48,25 +46,6 @@ def guarded(command: Callable) -> Callable:
             raise typer.Exit(2) from error
 
     return run
-
-
-@contextmanager
-def _interrupted_at_any_time() -> Iterator[None]:
-    """Ctrl-C in a `__del__` or a callback, whose exceptions Python reports and drops, interrupts the block as soon as that has returned. There are many of
-    them while transformers is imported."""
-    report = sys.unraisablehook
-
-    def again(dropped) -> None:
-        if dropped.exc_type is KeyboardInterrupt:
-            threading.Timer(0.01, _thread.interrupt_main).start()  # raised in here, it would be dropped once more
-        else:
-            report(dropped)
-
-    sys.unraisablehook = again
-    try:
-        yield
-    finally:
-        sys.unraisablehook = report
 
 
 def _write_nowhere() -> None:
