@@ -199,6 +199,9 @@ def check_call(model, input_ids, processors, generation, model_kwargs: dict, tra
         if cached >= input_ids.shape[1]:
             raise ValueError(f"{compat.CACHE} holds {cached} tokens and input_ids {input_ids.shape[1]}; input_ids must be "
                              f"the whole conversation, with at least one token that is not cached yet.")
+        if cached and not bool(real.all()) and counting(model):
+            raise ValueError(f"{compat.CACHE}: {type(model).__name__} counts the positions of a text from the length of its cache on, and rows of a padded batch are counted "
+                             f"otherwise by plain generate() and by speculative=True. Leave the cache out, or continue the rows one by one.")
         _check_tails(cache, real)
     if not shown:
         _check_positions(positions, real, cached)

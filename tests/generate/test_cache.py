@@ -326,6 +326,22 @@ def test_a_cache_of_another_number_of_layers_is_refused(layers):
         ours(model, ids, filled(tiny_llama(6, num_hidden_layers=layers), ids[:, :9]))
 
 
+def test_the_cache_of_a_padded_batch_is_refused_where_positions_are_counted_from_its_length():
+    """Plain generate counts the padding, ours does not: each makes another text of the other's cache."""
+    model, inputs = made("Pegasus (its decoder)"), padded(prompts(12, 5))
+    first = stock(model, inputs["input_ids"], new=FIRST, attention_mask=inputs["attention_mask"])
+    again, mask = next_turn(first.sequences), torch.cat([inputs["attention_mask"], torch.ones(2, FIRST + 5, dtype=torch.long)], dim=1)
+    with pytest.raises(ValueError, match=f"{CACHE}: PegasusForCausalLM counts the positions.*one by one"):
+        ours(model, again, first[CACHE], attention_mask=mask)
+    assert torch.equal(ours(model, again[:1], first_row(first[CACHE])).sequences, stock(model, again[:1], first_row(first[CACHE])).sequences)
+
+
+def first_row(cache):
+    one = copy.deepcopy(cache)
+    one.batch_select_indices(torch.tensor([0]))
+    return one
+
+
 def test_a_decoder_whose_config_counts_the_layers_of_an_encoder_takes_its_own_cache():
     sizes = dict(vocab_size=61, d_model=32, encoder_layers=3, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=48,
                  decoder_ffn_dim=48, forced_eos_token_id=None)
