@@ -1,3 +1,4 @@
+import importlib
 import json
 import os
 import re
@@ -557,19 +558,22 @@ class Dropping:
         signal.raise_signal(signal.SIGINT)
 
 
-@pytest.mark.parametrize("place", ["__del__", "import"])
+@pytest.mark.parametrize("place", ["__del__", "import", "a command in an import"])
 def test_ctrl_c_where_it_would_be_dropped_ends_the_command_afterwards(place, tmp_path, monkeypatch, capfd):
     (tmp_path / "swallowing.py").write_text("import signal\ntry:\n    signal.raise_signal(signal.SIGINT)\nexcept KeyboardInterrupt:\n    raise ImportError\n")
+    (tmp_path / "commanding.py").write_text("from tests.test_cli import run\nresult = run('verify', 'x')\n")
     monkeypatch.syspath_prepend(tmp_path)
 
     def slow(*arguments):
-        Dropping() if place == "__del__" else __import__("swallowing")
-        time.sleep(0.2), [None for _ in range(1000)]
+        Dropping() if place == "__del__" else __import__("swallowing") if place == "import" else signal.raise_signal(signal.SIGINT)
+        for _ in range(500):
+            time.sleep(0.02)
         raise AssertionError("it ran on")
 
     monkeypatch.setattr("hf_specdec.commands.verify.verify", slow)
     before = sys.unraisablehook, signal.getsignal(signal.SIGINT)
-    result = run("verify", "x")
+    result = importlib.import_module("commanding").result if place.startswith("a command") else run("verify", "x")
     assert result.exit_code == 130 and "Traceback" not in result.output + capfd.readouterr().err
     assert (sys.unraisablehook, signal.getsignal(signal.SIGINT)) == before and ("swallowing" in sys.modules) == (place == "import")
-    sys.modules.pop("swallowing", None)
+    for name in ("swallowing", "commanding"):
+        sys.modules.pop(name, None)
