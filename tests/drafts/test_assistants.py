@@ -20,7 +20,7 @@ from hf_specdec.loading import as_draft, loaded
 from tests import seeing
 from tests.conformance import law
 from tests.conformance.builders import VARIANTS, make, masked_places, of_heads
-from tests.helpers import VOCAB, Logged, build, generated, perturbed, plain, prompts, repetitive, speculate, tiny_llama, word_tokenizer
+from tests.helpers import OLD_TORCH, VOCAB, Logged, build, generated, perturbed, plain, prompts, repetitive, speculate, tiny_llama, word_tokenizer
 
 ALIKE = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, head_dim=8, global_head_dim=8,
              sliding_window=8, hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCAB)
@@ -228,6 +228,8 @@ def test_sampled_text_follows_the_law_of_a_target_that_shares_its_keys(options):
 def test_after_warming_up_a_call_compiles_nothing(kind, monkeypatch):
     from torch._dynamo.utils import counters
 
+    if OLD_TORCH and kind == "shared_kv":
+        pytest.skip("this torch does not trace Gemma 4: docs/performance.md")
     monkeypatch.setattr(passes, "options", lambda device, places, whole=True: {"backend": "aot_eager"})  # seconds instead of minutes
     target, model = pairs()[kind]()
     enable(target)
