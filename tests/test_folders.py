@@ -7,10 +7,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from hf_specdec import SpeculativeConfig, mx
+from hf_specdec import SpeculativeConfig, loading, mx
 from hf_specdec.bench.embedded import load_model
 from hf_specdec.cli import app
 from hf_specdec.commands.common import load_draft
@@ -124,6 +125,21 @@ def test_weights_that_do_not_fit_or_are_cut_short_are_named(name, tmp_path):
         WAYS[name](tmp_path)
     (tmp_path / "model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:-8])
     with pytest.raises(ValueError, match="model.safetensors is damaged or cut short.*copy it again|a file of weights is damaged or cut short.*copy it again"):
+        WAYS[name](tmp_path)
+
+
+@pytest.mark.parametrize("name", ["load_model", "draft_source", "mx.load"])
+def test_weights_that_are_missing_are_named_and_not_made_up(name, tmp_path):
+    (mx.compress(tiny()) if name == "mx.load" else tiny()).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    WAYS[name](tmp_path)
+    weights = load_file(file)
+    norm = next(key for key in weights if key.endswith("norm.weight"))
+    del weights[norm]
+    save_file(weights, file, metadata={"format": "pt"})
+    file.touch()
+    with pytest.raises(ValueError, match=rf"lacks 1 of the weights of .*{norm}.*random numbers: name a checkpoint of the whole model"):
+        loading._model.cache_clear()
         WAYS[name](tmp_path)
 
 

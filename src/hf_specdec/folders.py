@@ -9,7 +9,10 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
@@ -48,19 +51,35 @@ def check_file(file: str | os.PathLike, index: str = INDEX) -> None:
         raise ValueError(f"{file} is missing, which {index} names: {AGAIN}, with all of its files.")
 
 
+class WeightsError(ValueError):
+    """A checkpoint's weights are damaged, missing, or another model's; the message begins with what names them."""
+
+
+def from_whole(name: str, auto_class: Any, folder: str, **kwargs: Any) -> PreTrainedModel:
+    """`auto_class.from_pretrained(folder, **kwargs)`, for a checkpoint that holds each of the weights: transformers makes the others up.
+
+    Raises WeightsError that begins with `name` for a damaged file of weights, weights that are not those of the config, and weights that are missing."""
+    with _naming_weights(name, folder):
+        model, report = auto_class.from_pretrained(folder, **kwargs | {"output_loading_info": True})
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise WeightsError(f"{name}: the checkpoint lacks {len(missing)} of the weights of {type(model).__name__} ({', '.join(missing[:3])}{', ..' if missing[3:] else ''}), which "
+                         "would be random numbers: name a checkpoint of the whole model.")
+    return (model, report) if kwargs.get("output_loading_info") else model
+
+
 @contextmanager
-def naming_weights(name: str, folder: str | os.PathLike) -> Iterator[None]:
-    """Around from_pretrained of `folder`: ValueError that begins with `name` for a damaged file of weights, and for weights that are not those of the config."""
+def _naming_weights(name: str, folder: str | os.PathLike) -> Iterator[None]:
     from safetensors import SafetensorError
 
     try:
         yield
     except SafetensorError as error:
-        raise ValueError(f"{name}: a file of weights is damaged or cut short ({error}): copy it again.") from error
+        raise WeightsError(f"{name}: a file of weights is damaged or cut short ({error}): copy it again.") from error
     except RuntimeError as error:
         if "ignore_mismatched_sizes" not in str(error):
             raise
-        raise ValueError(f"{name}: the weights do not have the sizes that {Path(folder) / 'config.json'} says, or are quantised and it does not say so: {AGAIN}, with "
+        raise WeightsError(f"{name}: the weights do not have the sizes that {Path(folder) / 'config.json'} says, or are quantised and it does not say so: {AGAIN}, with "
                          "the config.json that was saved with it.") from error
 
 

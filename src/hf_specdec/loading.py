@@ -16,7 +16,7 @@ from . import compat
 from .assistants import KINDS, auto_class, kind_of
 from .config import SpeculativeConfig
 from .drafts.base import Draft
-from .folders import check_model_folder, naming_weights
+from .folders import WeightsError, check_model_folder, from_whole
 from .hints import first_line
 from .registry import DRAFTS, LOADERS, SHIPPED, load
 
@@ -117,9 +117,11 @@ def _model(source: str, dtype: torch.dtype, device: torch.device) -> PreTrainedM
         check_model_folder(source)
     except ValueError as error:
         raise ValueError(f"draft_source={source!r}: {error}") from error
-    with naming_weights(f"draft_source={source!r}", source):
-        try:
-            return auto_class(AutoConfig.from_pretrained(source)).from_pretrained(source, dtype=dtype, use_safetensors=True).to(device).eval()
-        except (OSError, ValueError) as error:
-            raise ValueError(f"draft_source={source!r} is no drafter and no transformers checkpoint with safetensors ({first_line(error)}). Load the "
-                             f"draft yourself and pass it as assistant_model.") from error
+    try:
+        kind = auto_class(AutoConfig.from_pretrained(source))
+        return from_whole(f"draft_source={source!r}", kind, source, dtype=dtype, use_safetensors=True).to(device).eval()
+    except WeightsError:
+        raise
+    except (OSError, ValueError) as error:
+        raise ValueError(f"draft_source={source!r} is no drafter and no transformers checkpoint with safetensors ({first_line(error)}). Load the "
+                         f"draft yourself and pass it as assistant_model.") from error

@@ -59,7 +59,7 @@ def load_model(name: str, dtype="float32", device=None, encoder_decoders: bool =
 
     from .. import mx  # noqa: F401  (makes transformers know the quantisation method)
     from ..assistants import auto_class
-    from ..folders import check_model_folder, naming_weights
+    from ..folders import check_model_folder, from_whole
 
     check_dtype(dtype)
     source = _source(name)
@@ -75,8 +75,7 @@ def load_model(name: str, dtype="float32", device=None, encoder_decoders: bool =
             if both and not encoder_decoders:
                 raise ValueError(f"{name} is an encoder-decoder, which generate and bench take on the command line; the rest goes through Python: "
                                  "hf_specdec.enable(AutoModelForSeq2SeqLM.from_pretrained(...)).generate(speculative=True).")
-            with naming_weights(name, source):
-                model = (AutoModelForSeq2SeqLM if both else auto).from_pretrained(source, dtype=dtype)
+            model = from_whole(name, AutoModelForSeq2SeqLM if both else auto, source, dtype=dtype)
         except ValueError as error:
             if "Unrecognized configuration class" not in str(error):
                 raise

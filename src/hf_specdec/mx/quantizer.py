@@ -11,7 +11,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..folders import check_model_folder
+from ..folders import check_model_folder, from_whole
 from ..hints import check_bool, check_path, first_line, what
 from ..method import METHOD, make_way
 from .attention import use_for_few
@@ -276,7 +276,7 @@ _WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "subfol
 def load(auto_class, folder, dequantize: bool = False, **kwargs):
     """`auto_class.from_pretrained(folder, **kwargs)` for a compressed checkpoint, dense if `dequantize`.
 
-    Raises ValueError for a folder that holds no MX checkpoint, and for one that is damaged or incomplete.
+    Raises ValueError for a folder that holds no MX checkpoint, and for one that is damaged or lacks weights.
     """
     from transformers import AutoConfig
 
@@ -295,4 +295,4 @@ def load(auto_class, folder, dequantize: bool = False, **kwargs):
         raise ValueError(f"{folder} is not an MX checkpoint: its config has {found}. Load it with {auto_class.__name__}.from_pretrained; "
                          "for a dense model, quantization_config=MXConfig() compresses it on the way.")
     config.quantization_config = {**(stored if isinstance(stored, dict) else stored.to_dict()), "dequantize": dequantize}
-    return auto_class.from_pretrained(folder, config=config, **kwargs)
+    return from_whole(f"folder={str(folder)!r}", auto_class, folder, config=config, **kwargs)
