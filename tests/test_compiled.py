@@ -282,6 +282,28 @@ def test_the_compiler_gives_the_same_texts():
     assert compiled._functions[target].made
 
 
+@torch.library.custom_op("hf_specdec_tests::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+doubled.register_fake(torch.empty_like)
+
+
+@pytest.mark.parametrize(("function", "generated"), [
+    (lambda x: x * 2, True), (doubled, False), (lambda x: torch.ops.hf_specdec_tests.doubled(x) + 1, False),
+    (lambda x: torch.cond(x.sum() > 0, lambda x: torch.ops.hf_specdec_tests.doubled.default(x), lambda x: x + 1, (x,)), False),
+], ids=["torch's own", "an operator", "its packet", "in a branch"])
+def test_generated_cpp_calls_no_operators_of_other_libraries(function, generated, monkeypatch):
+    """It crashes where one returns None, as LLM.int8's do."""
+    seen = []
+    monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs, options: seen.append(options["cpp_wrapper"]) or graph)
+    torch._dynamo.reset()
+    with torch.inference_mode():
+        torch.compile(lambda x: function(x), fullgraph=True, **passes.options(torch.device("cpu"), 1))(torch.ones(3))
+    assert seen == [generated]
+
+
 @pytest.mark.share(0)
 @pytest.mark.parametrize(("k", "widths"), [(3, (1, 4)), (4, (1, 4, 8))])  # 4: the function of two passes gets two of three coins
 def test_warming_up_compiles_what_a_call_needs(k, widths, traced, strict):

@@ -13,6 +13,7 @@ import torch
 from torch.fx import GraphModule
 from transformers import PreTrainedModel
 
+CALLED = {"aten", "prims", "hf_specdec"}  # libraries that generated C++ may call: it crashes at operators that may return None, as some of bitsandbytes do
 FEW = 16  # tokens of a pass whose own loops have no use for threads
 _numbers = count()
 
@@ -61,9 +62,16 @@ def options(device: torch.device, places: int, whole: bool = True) -> dict:
     def backend(graph, inputs):
         for addition in ADDITIONS:
             addition.rewrite(graph)
-        return inductor(graph, inputs, options=wanted)
+        return inductor(graph, inputs, options=wanted | ({} if _libraries(graph) <= CALLED else {"cpp_wrapper": False}))
 
     return {"backend": backend}
+
+
+def _libraries(graph: GraphModule) -> set[str]:
+    """The libraries whose operators a graph calls."""
+    targets = (node.target for part in graph.modules() if isinstance(part, GraphModule) for node in part.graph.nodes)
+    names = (getattr(getattr(target, "overloadpacket", target), "_qualified_op_name", "") for target in targets)
+    return {name.partition("::")[0] for name in names if name}
 
 
 def unguarded(function: Callable) -> Callable:

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PreTrainedModel
 
-from .. import parts
+from .. import compat, parts
 from ..drafts import features
 from ..drafts.base import Draft
 from ..drafts.feature import FeatureDraft
@@ -24,8 +24,9 @@ from ..mx.attention import use_for_few
 from ..mx.norms import use_kernel_norms
 from ..registry import MTP, SHIPPED, shipped
 from . import mtp, published, storage
-from .shared import PrunedHead, dense, empty, share, shared_names
+from .shared import PrunedHead, empty, share, shared_names
 from .shards import probe, same
+from .weights import dense, names
 
 
 def build(target: PreTrainedModel, layers: list[int], head_ids: torch.Tensor | None = None, reads: tuple[int, ...] = ()) -> PreTrainedModel:
@@ -35,24 +36,25 @@ def build(target: PreTrainedModel, layers: list[int], head_ids: torch.Tensor | N
 
     Raises ValueError for a layer that the target does not have, for a target without one list of layers, and for layers that do not fit a model of these alone.
     """
+    target = compat.unwrap(target)
     count = target.config.get_text_config().num_hidden_layers
     if not layers or not all(isinstance(layer, int) and 0 <= layer < count for layer in layers):
         raise ValueError(f"layers={layers!r}: the target has layers 0..{count - 1}; name one or more of them.")
     draft = empty(target, _with_layers(target.config, layers))
-    prefix, own = parts.decoder_layers(target)
+    _, own = parts.decoder_layers(target)
     _, new = parts.decoder_layers(draft)
     for place, (module, layer) in enumerate(zip(new, layers)):
         try:
-            module.load_state_dict(dense(own[layer]))
+            module.load_state_dict(dense(own[layer], target.dtype))
         except RuntimeError as error:
             raise ValueError(f"layers={layers!r}: layer {layer} of {type(target).__name__} is of another kind than layer {place} of a model of {len(layers)} "
                              f"layers. Name other ones, such as {list(range(len(layers)))}.") from error
-    rest = {name: p for name, p in target.state_dict().items() if not name.startswith(prefix)}
     share(draft, target, head_ids)
     if reads:
         features.attach(draft, reads)
     shared = shared_names(draft)
-    draft.load_state_dict({name: p for name, p in rest.items() if name in draft.state_dict() and name not in shared}, strict=False)
+    rest = dense(target, target.dtype, but=(own, target.get_input_embeddings(), target.get_output_embeddings()))
+    draft.load_state_dict({name: p for name, p in rest.items() if name in names(draft) - shared}, strict=False)
     return draft
 
 
@@ -98,7 +100,7 @@ def begin(draft: PreTrainedModel, other: PreTrainedModel | Draft) -> PreTrainedM
     reads, given, count = getattr(draft, "reads", ()), getattr(other, "reads", ()), len(parts.decoder_layers(draft)[1])
     check_fits(other, count, reads)
     shared = shared_names(draft)
-    draft.load_state_dict({name: p for name, p in dense(other).items() if name not in shared}, strict=False)
+    draft.load_state_dict({name: p for name, p in dense(other, other.dtype).items() if name not in shared}, strict=False)
     if reads and not given:
         features.start_blind(draft)
     return draft

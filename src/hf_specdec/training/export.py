@@ -20,8 +20,9 @@ from ..folders import check_model_folder, written_whole
 from ..hints import check_int
 from ..mx.linear import MXLinear
 from ..registry import DRAFTS
-from . import drafter, published, shared
+from . import drafter, published
 from .shards import save_whole
+from .weights import dense, numbers
 
 CONFIG = "vllm_speculative_config.json"
 WEIGHTS = "draft"
@@ -139,12 +140,11 @@ def _weight(linear: torch.nn.Module) -> torch.Tensor:
 
 def _model(draft: PreTrainedModel, target: PreTrainedModel, folder: Path) -> str:
     """The draft as a plain checkpoint: dense weights, with the target's embedding and whole output head, which vLLM does not share."""
-    state = {name: tensor for name, tensor in shared.dense(draft).items() if not name.startswith("lm_head.")}
+    state = {name: tensor for name, tensor in dense(draft, draft.dtype).items() if not name.startswith("lm_head.")}
     plain = AutoModelForCausalLM.from_config(draft.config, dtype=target.dtype)
     head, own = target.get_output_embeddings(), plain.get_output_embeddings()
-    own.weight.data.copy_(head.dequantize(target.dtype) if isinstance(head, MXLinear) else head.weight)
-    if getattr(head, "bias", None) is not None:
-        own.bias.data.copy_(head.bias)
+    for name, part in numbers(head, target.dtype).items():
+        getattr(own, name).data.copy_(part)
     missing, unexpected = plain.load_state_dict({name: tensor.to(target.dtype) for name, tensor in state.items()}, strict=False)
     wrong = [name for name in [*missing, *unexpected] if not name.startswith("lm_head.")]
     if wrong:

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ..mx.formats import BLOCK
 from ..mx.kernels import cpu
 from ..mx.linear import MXLinear
+from .weights import names, numbers
 
 
 class PrunedHead(nn.Module):
@@ -69,15 +70,14 @@ def output_head(target: PreTrainedModel, head_ids: torch.Tensor | None) -> nn.Mo
     head = target.get_output_embeddings()
     if head_ids is None:
         return head
-    weight = head.dequantize(target.dtype) if isinstance(head, MXLinear) else head.weight.detach()
-    bias = getattr(head, "bias", None)
-    return PrunedHead(weight[head_ids].clone(), head_ids, target.config.get_text_config().vocab_size, None if bias is None else bias.detach()[head_ids])
+    rows = {name: part.to(target.dtype)[head_ids] for name, part in numbers(head, target.dtype).items()}
+    return PrunedHead(rows["weight"], head_ids, target.config.get_text_config().vocab_size, rows.get("bias"))
 
 
 def shared_names(draft: PreTrainedModel) -> set[str]:
     shared = {id(module) for module in (draft.get_input_embeddings(), draft.get_output_embeddings())}
     prefixes = tuple(f"{name}." for name, module in draft.named_modules() if id(module) in shared)
-    return {name for name in draft.state_dict() if name.startswith(prefixes)}
+    return {name for name in names(draft) if name.startswith(prefixes)}
 
 
 def own_parameters(draft: PreTrainedModel) -> list[nn.Parameter]:
@@ -103,12 +103,3 @@ def frozen(model: nn.Module) -> Iterator[None]:
     with learning_again(model):
         model.requires_grad_(False)
         yield
-
-
-def dense(layer: nn.Module) -> dict[str, torch.Tensor]:
-    """A module's state with MX weights as numbers."""
-    state = {name: p for name, p in layer.state_dict().items() if not name.endswith("weight_scale")}
-    for name, module in layer.named_modules():
-        if isinstance(module, MXLinear):
-            state[f"{name}.weight"] = module.dequantize(torch.float32)
-    return state

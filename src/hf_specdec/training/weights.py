@@ -1,0 +1,64 @@
+"""The weights of a model as numbers, however they are kept: what a drafter that begins as a part of its target begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from ..mx.linear import MXLinear
+
+
+def dense(model: nn.Module, dtype: torch.dtype, but: Sequence[nn.Module] = ()) -> dict[str, torch.Tensor]:
+    """A module's state with the weights of its Linear layers as numbers: from MX, from what another library has quantised, and with its adapters in them. dtype: of
+    what it computes with; but: parts that are left out."""
+    found, inside = {}, "."
+    for name, module in model.named_modules():
+        if name.startswith(inside):
+            continue
+        left_out, linear = any(module is part for part in but), _computes_linear(module) and not _is_plain(module)
+        inside = f"{name}." if left_out or linear else inside
+        own = {} if left_out else numbers(module, dtype) if linear else _own(module)
+        found |= {f"{name}.{key}" if name else key: part for key, part in own.items()}
+    return found
+
+
+def numbers(linear: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """weight [out_features, in_features], and bias [out_features] if there is one, of a Linear layer. One that another library quantised, or that has adapters, is
+    asked: `dtype` is what it takes, and the weight is what it makes of the identity matrix."""
+    if _is_plain(linear):
+        return _own(linear)
+    bias = getattr(linear, "bias", None)
+    if isinstance(linear, MXLinear):
+        weight = linear.dequantize(torch.float32)
+    else:
+        device = next(part for part in (*linear.parameters(), *linear.buffers())).device
+        with torch.no_grad():
+            none = linear(torch.zeros(1, linear.in_features, dtype=dtype, device=device))
+            weight = (linear(torch.eye(linear.in_features, dtype=dtype, device=device)) - none).T
+            bias = None if bias is None else none[0]
+    return {name: part.detach() for name, part in (("weight", weight), ("bias", bias)) if part is not None}
+
+
+def _own(module: nn.Module) -> dict[str, torch.Tensor]:
+    """What a module's state has of its own. Not by `state_dict`: after that, 4-bit layers of bitsandbytes on a CPU give other numbers."""
+    parts = {**module._parameters, **module._buffers}
+    return {name: part.detach() for name, part in parts.items() if part is not None and name not in module._non_persistent_buffers_set}
+
+
+def names(model: nn.Module) -> set[str]:
+    """Those of its state."""
+    return {f"{name}.{key}" if name else key for name, module in model.named_modules(remove_duplicate=False) for key in _own(module)}
+
+
+def _computes_linear(module: nn.Module) -> bool:
+    return all(isinstance(getattr(module, name, None), int) for name in ("in_features", "out_features"))
+
+
+def _is_plain(linear: nn.Module) -> bool:
+    """Whether a Linear layer is a weight of numbers, and perhaps a bias, and nothing else."""
+    own = _own(linear)
+    weight = own.get("weight")
+    known = type(weight) is torch.Tensor and weight.is_floating_point() and weight.shape == (linear.out_features, linear.in_features)
+    return known and own.keys() <= {"weight", "bias"} and not linear._modules

@@ -1,0 +1,101 @@
+"""The weights of Linear layers as numbers, whoever keeps them: MX, another library's quantisation, adapters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+import hf_specdec
+from hf_specdec import mx
+from hf_specdec.training import build_drafter
+from hf_specdec.training.drafter import load, save
+from hf_specdec.training.weights import dense, numbers
+
+from ..helpers import prompts
+from ..mx.models import tiny
+
+
+class Int8Linear(nn.Module):
+    """How other libraries keep a layer: integers and a scale per row, under names of their own, and what `state_dict` does to it is not to be relied on."""
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        scale = linear.weight.abs().amax(1, keepdim=True) / 127
+        self.register_buffer("qweight", (linear.weight / scale).round().to(torch.int8))
+        self.register_buffer("scales", scale.detach())
+        self.bias = linear.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x @ (self.qweight * self.scales).T
+        return y if self.bias is None else y + self.bias
+
+    def state_dict(self, *args, **kwargs):
+        raise AssertionError("4-bit layers of bitsandbytes on a CPU compute other numbers after this")
+
+    def _save_to_state_dict(self, *args, **kwargs):
+        self.state_dict()
+
+
+def quantised(model):
+    _, layers = hf_specdec.parts.decoder_layers(model)
+    for parent in [module for layer in layers for module in layer.modules()]:
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                setattr(parent, name, Int8Linear(child))
+    return model
+
+
+def adapted(model):
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)).eval()
+
+
+
+
+WAYS = {"int8": quantised, "LoRA": adapted, "MX": mx.compress}
+every_way = pytest.mark.parametrize("way", list(WAYS))
+
+
+@every_way
+def test_a_drafter_of_all_layers_computes_what_its_target_does(way):
+    target = WAYS[way](tiny())
+    for norm in (module for name, module in target.named_modules() if name.endswith("norm")):
+        norm.weight.data.mul_(1.5)  # no weight that a model begins with
+    ids, layers = torch.tensor(prompts(9)), list(range(target.config.num_hidden_layers))
+    draft = build_drafter(target, layers, None)
+    with torch.no_grad():
+        assert torch.allclose(draft(ids).logits, target(ids).logits, atol=1e-4)
+
+
+@every_way
+def test_a_drafter_of_such_a_target_is_saved_and_read_and_drafts(way, tmp_path):
+    target = WAYS[way](tiny())
+    save(build_drafter(target, [0], torch.arange(40)), tmp_path, "tiny")
+    ids = torch.tensor(prompts(9))
+    wanted = target.generate(input_ids=ids, max_new_tokens=12, do_sample=False)
+    got = hf_specdec.enable(target).generate(input_ids=ids, max_new_tokens=12, do_sample=False, assistant_model=load(tmp_path, target), speculative=True)
+    assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_numbers_are_what_the_layer_multiplies_by(bias, dtype):
+    plain = nn.Linear(32, 24, bias=bias).to(dtype).requires_grad_(False)
+    packed = Int8Linear(plain)
+    found, own = numbers(packed, dtype), numbers(plain, dtype)
+    assert found.keys() == own.keys() == ({"weight", "bias"} if bias else {"weight"})
+    assert found["weight"].shape == (24, 32) and found["weight"].dtype == dtype
+    assert torch.allclose(found["weight"], packed.qweight * packed.scales, atol=1e-6 if dtype == torch.float32 else 4e-3)
+    assert own["weight"].data_ptr() == plain.weight.data_ptr()
+    if bias:
+        assert torch.equal(found["bias"], plain.bias)
+
+
+def test_parts_that_are_left_out_are_not_in_it():
+    model = quantised(tiny())
+    _, layers = hf_specdec.parts.decoder_layers(model)
+    rest = dense(model, torch.float32, but=(layers, model.get_input_embeddings()))
+    assert rest and not any(".layers." in name or "embed_tokens" in name for name in rest)
+    assert any(name.endswith("norm.weight") for name in rest)
