@@ -423,7 +423,8 @@ def test_a_dict_that_names_another_draft_than_the_one_that_is_passed_is_refused(
     ("gpt2", "AutoModelForCausalLM.from_pretrained('gpt2')"), ("model", "Load the model"), (PromptLookupDraft, "Pass an instance: PromptLookupDraft()."),
     (ModelDraft, "the class ModelDraft. Pass an instance: ModelDraft(...)."), (LlamaForCausalLM, "LlamaForCausalLM.from_pretrained(...)"),
     ({"draft": "mixture"}, "speculative={'draft': 'mixture'}"), (SpeculativeConfig(), "passed as speculative="),
-], ids=str)
+    (torch.compile(torch.nn.Linear(2, 2)), 'the model that was given to torch.compile; speculative={"compile": True}'),
+], ids=lambda value: str(value).partition("(")[0])
 def test_a_name_a_class_or_options_in_the_place_of_a_draft_are_told_what_to_pass(thing, words):
     model = enabled(tiny_llama())
     with refused(model, words=("assistant_model: expected", words), error=TypeError):
@@ -588,7 +589,7 @@ CALLS = {
     "static cache by name": (lambda m: dict(cache_implementation="static"), ("cache_implementation", "Leave cache_implementation unset", 'speculative={"compile": True}')),
     "offloaded cache by name": (lambda m: dict(cache_implementation="offloaded"), ("cache_implementation", "Leave cache_implementation unset")),
     "quantised cache": (lambda m: {CACHE: quantised()}, (CACHE, "QuantizedCache", "Pass a DynamicCache")),
-    "offloaded cache": (lambda m: {CACHE: DynamicCache(offloading=True)}, (CACHE, "offloaded DynamicCache", "Pass a DynamicCache")),
+    "offloaded cache": (lambda m: {CACHE: offloaded()}, (CACHE, "offloaded DynamicCache", "Pass a DynamicCache")),
     "static cache by config": (lambda m: dict(generation_config=GenerationConfig(cache_implementation="offloaded_static", max_new_tokens=5)),
                                ("cache_implementation", "Leave cache_implementation unset")),
     "cache longer than the prompt": (lambda m: {CACHE: filled(m)}, (CACHE, "input_ids", "must be the whole conversation")),
@@ -626,6 +627,13 @@ CALLS = {
     "attentions": (lambda m: dict(output_attentions=True, return_dict_in_generate=True), ("output_attentions", "Drop it")),
     "hidden states": (lambda m: dict(output_hidden_states=True, return_dict_in_generate=True), ("output_hidden_states", "Drop it")),
 }
+
+
+def offloaded():
+    try:
+        return DynamicCache(offloading=True)
+    except RuntimeError as error:  # a CUDA build of torch without a driver
+        pytest.skip(f"transformers makes no offloaded cache here: {error}")
 
 
 def quantised():

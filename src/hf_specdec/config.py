@@ -196,6 +196,8 @@ def instead_of(thing: Any, options: str = "speculative") -> str:
     """What to pass in the place of a name, a class or options, where a draft is wanted; options: the argument that takes options."""
     if isinstance(thing, (dict, SpeculativeConfig)):
         return f" Options go into {options}=: {options}={thing!r}." if isinstance(thing, dict) else f" A SpeculativeConfig is passed as {options}=."
+    if hasattr(thing, "_orig_mod"):
+        return f' Pass the model that was given to torch.compile; {options}={{"compile": True}} compiles its passes.'
     if isinstance(thing, type) and hasattr(thing, "from_pretrained"):
         return f" Load one: {thing.__name__}.from_pretrained(...)."
     if isinstance(thing, type) and hasattr(thing, "propose"):
