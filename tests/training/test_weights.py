@@ -99,3 +99,20 @@ def test_parts_that_are_left_out_are_not_in_it():
     rest = dense(model, torch.float32, but=(layers, model.get_input_embeddings()))
     assert rest and not any(".layers." in name or "embed_tokens" in name for name in rest)
     assert any(name.endswith("norm.weight") for name in rest)
+
+
+def test_a_model_that_is_decompressed_at_its_first_pass_is_so_before_a_drafter_begins_with_it():
+    """As those of compressed-tensors are."""
+    target = tiny()
+    weights = {name: p.data for name, p in target.named_parameters() if ".layers." in name and p.dim() == 2}
+
+    def decompress(*given):
+        for name, weight in weights.items():
+            target.get_parameter(name).data = weight
+
+    for name in weights:
+        target.get_parameter(name).data = torch.zeros(1)
+    target.hf_quantizer = object()
+    target.register_forward_pre_hook(decompress)
+    draft = build_drafter(target, [0, 1], None)
+    assert all(torch.equal(draft.get_parameter(name), weight) for name, weight in weights.items() if ".layers.0." in name)

@@ -26,7 +26,7 @@ from ..registry import MTP, SHIPPED, shipped
 from . import mtp, published, storage
 from .shared import PrunedHead, empty, share, shared_names
 from .shards import probe, same
-from .weights import dense, names
+from .weights import dense, make_ready, names
 
 
 def build(target: PreTrainedModel, layers: list[int], head_ids: torch.Tensor | None = None, reads: tuple[int, ...] = ()) -> PreTrainedModel:
@@ -43,9 +43,11 @@ def build(target: PreTrainedModel, layers: list[int], head_ids: torch.Tensor | N
     draft = empty(target, _with_layers(target.config, layers))
     _, own = parts.decoder_layers(target)
     _, new = parts.decoder_layers(draft)
+    make_ready(target)
     for place, (module, layer) in enumerate(zip(new, layers)):
+        weights = dense(own[layer], target.dtype)
         try:
-            module.load_state_dict(dense(own[layer], target.dtype))
+            module.load_state_dict(weights)
         except RuntimeError as error:
             raise ValueError(f"layers={layers!r}: layer {layer} of {type(target).__name__} is of another kind than layer {place} of a model of {len(layers)} "
                              f"layers. Name other ones, such as {list(range(len(layers)))}.") from error

@@ -19,7 +19,7 @@ from ..drafts.features import EachNorm
 from . import published, shared
 from .feature_trainer import FeatureRunConfig, FeatureTrainer
 from .shards import save_whole
-from .weights import dense
+from .weights import dense, make_ready
 
 
 def build(target: PreTrainedModel, layer: int, ids: torch.Tensor, reads: tuple[int, int, int]) -> PreTrainedModel:
@@ -39,6 +39,7 @@ def build(target: PreTrainedModel, layer: int, ids: torch.Tensor, reads: tuple[i
     draft.feature_fuse = nn.Linear(3 * width, width, bias=False, device=like.device, dtype=like.dtype)
     draft.feature_fuse.weight.data = torch.cat([torch.zeros(width, 2 * width), torch.eye(width)], dim=1).to(like)
     draft.feature_join = nn.Identity()
+    make_ready(target)
     weights = {name: tensor.to(like) for name, tensor in dense(layers[layer], like.dtype).items()}
     weights["hidden_norm.weight"] = weights["input_layernorm.weight"]
     for name in ("q_proj", "k_proj", "v_proj"):

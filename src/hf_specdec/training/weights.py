@@ -6,8 +6,16 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from ..mx.linear import MXLinear
+
+
+def make_ready(target: PreTrainedModel) -> None:
+    """Let the library that quantised a model do what it leaves for the first pass: compressed-tensors decompresses then."""
+    if getattr(target, "hf_quantizer", None) is not None:
+        with torch.no_grad():
+            target(torch.zeros(1, 1, dtype=torch.int64, device=target.device), use_cache=False)
 
 
 def dense(model: nn.Module, dtype: torch.dtype, but: Sequence[nn.Module] = ()) -> dict[str, torch.Tensor]:
@@ -33,7 +41,7 @@ def numbers(linear: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     if isinstance(linear, MXLinear):
         weight = linear.dequantize(torch.float32)
     else:
-        device = next(part for part in (*linear.parameters(), *linear.buffers())).device
+        device = next(iter((*linear.parameters(), *linear.buffers()))).device
         with torch.no_grad():
             none = linear(torch.zeros(1, linear.in_features, dtype=dtype, device=device))
             weight = (linear(torch.eye(linear.in_features, dtype=dtype, device=device)) - none).T
