@@ -62,7 +62,7 @@ def train(target: str, out: Path, data: Path | None, tokens: int, prompts: str |
 
 
 def _run(target: str, data: Path, out: Path, config, losses: list[str], own: bool, tokens: int, prompts, new_tokens: int) -> None:
-    """Text where it is lacking, then the draft; own: it is a model of its own, and the target stays in 16 bit."""
+    """Text where it is lacking, then the draft; own: it is a model of its own."""
     from ..bench.embedded import load_target
     from ..training import pipeline
     from ..training.drafter import check_start
@@ -77,9 +77,6 @@ def _run(target: str, data: Path, out: Path, config, losses: list[str], own: boo
         check_start(config, model)
     try:
         pipeline.prepare(data, model, tokenizer, tokens, prompts, new_tokens, seed=config.seed, console=console)
-        if not own:
-            del model
-            model, _ = load_target(target, "float32")
         pipeline.train(model, tokenizer, data, out, config, losses, target, console)
     except KeyboardInterrupt:
         console.print("Interrupted. The same command goes on where this one ended.")

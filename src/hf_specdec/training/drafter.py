@@ -83,8 +83,16 @@ def check_fits(other: PreTrainedModel | Draft, count: int, reads: tuple[int, ...
         raise ValueError(f"begin: a drafter with {count} layers that reads {f'the hidden states {reads} or none' if reads else 'no hidden states'} is needed; {here}.")
 
 
+def check_dtype(target, config) -> None:
+    """ValueError for a target whose parts do not go into a draft that learns in float32 and computes in the config's `precision`."""
+    wanted = ("bfloat16", "float32") if config.half else ("float32",)
+    if str(target.dtype).removeprefix("torch.") not in wanted:
+        raise ValueError(f"target: weights in {target.dtype}; load it in {' or '.join(wanted)} to train a draft from its parts with precision={config.precision!r}.")
+
+
 def check_start(config, target: PreTrainedModel) -> None:
-    """ValueError, before text is made, for layers that the target lacks, and for a `begin` that does not fit the config."""
+    """ValueError, before text is made, for a dtype and layers of the target that do not go with the config, and for a `begin` that does not."""
+    check_dtype(target, config)
     layers = layer_numbers(config.layers, target)
     if config.begin:
         other = load(config.begin, target)

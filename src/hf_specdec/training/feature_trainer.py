@@ -82,6 +82,7 @@ class FeatureTrainer(Trainer):
 
     def __init__(self, target, data: str | Path, out: str | Path, config: FeatureRunConfig, target_name: str = "", progress=None):
         need_accelerate()
+        drafter.check_dtype(target, config)
         drafter.check_begin(config.begin)
         drafter.layer_numbers(config.layers, target)
         count = target.config.get_text_config().num_hidden_layers

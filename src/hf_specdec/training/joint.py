@@ -69,7 +69,7 @@ class JointTrainer(HeadsTrainer):
 
     def __init__(self, target, data: str | Path, out: str | Path, config: JointRunConfig, target_name: str = "", progress=None):
         self.reads = (target.config.get_text_config().num_hidden_layers,)
-        self.changed = copy.deepcopy(target).requires_grad_(False)
+        self.changed = copy.deepcopy(target).float().requires_grad_(False)
         self.adapted = _adapted(self.changed, config.rank) if config.rank else None
         Trainer.__init__(self, self.changed, data, out, config, target_name)  # the states change with the model: none are kept
 

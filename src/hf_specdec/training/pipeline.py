@@ -27,7 +27,7 @@ from .look_ahead import LookAheadRunConfig, LookAheadTrainer
 from .losses import LOSSES
 from .parallel import ParallelRunConfig, ParallelTrainer
 from .processes import is_main, main_first, need_accelerate
-from .shared import learning_again
+from .shared import learning_again, rounded
 from .shards import Shard, shard_files
 from .trainer import RunConfig, Trainer
 
@@ -52,7 +52,7 @@ def train(target, tokenizer, data: str | Path, out: str | Path, config: RunConfi
     """Train one draft per loss (config.loss alone without `losses`) on the shards in `data`; a run that was stopped goes on. What
     is trained goes by the kind of the config: `KINDS`.
 
-    target: in float32, but for a draft of its own config, where any dtype will do. on_policy: tokens that the draft, half trained, writes itself and the
+    target: in bfloat16 or float32; the draft learns in float32. on_policy: tokens that the draft, half trained, writes itself and the
     target judges; every other step of the second half is on them (DistillSpec, arXiv 2310.08461); also in the config. Returns held-out acceptance per loss,
     best first; with several losses the drafters lie in out/<loss>. Of several processes one writes. Raises ValueError as `check_out` does.
     """
@@ -121,7 +121,7 @@ def _trainer(target, data: str | Path, out: Path, config: RunConfig, target_name
 def _on_policy(trainer: Trainer, target, tokenizer) -> Callable[[], list[Path]]:
     def make() -> list[Path]:
         config, draft, (parts, _) = trainer.config, trainer.draft.eval(), split(trainer.data)
-        with main_first(target.device):
+        with main_first(target.device), rounded(trainer.own if trainer.of_the_target else [], target.dtype):
             return make_on_policy(trainer.out / "on_policy", draft, target, parts, config.on_policy, stops(target, tokenizer), seed=config.seed)
 
     return make

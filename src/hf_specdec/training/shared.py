@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -84,6 +84,19 @@ def own_parameters(draft: PreTrainedModel) -> list[nn.Parameter]:
     """What the draft does not share."""
     shared = shared_names(draft)
     return [p for name, p in draft.named_parameters() if name not in shared]
+
+
+@contextmanager
+def rounded(own: Sequence[nn.Parameter], dtype: torch.dtype) -> Iterator[None]:
+    """Inside, what learns in float32 is as a draft's weights are in use, of the target's dtype."""
+    kept = [p.data for p in own]
+    for p in own:
+        p.data = p.data.to(dtype)
+    try:
+        yield
+    finally:
+        for p, data in zip(own, kept):
+            p.data = data
 
 
 @contextmanager

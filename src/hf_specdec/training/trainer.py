@@ -91,7 +91,7 @@ class Student(nn.Module):
 class Trainer:
     """Trains a draft with layers of its own between the target's embedding and head.
 
-    target: the model whose parts the draft shares, in float32. data: the folder of shards. out: where checkpoint and drafter go.
+    target: the model whose parts the draft shares, in float32 or, with precision "bf16", bfloat16. data: the folder of shards. out: where checkpoint and drafter go.
 
     Raises ValueError for a folder without shards, and where `out` holds files of others, or the checkpoint of a run with another config
     or other data; ImportError without accelerate.
@@ -110,8 +110,8 @@ class Trainer:
 
     def __init__(self, target, data: str | Path, out: str | Path, config: RunConfig, target_name: str = ""):
         self.config, self.target, self.out, self.target_name = config, target, Path(out), target_name
-        if target.dtype != torch.float32 and self.of_the_target:
-            raise ValueError(f"target: weights in {target.dtype}; load it in float32 to train a draft from its parts.")
+        if self.of_the_target:
+            drafter.check_dtype(target, config)
         layers = drafter.layer_numbers(config.layers, target) if self.of_the_target else []
         drafter.check_begin(config.begin)
         self.data = Path(data)
@@ -129,6 +129,8 @@ class Trainer:
         self.place = torch.full((vocab,), -1).index_put((ids,), torch.arange(len(ids))).to(target.device)
         self.draft = self._build(layers, None if config.head is None else ids)
         own = self._own()
+        for p in own:  # what learns does so in float32, whatever the target is in
+            p.data = p.data.float()
         for p in self.draft.parameters():
             p.requires_grad_(any(p is mine for mine in own))
         optimizer = torch.optim.AdamW(self._groups(own), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.01)
