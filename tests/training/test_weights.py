@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import accelerate
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -116,3 +117,9 @@ def test_a_model_that_is_decompressed_at_its_first_pass_is_so_before_a_drafter_b
     target.register_forward_pre_hook(decompress)
     draft = build_drafter(target, [0, 1], None)
     assert all(torch.equal(draft.get_parameter(name), weight) for name, weight in weights.items() if ".layers.0." in name)
+
+
+def test_weights_that_are_offloaded_are_named():
+    target = accelerate.cpu_offload(tiny(), execution_device=torch.device("cpu"))
+    with pytest.raises(ValueError, match="target: the weights of self_attn.q_proj are offloaded; load it without that"):
+        build_drafter(target, [0], None)

@@ -20,7 +20,7 @@ def make_ready(target: PreTrainedModel) -> None:
 
 def dense(model: nn.Module, dtype: torch.dtype, but: Sequence[nn.Module] = ()) -> dict[str, torch.Tensor]:
     """A module's state with the weights of its Linear layers as numbers: from MX, from what another library has quantised, and with its adapters in them. dtype: of
-    what it computes with; but: parts that are left out."""
+    what it computes with; but: parts that are left out. ValueError for weights that are offloaded."""
     found, inside = {}, "."
     for name, module in model.named_modules():
         if name.startswith(inside):
@@ -28,6 +28,8 @@ def dense(model: nn.Module, dtype: torch.dtype, but: Sequence[nn.Module] = ()) -
         left_out, linear = any(module is part for part in but), _computes_linear(module) and not _is_plain(module)
         inside = f"{name}." if left_out or linear else inside
         own = {} if left_out else numbers(module, dtype) if linear else _own(module)
+        if any(part.is_meta for part in own.values()):
+            raise ValueError(f"target: the weights of {name} are offloaded; load it without that to make a draft of its parts.")
         found |= {f"{name}.{key}" if name else key: part for key, part in own.items()}
     return found
 
