@@ -97,7 +97,7 @@ class ScoredBeams:
         """Note what the pass before has brought: beam steps, all but one of them for nothing."""
         if self.proposal is None:
             return
-        seconds = perf_counter() - self.begin
+        seconds = self.context.agree(perf_counter() - self.begin)
         self.schedule.observe([self.k], [max(self.steps - 1, 0)], seconds if self.trace.rounds else None)
         self.trace.rounds.append([Round(0, sum(self.proposal.sizes), self.steps - 1, self.steps, self.draft.name)])
         self.trace.clock(*self.spent, seconds - sum(self.spent), self.target.seconds + self.draft.forward_seconds)
@@ -131,7 +131,8 @@ class BeamCall(Call):
         if self.source is not None:
             self.source.keep(list(range(0, len(self.input_ids), generation.num_beams)))  # transformers has repeated it for every beam
         target = CachedModel(self.model, limit, "target", self.traits, self.source)
-        context = Context([], longest, self.traits.vocab_size, compat.device_of(self.model), Sampler.greedy(), _no_noise, self.source, self._stop(), target)
+        context = Context([], longest, self.traits.vocab_size, compat.device_of(self.model), Sampler.greedy(), _no_noise, self.source, self._stop(), target,
+                          agree=self.agree)
         trace = SpeculationTrace(self.decoder.settings("greedy"))
         scored = ScoredBeams(target, draft, self._schedule(target, by_row=False), context, trace)
 

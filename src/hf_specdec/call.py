@@ -20,6 +20,7 @@ from .draft_stop import StopRule
 from .drafts.base import Context, Draft
 from .drafts.vocabulary import check_vocabulary
 from .following import settle, that_follow
+from .lockstep import agreement
 from .loop import SpeculativeLoop
 from .media import BY_COLUMNS, Embedded, Media, ahead, embedded
 from .memory import check_logits
@@ -83,6 +84,7 @@ class Call:
             raise ValueError(f"streamer: a text streamer takes one row, this call has {len(self.prompts)}. Pass a callable "
                              f"streamer(row, tokens, drafted).")
         self.max_new = ceil(generation_config.max_length) - input_ids.shape[1]  # plain generate takes 12.5, too, and ends at 13
+        self.agree = agreement([model, *(run.model for run in decoder.draft.models())], generation_config.max_time)
         self.drawn: tuple[torch.Tensor, torch.Tensor] | None = None  # the state of torch's generator before and after the seed
         self.original_processors = processors
         seen = [[] for _ in self.prompts] if self.hidden else self.prompts
@@ -131,7 +133,7 @@ class Call:
         hidden = list(map(len, self.prompts)) if self.hidden else ()
         sampler = Sampler(self.processors, rule.samples, scores, gumbel, sequences.eos, hidden)
         context = Context(sequences.tokens, longest, self.traits.vocab_size, device, sampler, noise.uniform, self.source, self._stop(),
-                          target, self.config.seed is None, media=self.media)
+                          target, self.config.seed is None, media=self.media, agree=self.agree)
         trace = SpeculationTrace(decoder.settings(self.rule_name), rule.lossless)
         loop = SpeculativeLoop(
             target, decoder.draft, rule, sampler, self._schedule(target), sequences, noise, context, trace,
@@ -248,7 +250,7 @@ class Call:
             seed = 0  # greedy decoding leaves torch's generator alone
         if seed is None:
             before = torch.get_rng_state()
-            seed = int(torch.randint(2**62, (), device="cpu"))
+            seed = self.agree(int(torch.randint(2**62, (), device="cpu")))
             self.drawn = before, torch.get_rng_state()
         return [(seed + row) % 2**63 for row in range(batch)]
 

@@ -18,6 +18,7 @@ from .head import READ, head_at, places_of
 from .kv_cache import SlotCache
 from .layerwise import TRIAL
 from .lengths import check_counting, counts_itself
+from .lockstep import in_stages, shared_by_processes
 from .masks import Placing
 from .media import Media
 from .parts import read_at
@@ -60,6 +61,8 @@ class Forward:
             flash = self.traits.flash
             self.compiled.give_up("it runs flash attention, which takes no mask over buffers of fixed shapes" if flash else
                                   "it makes its masks or positions itself", for_good=not flash)
+        if compile and shared_by_processes(model):
+            self.compiled.give_up("several processes run it together", for_good=False)
         self.device, self.dtype = compat.device_of(model), model.dtype
         self.media: Media | None = None
         self.lengths: list[int] = []
@@ -77,6 +80,9 @@ class Forward:
 
     def watch(self, layers: tuple[int, ...]) -> Tap:
         """Show, from now on, what these layers put out in every pass."""
+        if in_stages(self.model):
+            raise ValueError("assistant_model: it reads what layers of the target put out, and these lie in several processes, one after the other (pipeline parallel). "
+                             "Pass another draft.")
         self.taps.append(Tap(layers))
         return self.taps[-1]
 

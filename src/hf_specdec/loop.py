@@ -68,7 +68,8 @@ class SpeculativeLoop:
         accepted = self._emit(proposal, verdict.on_path, token, law, logits, numbers)
 
         end = perf_counter()
-        self.schedule.observe(proposal.sizes, accepted, None if self.noise.round == 1 or self.target.new else end - begin, self.target.told)
+        seconds = None if self.noise.round == 1 or self.target.new else self.context.agree(end - begin)
+        self.schedule.observe(proposal.sizes, accepted, seconds, self.target.told)
         self.trace.clock(drafted - begin, verified - drafted, end - verified, self.target.seconds + self.draft.forward_seconds)
 
     def _prefix(self, proposal: Proposal):

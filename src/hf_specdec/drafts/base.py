@@ -65,6 +65,7 @@ class Context:
     outer:      the context that a draft inside another one was made of; its own rows may run ahead of that one's.
     media:      what the prompts show beside their text; None for nothing.
     barred:     rows whose text, as far as it runs ahead, the target cannot write.
+    agree:      agree(value) -> the number that all processes which run the models together go on with; for what time or chance decides.
     """
 
     rows: list[list[int]]
@@ -81,6 +82,7 @@ class Context:
     outer: Context | None = None
     media: Media | None = None
     barred: set[int] = field(default_factory=set)
+    agree: Callable[[float], float] = float
 
     def text(self, b: int, drafted: list[int]) -> torch.Tensor | None:
         """Row b and what is drafted after it, as `Sampler.text` has them: what is not committed counts as drafted."""

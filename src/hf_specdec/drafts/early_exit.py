@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .. import compat, parts
+from ..lockstep import in_stages
 from ..proposal import Proposal
 from ..theory import walltime_improvement
 from .base import Context
@@ -87,6 +88,8 @@ def some_layers(model: PreTrainedModel, layers: int | Sequence[int]) -> PreTrain
             raise ValueError(f"target: {type(model).__name__} has {name}={getattr(config, name)}, so its layers do not run without the others; use another draft.")
     if compat.traits_of(model, "target").states:
         raise ValueError(f"target: {type(model).__name__} carries states from token to token, of which its first layers have some only; use another draft.")
+    if in_stages(model):
+        raise ValueError("target: its layers lie in several processes, one after the other (pipeline parallel), so some of them are no draft; use another one.")
     total = config.num_hidden_layers
     try:
         path, _ = parts.decoder_layers(model)

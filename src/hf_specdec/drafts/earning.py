@@ -110,7 +110,7 @@ class Earnings:
                     self.known.rates[d].update(strength, judged, same)
         now = perf_counter()
         if self.begin is not None:
-            seconds = max(now - self.begin - self.spent, 1e-9) if self.rounds > 1 else None  # the first round reads the prompt
+            seconds = max(self.context.agree(now - self.begin) - self.spent, 1e-9) if self.rounds > 1 else None  # the first round reads the prompt
             told = self.context.target is not None and self.context.target.told
             if seconds is not None and not told:
                 self.verify.update(self.shown, seconds)
@@ -127,7 +127,7 @@ class Earnings:
             if own:
                 self.paths[b].append((d, max(strengths[d][b], 0), path_of(proposal, b)))
         if not self.free[d]:
-            seconds = perf_counter() - begin
+            seconds = self.context.agree(perf_counter() - begin)
             self.spent, self.steps = self.spent + seconds, self.steps + self.drafting_steps({d: max(k)})
             if self.asked[d] and self.timed:  # the first time it reads the prompt
                 self.drafting[d].update(max(k), seconds)

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .. import assistants, compat, parts
+from ..lockstep import shared_by_processes
 from ..proposal import Proposal, Verdict
 from ..uploads import upload
 from .base import Context
@@ -49,6 +50,9 @@ class SharedKVDraft(OneByOne):
         if context.target is None:
             return
         target = compat.unwrap(context.target.model)
+        if shared_by_processes(target):
+            raise ValueError(f"assistant_model: {type(self.model).__name__} reads the target's keys and values, of which each of the processes that run it has some alone. "
+                             "Pass another draft.")
         self.layers, self.embedding = self._layers(target), target.get_input_embeddings()
         self.seen = LastStates(context, target, _last_of(target))
 

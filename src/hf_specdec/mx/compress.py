@@ -9,7 +9,7 @@ from torch import nn
 
 from ..hints import check_bool, what
 from .formats import DEFAULT_FORMAT, DEFAULT_RULE, Format, check_activations, check_rule
-from .in_place import calibration_for, check_weights, compress_in_place
+from .in_place import calibration_for, check_weights, check_whole, compress_in_place
 from .linear import MXLinear
 from .plan import Choice, check_skip, check_some, plan, recorded
 from .quantizer import MXConfig, attach
@@ -82,5 +82,6 @@ def check_model(model: nn.Module, choices: list[Choice]) -> None:
         raise ValueError(f"model is quantised by {getattr(name, 'value', name)}; load it without that to compress it with MX.")
     if getattr(model, "peft_config", None):
         raise ValueError("model has adapters on it: compress the model they are for and add them after that, or merge them first.")
+    check_whole(model)
     check_some(choices)
     check_weights(choices)

@@ -9,7 +9,9 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 from torch import nn
+from transformers import PreTrainedModel
 
+from ..lockstep import shared_by_processes
 from .attention import use_for_few
 from .calibrate import calibrated, loses
 from .calibration import sequences_of
@@ -61,6 +63,13 @@ def calibration_for(model: nn.Module, calibration: Iterable, choices: list[Choic
     return sequences_of(model, calibration)
 
 
+def check_whole(model: nn.Module) -> None:
+    """ValueError for a model of which this process has a share alone."""
+    if isinstance(model, PreTrainedModel) and shared_by_processes(model):
+        raise ValueError(f"model: several processes run this {type(model).__name__} together (tensor, expert or pipeline parallel), and MX weights are for one that has it "
+                         "whole: load it without distributed_config.")
+
+
 def check_devices(choices: list[Choice], device_map) -> None:
     """ValueError for layers that a `device_map` of names sends to disk; of others, such as "auto", nothing is known yet."""
     places = list(device_map.items()) if isinstance(device_map, dict) else []
@@ -71,11 +80,13 @@ def check_devices(choices: list[Choice], device_map) -> None:
 
 
 def check_weights(choices: list[Choice], on_meta: str = ON_META) -> None:
-    """ValueError for weights that cannot be compressed, by name: those on the meta device, of float64, and with numbers that are not finite."""
+    """ValueError for weights that cannot be compressed, by name: of another kind of tensor, on the meta device, of float64, and with numbers that are not finite."""
     for choice in choices:
         if choice.format is None:
             continue
         weight = choice.module.weight
+        if type(weight.data) is not torch.Tensor:
+            raise ValueError(f"{choice.name}.weight is a {type(weight.data).__name__}, which another library has made of it: compress the model as it was loaded.")
         if weight.is_meta:
             raise ValueError(on_meta.format(choice.name))
         if weight.dtype == torch.float64:

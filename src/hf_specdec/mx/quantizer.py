@@ -17,7 +17,7 @@ from ..method import METHOD, make_way
 from .attention import use_for_few
 from .calibration import token_ids
 from .formats import DEFAULT_FORMAT, DEFAULT_RULE, check_activations, check_rule, get_format
-from .in_place import OFFLOADED, calibration_for, check_devices, check_weights, compress_in_place
+from .in_place import OFFLOADED, calibration_for, check_devices, check_weights, check_whole, compress_in_place
 from .interface import take_loading_options
 from .linear import MXLinear
 from .norms import use_kernel_norms
@@ -161,6 +161,7 @@ class MXQuantizer(HfQuantizer):
         return model
 
     def _process_model_after_weight_loading(self, model, **kwargs):
+        check_whole(model)
         if self.calibrating is not None:
             return self._calibrate(model)
         if self.failure:

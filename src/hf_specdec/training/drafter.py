@@ -20,6 +20,7 @@ from ..drafts.base import Draft
 from ..drafts.feature import FeatureDraft
 from ..flash import flash_of
 from ..hints import meant
+from ..lockstep import in_stages
 from ..mx.attention import use_for_few
 from ..mx.norms import use_kernel_norms
 from ..registry import MTP, SHIPPED, shipped
@@ -146,6 +147,8 @@ def load(folder: str | Path, target: PreTrainedModel | None = None) -> PreTraine
     """
     if not isinstance(folder, (str, os.PathLike)) or isinstance(target, type) or not hasattr(target, "get_input_embeddings"):
         raise TypeError("load_drafter(folder, target): pass a folder or a name, then the model that is drafted for, whose embedding the drafter shares.")
+    if in_stages(target):
+        raise ValueError("target: a drafter shares its embedding and output head, which lie in different processes (pipeline parallel). Use a draft model.")
     if str(folder) == MTP:
         return mtp.load(target)
     given, folder = folder, SHIPPED / folder if str(folder) in shipped() else Path(folder)

@@ -113,6 +113,7 @@ def digest(path: Path) -> str:
 
 def probe(embedding: torch.Tensor) -> list[float]:
     """A few entries of a target's embedding [V, width], by which it is known again."""
+    embedding = embedding.full_tensor() if hasattr(embedding, "full_tensor") else embedding  # of a model that several processes run together
     rows = torch.linspace(0, embedding.shape[0] - 1, PROBES).long()
     return [round(value, 6) for value in embedding.detach()[rows, rows % embedding.shape[1]].tolist()]
 

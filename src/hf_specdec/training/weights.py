@@ -8,11 +8,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..lockstep import shared_by_processes
 from ..mx.linear import MXLinear
 
 
 def make_ready(target: PreTrainedModel) -> None:
-    """Let the library that quantised a model do what it leaves for the first pass: compressed-tensors decompresses then."""
+    """Let the library that quantised a model do what it leaves for the first pass: compressed-tensors decompresses then. ValueError for a model of which this
+    process has a share alone."""
+    if shared_by_processes(target):
+        raise ValueError("target: several processes run it together, and none has its layers whole; make the drafter of a model in one process, and load it here.")
     if getattr(target, "hf_quantizer", None) is not None:
         with torch.no_grad():
             target(torch.zeros(1, 1, dtype=torch.int64, device=target.device), use_cache=False)
