@@ -4,6 +4,7 @@ HOW is a size of transformers' DistributedConfig, tp or pp; FOLDER holds `target
 
 from __future__ import annotations
 
+import inspect
 import json
 import random
 import sys
@@ -13,13 +14,19 @@ from time import perf_counter
 
 import torch
 from transformers import AutoModelForCausalLM
-from transformers.distributed import DistributedConfig
 
 import hf_specdec
 from hf_specdec import beam, loop, mx
 from hf_specdec.drafts import EarlyExitDraft, MixtureDraft, ModelDraft, ModelTreeDraft, PromptLookupDraft, earning
 from hf_specdec.training import build_drafter, load_drafter
 from tests.helpers import padded, repetitive
+
+try:
+    from transformers.distributed import DistributedConfig
+
+    SIZES = inspect.signature(DistributedConfig).parameters
+except ImportError:
+    SIZES = {}
 
 ROWS, TWO = repetitive(14), repetitive(14, 9)
 CALL = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
@@ -57,7 +64,8 @@ def main(how: str, folder: Path) -> None:
         module.perf_counter = lambda: perf_counter() * (1 + 3 * rank) + 0.01 * rank * random.random()
 
     def load(place: Path):
-        return AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32, distributed_config=DistributedConfig(**{f"{how}_size": 2})).eval()
+        shared = {"distributed_config": DistributedConfig(**{f"{how}_size": 2})} if f"{how}_size" in SIZES else {"tp_plan": "auto"}  # older versions
+        return AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32, **shared).eval()
 
     def generate(rows: list[list[int]], **more) -> list:
         out = target.generate(**padded(rows), **{**CALL, "speculative": True, **more}, return_dict_in_generate=True)

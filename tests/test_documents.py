@@ -36,6 +36,7 @@ BLOCKS = blocks()
 ELSEWHERE = {
     "docs/drafts.md:1": "tests/generate/test_hooks.py",
     "docs/drafts.md:2": "needs models of the hub",
+    "docs/models.md:1": "tests/test_lockstep.py",
     "docs/speculative_execution.md:1": "tests/acceptance/test_primitive.py",
     "docs/speculative_execution.md:2": "tests/acceptance/test_primitive.py",
     "docs/usage.md:6": "needs a model of the hub",
