@@ -1,4 +1,4 @@
-"""Drafts of targets in 16 bit, and of quantised ones: what learns does so in float32, and ends in the target's dtype."""
+"""Drafts of targets in 16 bit, of quantised ones and of ones with adapters: what learns does so in float32, and ends in the target's dtype."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hf_specdec.training.pipeline import KINDS
 from hf_specdec.training.trainer import RunConfig, Trainer
 
 from ..helpers import prompts, tiny_llama
-from .test_weights import quantised
+from .test_weights import adapted, quantised
 
 FEW = dict(steps=4, batch_tokens=128, lr=3e-3, warmup=1)
 KINDS_OF_RUNS = {
@@ -33,15 +33,17 @@ KINDS_OF_RUNS = {
 }
 
 
+WAYS = {"bfloat16": lambda target: target.to(torch.bfloat16), "int8": quantised, "LoRA": adapted}
+
+
 def values(target) -> list[torch.Tensor]:
     return [part.clone() for part in (*target.parameters(), *target.buffers())]
 
 
 @pytest.mark.parametrize("name", KINDS_OF_RUNS)
-@pytest.mark.parametrize("way", ["bfloat16", "int8"])
+@pytest.mark.parametrize("way", WAYS)
 def test_a_draft_learns_in_float32_and_is_one_for_the_target(name, way, tokenizer, anyones_data, tmp_path):
-    config, own = KINDS_OF_RUNS[name], tiny_llama(3, num_hidden_layers=3)
-    own = quantised(own) if way == "int8" else own.to(torch.bfloat16)
+    config, own = KINDS_OF_RUNS[name], WAYS[way](tiny_llama(3, num_hidden_layers=3))
     before = values(own)
     seen = []
     step = Trainer.step

@@ -71,9 +71,10 @@ def test_a_drafter_of_all_layers_computes_what_its_target_does(way):
 
 
 @every_way
-def test_a_drafter_of_such_a_target_is_saved_and_read_and_drafts(way, tmp_path):
+@pytest.mark.parametrize("reads", [(), (1, 2)], ids=["layers", "features"])
+def test_a_drafter_of_such_a_target_is_saved_and_read_and_drafts(way, reads, tmp_path):
     target = WAYS[way](tiny())
-    save(build_drafter(target, [0], torch.arange(40)), tmp_path, "tiny")
+    save(build_drafter(target, [0], torch.arange(40), reads), tmp_path, "tiny")
     ids = torch.tensor(prompts(9))
     wanted = target.generate(input_ids=ids, max_new_tokens=12, do_sample=False)
     got = hf_specdec.enable(target).generate(input_ids=ids, max_new_tokens=12, do_sample=False, assistant_model=load(tmp_path, target), speculative=True)

@@ -33,7 +33,7 @@ class EachNorm(nn.Module):
 
 def tapped(target: PreTrainedModel, layers: tuple[int, ...], context: Context) -> Tap:
     """What `layers` of `target` put out in the call. ValueError if the draft drafts for another model, which would show it nothing."""
-    if compat.unwrap(context.target.model).base_model is not target.base_model:
+    if compat.unwrap(context.target.model).base_model is not compat.unwrap(target).base_model:
         raise ValueError("target: the draft was made to read the states of another model than the one that it drafts for now. Make it for that one, with "
                          "training.load_drafter(folder, model) for instance.")
     config = target.config.get_text_config()

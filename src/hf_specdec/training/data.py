@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from .. import compat
 from .answers import continue_texts, judge_texts, room, stops
 from .prompts import TURNS, chat_parts, openings, prompt_ids
 from .shards import Part, Sample, Shard, check_target, notes_of, probe, refuse_foreign, shard_files
@@ -104,7 +105,7 @@ def make_data(folder: str | Path, model, tokenizer, tokens: int, rows: int = 48,
     with (tokens so far, tokens), first with what was there. ValueError for a folder of something else, for shards of another model
     or job, and for a prompt that is too long.
     """
-    folder, done, made = Path(folder), 0, set()
+    folder, model, done, made = Path(folder), compat.unwrap(model), 0, set()
     places = prompts if prompts is None or isinstance(prompts, Mapping) else {f"prompt {i}": prompt for i, prompt in enumerate(prompts, 1)}
     prompts = None if places is None else list(places.values())
     refuse_foreign(folder)

@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Column, Table
 
+from .. import compat
 from ..bench.terminal import counting
 from . import checkpoint, export
 from .answers import stops
@@ -57,7 +58,7 @@ def train(target, tokenizer, data: str | Path, out: str | Path, config: RunConfi
     best first; with several losses the drafters lie in out/<loss>. Of several processes one writes. Raises ValueError as `check_out` does.
     """
     need_accelerate()
-    losses, out = list(losses) or [config.loss], Path(out)
+    target, losses, out = compat.unwrap(target), list(losses) or [config.loss], Path(out)
     config = replace(config, on_policy=on_policy or config.on_policy)
     if config.on_policy and isinstance(config, FeatureRunConfig):
         raise ValueError("on_policy: a feature drafter learns from the target's own text alone; leave on_policy out.")
