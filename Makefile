@@ -1,6 +1,6 @@
 # make demo: see it work on real weights.   make test: prove it.   Everything is installed into .venv; nothing else is touched.
 #
-#   PYTHON=python3.12 make test     another Python (3.11 to 3.13)
+#   PYTHON=python3.12 make test     another Python (3.11 to 3.14)
 #   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make demo     a torch without CUDA: a much smaller download
 
 PYTHON ?= python3
@@ -27,8 +27,8 @@ help:
 # file here; what it declares (a compiled runtime) is not needed for reading it, hence --no-deps. --no-compile: Python compiles the
 # modules that are imported, and no others.
 define install
-	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 11) <= v < (3, 14) else \
-	  f"{sys.executable} is Python {v[0]}.{v[1]}; this needs 3.11 to 3.13. Name one: make PYTHON=python3.12")'
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 11) <= v < (3, 15) else \
+	  f"{sys.executable} is Python {v[0]}.{v[1]}; this needs 3.11 to 3.14. Name one: make PYTHON=python3.12")'
 	@echo "Installing into $(1): about 1 GB is downloaded the first time (more with CUDA). This takes some minutes."
 	$(PYTHON) -m venv $(1)
 	$(1)/bin/python -m pip install --no-compile -c $(2) torch
