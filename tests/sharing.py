@@ -1,6 +1,6 @@
 """What each of two processes does that run one model together: `python -m torch.distributed.run --nproc-per-node 2 -m tests.sharing HOW FOLDER`.
 
-HOW is a size of transformers' DistributedConfig, tp or pp; FOLDER holds `target` and `draft`. Clocks and torch's generators differ between the two."""
+HOW is tp, pp or ep, as sizes of transformers' DistributedConfig are called; FOLDER holds `target` and `draft`. Clocks and torch's generators differ between the two."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ def main(how: str, folder: Path) -> None:
         module.perf_counter = lambda: perf_counter() * (1 + 3 * rank) + 0.01 * rank * random.random()
 
     def load(place: Path):
-        shared = {"distributed_config": DistributedConfig(**{f"{how}_size": 2})} if f"{how}_size" in SIZES else {"tp_plan": "auto"}  # older versions
+        sizes = {f"{how}_size": 2} | ({"tp_size": 2} if how == "ep" else {})
+        shared = {"distributed_config": DistributedConfig(**sizes)} if f"{how}_size" in SIZES else {"tp_plan": "auto"}  # older versions
         return AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32, **shared).eval()
 
     def generate(rows: list[list[int]], **more) -> list:

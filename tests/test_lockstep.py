@@ -15,20 +15,28 @@ import hf_specdec
 from hf_specdec.lockstep import agreement, alone, in_stages, shared_by_processes
 from hf_specdec.training import build_drafter
 from hf_specdec.training.drafter import save
-from tests.helpers import padded, perturbed, tiny_llama
+from tests.helpers import build, padded, perturbed, tiny_llama
 from tests.sharing import CALL, ROWS, SIZES, TWO
 
 EVEN = 62  # what two processes can share
+SHARED = {"built": "target: several processes run it together", "max_time": "max_time=9.0: the processes", "compress": "model: several processes run this"}
 REFUSED = {
-    "tp": {"built": "target: several processes run it together", "max_time": "max_time=9.0: the processes", "compress": "model: several processes run this"},
-    "pp": {"early_exit": "target: its layers lie in several processes", "drafter": "target: a drafter shares its embedding", "feature drafter": "target: a drafter shares",
-           "built": "target: several processes", "max_time": "max_time=9.0", "compress": "model: several processes run this"},
+    "tp": SHARED,
+    "ep": SHARED,
+    "pp": SHARED | {"early_exit": "target: its layers lie in several processes", "drafter": "target: a drafter shares its embedding",
+                    "feature drafter": "target: a drafter shares"},
 }
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory) -> Path:
-    folder, target = tmp_path_factory.mktemp("models"), tiny_llama(vocab_size=EVEN)
+def model_for(how: str):
+    if how != "ep":
+        return tiny_llama(vocab_size=EVEN)
+    return build("qwen3_moe", 0, spread=0.3, vocab_size=EVEN, hidden_size=32, moe_intermediate_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                 head_dim=8, num_experts=4, num_experts_per_tok=2, max_position_embeddings=128)
+
+
+def saved(folder: Path, how: str) -> Path:
+    target = model_for(how)
     target.save_pretrained(folder / "target")
     perturbed(target).save_pretrained(folder / "draft")
     save(build_drafter(target, [0], torch.arange(40)), folder / "drafter", "tiny")
@@ -36,8 +44,9 @@ def models(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("how", [how if how == "tp" or f"{how}_size" in SIZES else pytest.param(how, marks=pytest.mark.skip("this transformers has no stages")) for how in REFUSED])
-def test_both_processes_write_what_one_does(how, models):
+@pytest.mark.parametrize("how", [how if how == "tp" or f"{how}_size" in SIZES else pytest.param(how, marks=pytest.mark.skip(f"this transformers has no {how}_size")) for how in REFUSED])
+def test_both_processes_write_what_one_does(how, tmp_path):
+    models = saved(tmp_path, how)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.sharing", how, str(models)]
     root = Path(__file__).parents[1]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(hf_specdec.__file__).parents[1]), str(root)]), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
@@ -46,7 +55,7 @@ def test_both_processes_write_what_one_does(how, models):
     assert done.returncode == 0, done.stderr[-3000:]
     one, other = (json.loads((models / f"{how}{rank}.json").read_text()) for rank in range(2))
     assert one == other  # texts, sampled ones too, and how many tokens were drafted in every round
-    target = tiny_llama(vocab_size=EVEN)
+    target = model_for(how)
     wanted = {len(rows): target.generate(**padded(rows), **CALL).tolist() for rows in (ROWS, TWO)}
     for name, found in one.items():
         if name in REFUSED[how]:

@@ -18,16 +18,17 @@ def bitsandbytes(**options):
     return transformers.BitsAndBytesConfig(**options)
 
 
-def torchao():
-    from torchao.quantization import Int8WeightOnlyConfig
+def torchao(name: str):
+    from torchao import quantization
 
-    return transformers.TorchAoConfig(Int8WeightOnlyConfig())
+    return transformers.TorchAoConfig(getattr(quantization, name)())
 
 
 WAYS = {
     "bitsandbytes, 4 bit": ("bitsandbytes", lambda: bitsandbytes(load_in_4bit=True)),
     "bitsandbytes, 8 bit": ("bitsandbytes", lambda: bitsandbytes(load_in_8bit=True)),
-    "torchao, int8": ("torchao", torchao),
+    "torchao, int8": ("torchao", lambda: torchao("Int8WeightOnlyConfig")),
+    "torchao, int8 activations": ("torchao", lambda: torchao("Int8DynamicActivationInt8WeightConfig")),
     "quanto, int8": ("optimum.quanto", lambda: transformers.QuantoConfig(weights="int8")),
     "quanto, int4": ("optimum.quanto", lambda: transformers.QuantoConfig(weights="int4")),
 }
