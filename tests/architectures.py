@@ -299,9 +299,14 @@ STATEFUL = [
     Family("Inkling (text)", "inkling_text", _INKLING),
     Family("Inkling 2 (text)", "inkling2_text", {**_INKLING, "unpadded_vocab_size": VOCAB, "n_layers_per_attn_res_block": 1}),
     Family("Lara mini", "lara_mini", _LLAMA),
+    Family("Mamba", "mamba", dict(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=8)),
+    Family("Falcon-Mamba", "falcon_mamba", dict(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, state_size=8)),
+    Family("Jamba", "jamba", dict(_LLAMA, **_MOE, mamba_d_state=8, mamba_dt_rank=4, attn_layer_period=2, attn_layer_offset=1)),
+    Family("Zamba", "zamba", dict(_HEADS, num_hidden_layers=4, mamba_d_state=8, mamba_dt_rank=4, n_mamba_heads=2, attention_head_dim=16,
+                                  layer_types=["linear_attention", "hybrid"] * 2)),
     Family("Zaya", "zaya", {**_LLAMA, "head_dim": 8, "num_experts": 4, "moe_intermediate_size": 16, "router_hidden_size": 16}, spread=0.6),
 ]
-STATEFUL = [family for family in STATEFUL if family.kind != "mamba2" or CACHE == "cache"]  # before 5.24 its forward has a name of its own for its cache
+STATEFUL = [family for family in STATEFUL if family.kind not in ("mamba", "mamba2", "falcon_mamba") or CACHE == "cache"]  # before 5.24 their cache has another name
 FAMILIES += [replace(family, ragged=not family.kind.startswith("inkling"), window="states") for family in STATEFUL if GOES_ON]
 FAMILIES = [line for line in FAMILIES if line.kind in CONFIG_MAPPING]  # of the installed transformers
 FAMILIES = [line for line in FAMILIES if line.kind != "cohere_compass_text" or CACHE == "cache"]  # before 5.24 its own code fails with this config
@@ -310,21 +315,16 @@ FAMILIES = [line for line in FAMILIES if line not in _TOO_OLD]
 
 # What cannot be rolled back: (name, model_type, settings)
 REFUSED = [
-    ("Mamba", "mamba", dict(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=8)),
     ("RWKV", "rwkv", dict(vocab_size=VOCAB, hidden_size=32, attention_hidden_size=32, num_hidden_layers=2, context_length=64)),
     ("RecurrentGemma", "recurrent_gemma", dict(_HEADS, lru_width=32)),
-    ("Jamba", "jamba", dict(_LLAMA, **_MOE, mamba_d_state=8, mamba_dt_rank=4, attn_layer_period=2, attn_layer_offset=1)),
     ("MiniMax", "minimax", dict(_LLAMA, **_MOE, head_dim=8, block_size=8, layer_types=_DELTA["layer_types"])),
 ]
 _QWEN4 = dict(_LLAMA, **{**_DELTA, "layer_types": ["linear_attention"] * 2}, **_EXPERTS, head_dim=8, shared_expert_intermediate_size=16, hc_lowrank=4,
               ngram_vocab_size_base=64, split_ngram_parts=1)
 REFUSED += [
-    ("Falcon-Mamba", "falcon_mamba", dict(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, state_size=8)),
     ("Inkling 2 (loop, text)", "inkling2_loop_text", dict(_INKLING, unpadded_vocab_size=VOCAB, n_layers_per_attn_res_block=1)),
     ("Qwen4-Exp", "qwen4_exp", {"text_config": dict(_QWEN4, **_UNSPECIAL), "vision_config": {n: size for n, size in _VISION.items() if n != "deepstack_visual_indexes"}}),
     ("Qwen4-Exp (text)", "qwen4_exp_text", _QWEN4),
-    ("Zamba", "zamba", dict(_HEADS, num_hidden_layers=4, mamba_d_state=8, mamba_dt_rank=4, n_mamba_heads=2, attention_head_dim=16,
-                            layer_types=["linear_attention", "hybrid"] * 2)),
     ("xLSTM", "xlstm", dict(vocab_size=VOCAB, hidden_size=32, embedding_dim=32, num_hidden_layers=1, num_blocks=1, num_heads=4)),
     ("DeepSeek-V4", "deepseek_v4", dict(_LLAMA, head_dim=8, q_lora_rank=16, o_lora_rank=16, n_routed_experts=4, num_experts_per_tok=2,
                                         moe_intermediate_size=16, index_head_dim=8, index_n_heads=2)),

@@ -13,8 +13,8 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 CACHE = "cache" if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters else "past_key_values"  # "cache" since 5.24
 GO_ON = frozenset(  # from a state over several tokens as they do token by token
-    "bailing_hybrid bamba falcon_h1 granitemoehybrid inkling2_text inkling_text kimi_linear lara_mini lfm2 lfm2_moe lfm3 mamba2 nemotron_h olmo_hybrid "
-    "qwen3_5_moe_text qwen3_5_text qwen3_next zamba2 zaya".split()
+    "bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid inkling2_text inkling_text jamba kimi_linear lara_mini lfm2 lfm2_moe lfm3 mamba mamba2 nemotron_h "
+    "olmo_hybrid qwen3_5_moe_text qwen3_5_text qwen3_next zamba zamba2 zaya".split()
 )
 _VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 GOES_ON = _VERSION >= (5, 17)  # before, models do not go on from a state over several tokens, or not all of them

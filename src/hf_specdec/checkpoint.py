@@ -9,6 +9,7 @@ from functools import cache
 import torch
 from torch.nn.functional import pad
 
+from .recurrences import After
 from .uploads import upload
 
 State = tuple[dict, dict]  # of one layer, by number: inputs of convolutions [B, C, n] and recurrent states [B, ...]; None where there is none
@@ -16,17 +17,28 @@ State = tuple[dict, dict]  # of one layer, by number: inputs of convolutions [B,
 
 @dataclass
 class Checkpoint:
-    """The states of all layers after lengths[b] tokens of row b; of each row the last `reach` can be taken back."""
+    """The states of all layers after lengths[b] tokens of row b; of each row the last `reach` can be taken back.
+
+    block: where recurrent states can be: the position of each row at which the last pass began, and per layer what makes its state after so many tokens of
+    the pass (None: it has none).
+    """
 
     lengths: list[int]
     reach: int
     states: list[State]
+    block: tuple[list[int], list[After | None]] | None = None
 
     def cut(self, lengths: list[int]) -> None:
-        """Take back what convolutions have read from position lengths[b] on."""
+        """Take back what has been read from position lengths[b] on."""
         back = [own - length for own, length in zip(self.lengths, lengths)]
         most = max(back)
+        if not most:
+            return
         self.states = [({i: _without_last(part, back, most) for i, part in inputs.items()}, recurrent) for inputs, recurrent in self.states]
+        if self.block is not None:
+            starts, after = self.block
+            read = [length - start for length, start in zip(lengths, starts)]
+            self.states = [(inputs, {0: make(read).to(recurrent[0].dtype)} if make else recurrent) for make, (inputs, recurrent) in zip(after, self.states)]
         self.lengths, self.reach = lengths, self.reach - most
 
     def rows_of(self, other: Checkpoint | None, rows: list[bool]) -> Checkpoint:
@@ -43,7 +55,7 @@ class Checkpoint:
         """These rows alone."""
         index = _on_each(rows)
         parts = [tuple({i: None if part is None else part.index_select(0, index(part.device)) for i, part in kind.items()} for kind in pair) for pair in self.states]
-        return Checkpoint([self.lengths[row] for row in rows], self.reach, parts)
+        return Checkpoint([self.lengths[row] for row in rows], self.reach if self.block is None else 0, parts)
 
 
 def _on_each(rows: list[int]) -> Callable[[torch.device], torch.Tensor]:

@@ -16,6 +16,7 @@ from transformers.generation import logits_process as lp
 
 from . import assistants
 from .caches import CACHE, GO_ON, states_of
+from .recurrences import begins_with_nothing
 from .flash import flash_of, why_not
 
 # --- logits processors ------------------------------------------------------------------------------------------------
@@ -190,9 +191,9 @@ def _refuse_what_cannot_roll_back(model: PreTrainedModel, config: Any, name: str
         raise ValueError(f"{name} is an encoder-decoder model of type {kind!r}, whose decoder nobody has tried to roll back; those that work are "
                          f"{sorted(ENCODER_DECODERS)}. Use speculative=False.")
     states, strange = _states(model, config), _strange(config)
-    if states and config.model_type not in GO_ON:
+    if states and (config.model_type not in GO_ON or begins_with_nothing(model)):
         raise ValueError(f"{name} carries a state from token to token, and nobody has seen it go on from there over several tokens as it does token by token (Mamba 1 "
-                         f"layers start from nothing): it cannot be rolled back after a rejected token. Use speculative=False.")
+                         f"does in layers that run their own forward): it cannot be rolled back after a rejected token. Use speculative=False.")
     own_way = "reads the cache of its last loop itself" if getattr(config, "recurrent_kv_cache_mode", "") == "last_loop" else _OWN_WAYS.get(kind)
     unknown = getattr(model, "_is_stateful", False) and not getattr(config, "layer_types", None)
     if not states and not own_way and (unknown or strange):

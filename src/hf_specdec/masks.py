@@ -69,6 +69,8 @@ class Placing:
         device, chain = self.device, tree is None or tree.is_chain
         if self.traits.states and len(sizes) > 1:  # of one row, the model's own masks say the same
             return self._beside_states(plan, [length + first for length in lengths], width, sizes)
+        if self.traits.states and not self.traits.placed:  # Mamba takes a mask for its block alone; there is no padding
+            return {"attention_mask": None}
         if self.traits.own_positions:
             return self._by_columns(plan, [length + first for length in lengths], width, sizes)
         level = plan.start is not None and min(sizes) == width  # all rows begin at the same slot, and none is padded

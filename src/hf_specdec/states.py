@@ -1,9 +1,9 @@
 """Layers that carry a state from token to token instead of keys and values: state-space models (Mamba), linear attention (gated delta rules), short
 convolutions; alone, or beside attention in a hybrid model.
 
-No token can be taken out of a state again. It is therefore kept as it was after earlier passes, and put back after a rejection. Tokens that have been committed
-since are fed once more, in front of the next candidates; only where there are none may that take passes of its own. Where all candidates were accepted nothing is fed
-twice, nor where every state is that of a convolution, which consists of its last inputs.
+No token can be taken out of a state again. It is therefore kept as it was before a pass, with what the pass has told it (`recurrences`): from these follows the state
+after the tokens that were accepted. That of a convolution consists of its last inputs. Of layers that are not known there, states are put back to where an earlier
+pass has left them; tokens that have been committed since are fed once more, in front of the next candidates, and only where there are none may that take passes of its own.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from .checkpoint import Checkpoint, State
 from .kv_cache import SlotLayer, SlotPlan
+from .recurrences import Block, Recurrences
 
 ANY = (0.0, inf)  # of a time step's limits
 HELD = ("conv_states", "recurrent_states", "conv_kernel_size", "has_previous_state", "is_conv_states_initialized", "is_recurrent_states_initialized", "dtype", "device")
@@ -78,7 +79,7 @@ class Checkpoints:
     """The states of `layers` of one cache after passes of `model` that may have to be returned to, row by row.
 
     PENDING: most tokens of a lone row that are fed once more in front of candidates; more than that get a pass of their own, which is a checkpoint, too.
-    REACH: by how many tokens the states of convolutions can be cut.
+    REACH: by how many tokens of a pass its states can be cut.
     """
 
     PENDING, REACH = 16, 128
@@ -88,6 +89,7 @@ class Checkpoints:
         self.kept: list[Checkpoint] = []
         self.begun = False  # whether there has been a pass in this call
         self.final = False  # whether all that the next pass reads is committed: nothing goes back to before it
+        self.recurrences = Recurrences(model)
         with _limits:
             self.limited = [part for part in model.modules() if tuple(getattr(part, "time_step_limit", None) or ANY) != ANY]
 
@@ -101,14 +103,19 @@ class Checkpoints:
     @contextmanager
     def during(self, starts: list[int], width: int) -> Iterator[None]:
         """A pass that reads `width` tokens from position starts[b] on goes on from the last states, and leaves others. starts[b] < 0: of a text, after padding."""
+        known = self.recurrences.layers
         for layer, state in zip(self.layers, self.kept[-1].states if self.kept else [None] * len(self.layers)):
-            layer.put(state, copied=not self.final)
-        with self._heeding(prompt=not self.kept or not self.begun and width > 1) if self.limited else nullcontext():
+            layer.put(state, copied=not self.final and (width == 1 or layer.index not in known))  # functions over several tokens leave a state alone
+        read = Block({layer.index: layer.recurrent_states[0] for layer in self.layers if layer.recurrent_states.get(0) is not None},
+                     kept=1 < width <= self.REACH and not self.final)
+        with self._heeding(prompt=not self.kept or not self.begun and width > 1) if self.limited else nullcontext(), self.recurrences.reading(read):
             yield
         self.begun = True
         self.kept, self.final = [] if self.final else self.kept, False
-        reach = 0 if any(layer.is_recurrent() for layer in self.layers) else min(self.REACH, width)
-        self.kept.append(Checkpoint([start + width for start in starts], reach, [layer.taken(reach) for layer in self.layers]))
+        after = [read.after.get(layer.index) if layer.is_recurrent() else None for layer in self.layers]
+        reach = min(self.REACH, width) if all(make or not layer.is_recurrent() for make, layer in zip(after, self.layers)) else 0
+        states, block = [layer.taken(reach) for layer in self.layers], (starts, after) if any(after) else None
+        self.kept.append(Checkpoint([start + width for start in starts], reach, states, block))
 
     @contextmanager
     def _heeding(self, prompt: bool) -> Iterator[None]:
