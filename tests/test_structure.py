@@ -18,7 +18,7 @@ SOURCE = Path(hf_specdec.__file__).parent
 LEAVES = {"__main__", "bench", "cli", "commands", "mx", "viz", "training"}
 # what may be imported by what comes after it; modules of one line know nothing of each other
 LINES = [
-    {"uploads", "lockstep"},
+    {"uploads", "lockstep", "recurrences"},
     {"tree", "registry", "theory", "noise", "compat", "kv_cache", "draft_stop", "head", "parts", "passes", "method", "memory", "budget", "round_cost",
      "law", "nucleus", "lazy_law", "caches", "states", "media", "checkpoint", "positions", "fixed_cache", "block", "hints", "flash", "assistants", "folders"},
     {"proposal", "sequences", "tree_shapes", "distributions", "config", "schedule", "trace", "seq2seq", "tap", "masks", "layerwise", "kept"},
@@ -34,7 +34,7 @@ LINES = [
     {"integration"},
     {""},
 ]
-WITHIN = {("compat", "assistants"), ("compat", "caches"), ("compat", "flash"), ("media", "compat"), ("media", "caches"), ("states", "kv_cache"), ("states", "checkpoint"), ("lazy_law", "law"), ("lazy_law", "nucleus"), ("drafts.feature_tree", "drafts.feature"), ("drafts.feature_tree", "drafts.model_tree"), ("drafts.feature", "drafts.features"),
+WITHIN = {("compat", "assistants"), ("compat", "caches"), ("compat", "flash"), ("media", "compat"), ("media", "caches"), ("states", "kv_cache"), ("states", "checkpoint"), ("states", "passes"), ("lazy_law", "law"), ("lazy_law", "nucleus"), ("drafts.feature_tree", "drafts.feature"), ("drafts.feature_tree", "drafts.model_tree"), ("drafts.feature", "drafts.features"),
           ("drafts.feature", "drafts.model"), ("drafts.ngram", "drafts.ngram_table"), ("drafts", "drafts.base"),
           ("drafts.model_tree", "drafts.model"), ("acceptance.coupled", "acceptance.greedy"), ("acceptance.block", "acceptance.sampling"),
           ("acceptance.spectr", "acceptance.sampling"), ("acceptance.typical", "acceptance.threshold"), ("drafts.mixture", "drafts.choosing"), ("drafts.mixture", "drafts.merging"),

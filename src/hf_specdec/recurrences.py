@@ -13,14 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import lru_cache
 from math import inf
 from threading import RLock
 from types import CellType, FunctionType, MethodType
 
 import torch
 from torch import nn
-
-from .uploads import upload
 
 After = Callable[[list[int]], torch.Tensor]  # the state [B, ...] after the first n[b] tokens of row b of a block
 MOST = 32  # tokens of a chunk on a CPU: work within chunks grows with their square
@@ -47,10 +46,10 @@ _readers: dict[int, list] = {}  # by id of a layer: how many passes go through i
 
 
 class Recurrences:
-    """The layers of `model` whose functions are known, and their other forwards."""
+    """The layers of `model` whose functions are known, and their other forwards. makers: what makes functions to run in the place of transformers', by their names."""
 
-    def __init__(self, model: nn.Module):
-        self.forwards = {layer: forward for layer in model.modules() if (forward := _other(layer)) is not None}
+    def __init__(self, model: nn.Module, makers: dict[str, Callable[[Callable], Callable]] = {}):
+        self.forwards = {layer: forward for layer in model.modules() if (forward := _other(layer, makers)) is not None}
         self.layers = {layer.layer_idx for layer in self.forwards}
 
     @contextmanager
@@ -89,13 +88,17 @@ def _names(layer: nn.Module) -> tuple[str, ...]:
     return getattr(getattr(function, "__code__", None), "co_names", ())
 
 
-def _other(layer: nn.Module) -> MethodType | None:
-    """The forward of a layer with functions of ours in place of those over several tokens; None where it has none, or was given a forward of its own (by
-    accelerate, say)."""
-    known = [name for name in _names(layer) if name in FORMS]
-    if not known or not hasattr(layer, "layer_idx") or "forward" in vars(layer) and id(layer) not in _readers:
+def _other(layer: nn.Module, makers: dict[str, Callable] = {}) -> MethodType | None:
+    """The forward of a layer with functions of ours in place of those over several tokens, and those that `makers` make in the place of others; None where it
+    has none over several tokens, or was given a forward of its own (by accelerate, say)."""
+    known = [name for name in _names(layer) if name in FORMS or name in makers]
+    if not any(name in FORMS for name in known) or not hasattr(layer, "layer_idx") or "forward" in vars(layer) and id(layer) not in _readers:
         return None
-    other = _with(type(layer).forward, lambda names: {name: _ours(layer.layer_idx, FORMS[name], names[name], names) for name in known})
+
+    def others(names: dict) -> dict:
+        return {name: _ours(layer.layer_idx, FORMS.get(name), names[name], makers.get(name, _same)(names[name]), names) for name in known}
+
+    other = _with(type(layer).forward, others)
     return other and MethodType(other, layer)
 
 
@@ -114,13 +117,17 @@ def _with(function: FunctionType, others: Callable[[dict], dict]) -> FunctionTyp
     return made
 
 
-def _ours(layer: int, form: Callable, several: Callable, names: dict) -> Callable:
-    def function(*args, **kwargs):
+def _ours(layer: int, form: Callable | None, original: Callable, function: Callable, names: dict) -> Callable:
+    def run(*args, **kwargs):
         block = _block.get()
         if block is None or torch.compiler.is_compiling():
-            return several(*args, **kwargs)
-        return form(block, layer, several, names, *args, **kwargs)
+            return original(*args, **kwargs)
+        return function(*args, **kwargs) if form is None else form(block, layer, function, names, *args, **kwargs)
 
+    return run
+
+
+def _same(function: Callable) -> Callable:
     return function
 
 
@@ -139,8 +146,13 @@ def _first(n: list[int], part: torch.Tensor, value: float, dim: int = 1) -> torc
     part = part.narrow(dim, 0, most)
     if min(n) == most:
         return part
-    beyond = torch.arange(most, device=part.device) >= upload(n, part.device)[:, None]
-    return part.masked_fill(beyond.view(len(n), *(most if d == dim else 1 for d in range(1, part.ndim))), value)
+    return part.masked_fill(_beyond(tuple(n), part.device).view(len(n), *(most if d == dim else 1 for d in range(1, part.ndim))), value)
+
+
+@lru_cache(maxsize=8)
+def _beyond(n: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Which of max(n) tokens come after the first n[b] of row b, bool [B, max(n)]; made once for all layers."""
+    return (torch.arange(max(n), device="cpu") >= torch.tensor(n, device="cpu")[:, None]).to(device)
 
 
 def _delta_rule(block: Block, layer: int, several: Callable, names: dict, query, key, value, g, beta, chunk_size: int = 64, initial_state=None, **options):

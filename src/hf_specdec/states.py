@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
+from . import passes
 from .checkpoint import Checkpoint, State
 from .kv_cache import SlotLayer, SlotPlan
 from .recurrences import Block, Recurrences
@@ -42,11 +43,16 @@ class StateLayer(SlotLayer, LinearAttentionLayer):
     def is_recurrent(self) -> bool:
         return any(state is not None for state in self.recurrent_states.values())
 
-    def update_conv_state(self, conv_states: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        """Padding before a text is nothing to a convolution, also where a bias has made something of it."""
+    def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs) -> torch.Tensor:
+        """Padding before a text is nothing to a convolution, also where a bias has made something of it. What is kept [B, C, n] lies in memory as layers make it,
+        token after token, and so does what is put together."""
         if self.plan.padded and conv_states.shape[-1] == self.plan.width:  # Zaya gives the last states alone, and hides padding itself
             conv_states = conv_states.masked_fill((self.plan.slots < 0).to(conv_states.device)[:, None], 0)
-        return LinearAttentionLayer.update_conv_state(self, conv_states, *args, **kwargs)
+        if not self.has_previous_state[state_idx]:
+            return LinearAttentionLayer.update_conv_state(self, conv_states, state_idx=state_idx, **kwargs)
+        parts = self.conv_states[state_idx].transpose(1, 2), conv_states.transpose(1, 2)
+        self.conv_states[state_idx] = torch.cat(parts, dim=1).transpose(1, 2)
+        return self.conv_states[state_idx]
 
     def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs) -> torch.Tensor:
         """Keep the state itself, in the number format of the first; transformers copies it into that one's place, for graphs."""
@@ -57,7 +63,7 @@ class StateLayer(SlotLayer, LinearAttentionLayer):
 
     def taken(self, more: int) -> State:
         """The states after a pass; of what convolutions have read as much as the next token needs, and `more` tokens before that."""
-        inputs = {i: None if part is None else self._last(i, part, more).contiguous() for i, part in self.conv_states.items()}
+        inputs = {i: None if part is None else _apart(self._last(i, part, more)) for i, part in self.conv_states.items()}
         return inputs, dict(self.recurrent_states)
 
     def put(self, state: State | None, copied: bool = True) -> None:
@@ -66,7 +72,7 @@ class StateLayer(SlotLayer, LinearAttentionLayer):
         for i in range(self.number_of_states):
             part, other = inputs.get(i), recurrent.get(i)
             short = 0 if part is None else max(self.conv_kernel_size[i] - part.shape[-1], 0)
-            self.conv_states[i] = None if part is None else pad(part, (short, 0)) if short else self._last(i, part).clone()
+            self.conv_states[i] = None if part is None else pad(part, (short, 0)) if short else _apart(self._last(i, part))
             self.recurrent_states[i] = other.clone() if copied and other is not None else other
             self.is_conv_states_initialized[i], self.is_recurrent_states_initialized[i] = part is not None, other is not None
             self.has_previous_state[i] = part is not None or other is not None
@@ -89,7 +95,7 @@ class Checkpoints:
         self.kept: list[Checkpoint] = []
         self.begun = False  # whether there has been a pass in this call
         self.final = False  # whether all that the next pass reads is committed: nothing goes back to before it
-        self.recurrences = Recurrences(model)
+        self.recurrences = Recurrences(model, passes.recurrences(model))
         with _limits:
             self.limited = [part for part in model.modules() if tuple(getattr(part, "time_step_limit", None) or ANY) != ANY]
 
@@ -164,6 +170,11 @@ class Checkpoints:
             own.put(state)
             for name in HELD:
                 setattr(into, name, copy.copy(getattr(own, name)))
+
+
+def _apart(inputs: torch.Tensor) -> torch.Tensor:
+    """A copy of what a convolution has read [B, C, n], token after token in memory."""
+    return inputs.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
 
 
 def _holders(cache: Cache) -> list[LinearAttentionLayer]:

@@ -18,7 +18,7 @@ from ..formats import BLOCK, DENSE, FORMATS, SCALE_RULES, Format
 from .build import BuildError, build, packaged_library
 
 ROWS = 16  # of a tile
-ABI = 6
+ABI = 7
 WIDE, PANEL = 64, 1024  # rows of x from which on portable C leaves the product to torch; outputs it decodes at a time
 PATHS = ("portable", "avx2", "avx512f", "avx512_bf16")  # as in csrc/mx.h
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -82,7 +82,8 @@ def _load(path: Path) -> ctypes.CDLL:
     ]  # fmt: skip
     lib.mx_quantize.restype = size
     lib.mx_attention_rows.argtypes = [ctypes.c_char_p, number, number]
-    lib.mx_norm.argtypes, lib.mx_norm.restype = [ctypes.c_char_p, number], None
+    for own in (lib.mx_norm, lib.mx_delta, lib.mx_space, lib.mx_conv):
+        own.argtypes, own.restype = [ctypes.c_char_p, number], None
     lib.mx_read.argtypes = [pointer, size, number]
     lib.mx_read.restype = ctypes.c_uint64
     lib.mx_dot_peak.argtypes, lib.mx_dot_peak.restype = [number], ctypes.c_double

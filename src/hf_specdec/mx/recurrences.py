@@ -1,0 +1,74 @@
+"""Layers that carry states, in passes over models with MX layers on a CPU: kernels in place of transformers' functions (`hf_specdec.recurrences`), with their
+arguments. A token's state does not depend on how many others a pass has read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+
+import torch
+from torch.nn.functional import softplus
+
+from .kernels.recurrence import MOST, TAPS, convolution, delta_rule, state_space, takes
+
+
+def _delta(original: Callable) -> Callable:
+    def rule(query, key, value, g, beta, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False, **more):
+        if not takes(query, key, value, g, beta, initial_state) or not query.dtype == key.dtype == value.dtype or key.shape[-1] > MOST:
+            given = dict(initial_state=initial_state, output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+            return original(query, key, value, g=g, beta=beta, **given, **more)
+        out, state = delta_rule(query, key, value, g, beta, initial_state, use_qk_l2norm_in_kernel)
+        return out, state if output_final_state else None
+
+    return rule
+
+
+def _chunk_scan(original: Callable) -> Callable:
+    def scan(x, dt, A, B, C, D=None, dt_bias=None, initial_states=None, dt_softplus=False, dt_limit=(0.0, inf), return_final_states=False, z=None, **more):
+        if z is not None or not takes(x, dt, A, B, C, D, initial_states) or not x.dtype == B.dtype == C.dtype or B.shape[-1] > MOST:
+            given = dict(D=D, dt_bias=dt_bias, initial_states=initial_states, dt_softplus=dt_softplus, dt_limit=dt_limit, return_final_states=return_final_states, z=z)
+            return original(x, dt, A, B, C, **given, **more)
+        out, state = state_space(x, _steps(dt, dt_bias, dt_softplus).clamp(*dt_limit), A, B, C, D, initial_states)
+        return (out, state) if return_final_states else out
+
+    return scan
+
+
+def _update(original: Callable) -> Callable:
+    def step(state, x, dt, A, B, C, D=None, dt_bias=None, dt_softplus=False, z=None, **more):
+        alike = A.ndim == 3 and all(part is None or part.stride(-1) == 0 for part in (dt, A, D, dt_bias))  # Mamba 2: one number a head
+        if z is not None or not alike or state.dtype != torch.float32 or not takes(state, x, dt, A, B, C, D) or not x.dtype == B.dtype == C.dtype or B.shape[-1] > MOST:
+            return original(state, x, dt, A, B, C, D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus, **more)
+        steps = _steps(dt[..., 0], None if dt_bias is None else dt_bias[..., 0], dt_softplus)
+        out, after = state_space(x[:, None], steps[:, None], A[:, 0, 0], B[:, None], C[:, None], None if D is None else D[..., 0], state)
+        state.copy_(after)
+        return out[:, 0]
+
+    return step
+
+
+def _steps(dt: torch.Tensor, bias: torch.Tensor | None, soft: bool) -> torch.Tensor:
+    """Time steps, rounded where transformers rounds them."""
+    dt = dt if bias is None else dt + bias.to(dt.dtype)
+    return softplus(dt) if soft else dt
+
+
+def _conv(original: Callable) -> Callable:
+    def conv(hidden_states, weight, bias=None, activation=None, **more):
+        alike = all(part is None or part.dtype == hidden_states.dtype for part in (weight, bias))
+        if not alike or activation not in (None, "silu", "swish") or not takes(hidden_states, weight, bias) or weight.shape[-1] > TAPS:
+            return original(hidden_states, weight, bias, activation=activation, **more)
+        return convolution(hidden_states, weight, bias, activation is not None)
+
+    return conv
+
+
+OTHERS = {
+    "torch_chunk_gated_delta_rule": _delta,
+    "torch_recurrent_gated_delta_rule": _delta,
+    "chunk_kimi_delta_attention": _delta,
+    "recurrent_kimi_delta_attention": _delta,
+    "mamba2_chunk_scan": _chunk_scan,
+    "mamba2_selective_state_update": _update,
+    "causal_conv1d_fn": _conv,
+}
