@@ -25,10 +25,6 @@ class PassAddition:
         """(n, run): passes of `model` over at most n tokens are to be made by run(forward, *args, **kwargs). None: nothing to add."""
         return None
 
-    def recurrences(self, model: PreTrainedModel) -> dict[str, Callable[[Callable], Callable]]:
-        """What makes functions to run in the place of transformers' of these names, in layers that carry states (`hf_specdec.recurrences`)."""
-        return {}
-
     def prepare(self, model: PreTrainedModel) -> None:
         """What is to be done before passes of the model are compiled, or used again in another call."""
 
@@ -46,11 +42,6 @@ ADDITIONS: list[PassAddition] = []
 def runner(model: PreTrainedModel, compiled: bool) -> tuple[int, Callable | None]:
     """The first addition's runner; (0, None) where no addition has one."""
     return next(filter(None, (addition.runner(model, compiled) for addition in ADDITIONS)), (0, None))
-
-
-def recurrences(model: PreTrainedModel) -> dict[str, Callable[[Callable], Callable]]:
-    """All that additions have for the layers of a model that carry states."""
-    return {name: make for addition in ADDITIONS for name, make in addition.recurrences(model).items()}
 
 
 def options(device: torch.device, places: int, whole: bool = True) -> dict:

@@ -46,10 +46,10 @@ _readers: dict[int, list] = {}  # by id of a layer: how many passes go through i
 
 
 class Recurrences:
-    """The layers of `model` whose functions are known, and their other forwards. makers: what makes functions to run in the place of transformers', by their names."""
+    """The layers of `model` whose functions are known, and their other forwards."""
 
-    def __init__(self, model: nn.Module, makers: dict[str, Callable[[Callable], Callable]] = {}):
-        self.forwards = {layer: forward for layer in model.modules() if (forward := _other(layer, makers)) is not None}
+    def __init__(self, model: nn.Module):
+        self.forwards = {layer: forward for layer in model.modules() if (forward := _other(layer)) is not None}
         self.layers = {layer.layer_idx for layer in self.forwards}
 
     @contextmanager
@@ -75,60 +75,53 @@ class Recurrences:
 
 def begins_with_nothing(model: nn.Module) -> bool:
     """Whether layers of Mamba 1 are among those of `model` that cannot be helped."""
-    return any("mamba_selective_scan" in _names(layer) and _other(layer) is None for layer in model.modules())
+    return any("mamba_selective_scan" in global_names(type(layer).forward) and _other(layer) is None for layer in model.modules())
 
 
 # --- another forward ------------------------------------------------------------------------------------------------------
 
-def _names(layer: nn.Module) -> tuple[str, ...]:
-    """The global names that the forward of a layer knows."""
-    function = type(layer).forward
+def global_names(function: Callable) -> tuple[str, ...]:
+    """Those that the innermost of the functions that `function` wraps makes use of."""
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     return getattr(getattr(function, "__code__", None), "co_names", ())
 
 
-def _other(layer: nn.Module, makers: dict[str, Callable] = {}) -> MethodType | None:
-    """The forward of a layer with functions of ours in place of those over several tokens, and those that `makers` make in the place of others; None where it
-    has none over several tokens, or was given a forward of its own (by accelerate, say)."""
-    known = [name for name in _names(layer) if name in FORMS or name in makers]
-    if not any(name in FORMS for name in known) or not hasattr(layer, "layer_idx") or "forward" in vars(layer) and id(layer) not in _readers:
-        return None
-
-    def others(names: dict) -> dict:
-        return {name: _ours(layer.layer_idx, FORMS.get(name), names[name], makers.get(name, _same)(names[name]), names) for name in known}
-
-    other = _with(type(layer).forward, others)
-    return other and MethodType(other, layer)
-
-
-def _with(function: FunctionType, others: Callable[[dict], dict]) -> FunctionType | None:
-    """`function`, the innermost of those that it wraps with other global names; None where it cannot be told what is wrapped."""
+def with_names(function: FunctionType, others: Callable[[dict], dict]) -> FunctionType | None:
+    """`function`, with others(names) in place of global names of the innermost of those that it wraps; None where it cannot be told what is wrapped."""
     inner, names, cells = getattr(function, "__wrapped__", None), function.__globals__, function.__closure__ or ()
     if inner is None:
         names = {**names, **others(names)}
     else:
-        other = _with(inner, others)
+        other = with_names(inner, others)
         if other is None or not any(cell.cell_contents is inner for cell in cells):
             return None
         cells = tuple(CellType(other) if cell.cell_contents is inner else cell for cell in cells)
     made = FunctionType(function.__code__, names, function.__name__, function.__defaults__, cells)
     made.__kwdefaults__ = function.__kwdefaults__
+    if inner is not None:
+        made.__wrapped__ = other
     return made
 
 
-def _ours(layer: int, form: Callable | None, original: Callable, function: Callable, names: dict) -> Callable:
+def _other(layer: nn.Module) -> MethodType | None:
+    """The forward of a layer with functions of ours in place of those over several tokens; None where it has none, or was given a forward of its own (by
+    accelerate, say)."""
+    known = [name for name in global_names(type(layer).forward) if name in FORMS]
+    if not known or not hasattr(layer, "layer_idx") or "forward" in vars(layer) and id(layer) not in _readers:
+        return None
+    other = with_names(type(layer).forward, lambda names: {name: _ours(layer.layer_idx, FORMS[name], names[name], names) for name in known})
+    return other and MethodType(other, layer)
+
+
+def _ours(layer: int, form: Callable, several: Callable, names: dict) -> Callable:
     def run(*args, **kwargs):
         block = _block.get()
         if block is None or torch.compiler.is_compiling():
-            return original(*args, **kwargs)
-        return function(*args, **kwargs) if form is None else form(block, layer, function, names, *args, **kwargs)
+            return several(*args, **kwargs)
+        return form(block, layer, several, names, *args, **kwargs)
 
     return run
-
-
-def _same(function: Callable) -> Callable:
-    return function
 
 
 # --- what is known of transformers' functions -----------------------------------------------------------------------------

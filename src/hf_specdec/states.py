@@ -19,7 +19,6 @@ from torch import nn
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
-from . import passes
 from .checkpoint import Checkpoint, State
 from .kv_cache import SlotLayer, SlotPlan
 from .recurrences import Block, Recurrences
@@ -95,7 +94,7 @@ class Checkpoints:
         self.kept: list[Checkpoint] = []
         self.begun = False  # whether there has been a pass in this call
         self.final = False  # whether all that the next pass reads is committed: nothing goes back to before it
-        self.recurrences = Recurrences(model, passes.recurrences(model))
+        self.recurrences = Recurrences(model)
         with _limits:
             self.limited = [part for part in model.modules() if tuple(getattr(part, "time_step_limit", None) or ANY) != ANY]
 

@@ -14,8 +14,9 @@ from torch.nn.utils import parametrize
 
 from hf_specdec import mx
 from hf_specdec.drafts import PromptLookupDraft
+from hf_specdec.mx.beneath import use_own_classes
 from hf_specdec.mx.kernels import cpu
-from hf_specdec.mx.norms import KINDS, KernelNorm, norm_kind, rms_norm, use_kernel_norms, use_own_norms
+from hf_specdec.mx.norms import KINDS, KernelNorm, norm_kind, rms_norm, use_kernel_norms
 
 from ..helpers import build, generated, plain, repetitive, speculate
 from .models import SIZE
@@ -152,7 +153,7 @@ def test_a_compressed_model_has_them_and_a_dense_one_has_not(kind, settings, cou
     ids = numbers(1, 9).abs().mul(10).long()
     with torch.inference_mode():
         found = model(ids).logits
-        use_own_norms(model)
+        use_own_classes(model)
         assert not norms(model)
         wanted = model(ids).logits
     assert torch.allclose(wanted.float(), found.float(), atol=0.05 * float(wanted.abs().max()))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from importlib import import_module
 
 import pytest
@@ -232,20 +234,46 @@ def test_texts_are_those_of_plain_generate(kind, format):
         assert generated(speculate(model, rows[:1], draft, k=4, max_new_tokens=24), rows[:1]) == expected[:1]
 
 
-@pytest.mark.parametrize("kind", [kind for kind in here if kind not in ("LFM2", "Mamba")])
-def test_the_kernels_run_in_passes_and_nowhere_else(kind, monkeypatch):
-    model, (row,), calls = tiled(kind), prompts(12), []
-    library = cpu.library()
-    for name in ("mx_delta", "mx_space"):
+@pytest.fixture
+def calls(monkeypatch):
+    """The names of the kernels that are called."""
+    made, library = [], cpu.library()
+    for name in ("mx_delta", "mx_space", "mx_conv"):
         own = getattr(library, name)
-        monkeypatch.setattr(library, name, lambda *given, own=own, name=name: calls.append(name) or own(*given))
-    speculate(model, [row], draft_of(kind), k=3, max_new_tokens=8)
-    assert calls
+        monkeypatch.setattr(library, name, lambda *given, own=own, name=name: made.append(name) or own(*given))
+    return made
+
+
+@pytest.mark.parametrize("kind", [kind for kind in here if kind != "Mamba"])
+def test_plain_generate_runs_the_kernels_too_until_the_model_is_dense_again(kind, calls):
+    model, (row,) = tiled(kind), prompts(12)
+    expected = plain(mx.dequantize(tiled(kind)), [row], max_new_tokens=8)
     calls.clear()
-    plain(model, [row], max_new_tokens=8)
+    assert plain(model, [row], max_new_tokens=8) == expected and set(calls) >= ({"mx_conv"} if kind == "LFM2" else {"mx_conv", "mx_delta"} if "mx_delta" in calls else {"mx_space"})
+    assert len(calls) >= 8
     mx.dequantize(model)
-    speculate(model, [row], PromptLookupDraft(), k=3, max_new_tokens=8)
-    assert not calls
+    calls.clear()
+    assert generated(speculate(model, [row], PromptLookupDraft(), k=3, max_new_tokens=8), [row]) == expected and not calls
+
+
+@pytest.mark.parametrize("kind", [kind for kind in here if kind != "Mamba"])
+def test_copies_and_pickles_run_the_kernels_and_keep_their_names(kind, calls):
+    model, (row,) = tiled(kind), prompts(12)
+    expected = plain(model, [row], max_new_tokens=8)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        calls.clear()
+        assert plain(other, [row], max_new_tokens=8) == expected and calls
+        assert [type(own).__qualname__ for own in other.modules()] == [type(own).__qualname__ for own in model.modules()]
+        mx.dequantize(other)
+        assert {type(own) for own in other.modules()} == {type(own) for own in mx.dequantize(copy.deepcopy(model)).modules()}
+
+
+def test_gradients_go_through_transformers_functions(calls):
+    model, ids = tiled(here[0]), torch.tensor(prompts(12))
+    with torch.enable_grad():
+        embeds = model.get_input_embeddings()(ids).detach().requires_grad_()
+        model(inputs_embeds=embeds, use_cache=False).logits.sum().backward()
+    assert embeds.grad.abs().sum() > 0 and not calls
 
 
 @pytest.mark.parametrize("kind", [kind for kind in here if kind not in ("LFM2", "Mamba")])

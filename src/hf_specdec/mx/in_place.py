@@ -12,10 +12,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..lockstep import shared_by_processes
-from .attention import use_for_few
+from .beside import use_kernels
 from .calibrate import calibrated, loses
 from .calibration import sequences_of
-from .norms import use_kernel_norms
 from .plan import Choice
 from .report import CompressionReport
 from .swap import FLOAT64, NOT_FINITE, compress_layer, own_config, untie
@@ -40,8 +39,7 @@ def compress_in_place(
             reports[choice.name] = compress_layer(model, choice, scale_rule, measure, activations, inputs, note)
     own_config(model)
     untie(model)
-    use_for_few(model)
-    use_kernel_norms(model)
+    use_kernels(model)
     model.mx_report = CompressionReport([reports[name] for name in names])
 
 

@@ -1,7 +1,7 @@
 """RMS norms of models on a CPU in one call of the library instead of torch's eight, and one row's bits the same at every width: between the products of a
 small model these norms take a tenth of its time.
 
-A norm keeps its name, parameter and hooks and gets a class beneath its own. Where a compiler, autograd, a trace or autocast looks at each step, it does as its
+A norm gets a class beneath its own (`beneath`). Where a compiler, autograd, a trace or autocast looks at each step, it does as its
 own class does."""
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import inspect
 import struct
 from collections.abc import Callable
-from functools import lru_cache
 
 import torch
 from torch import nn
 
+from .beneath import Beneath, put_beneath
 from .kernels import cpu
 from .linear import MXLinear
 
@@ -30,24 +30,16 @@ def use_kernel_norms(model: nn.Module) -> None:
     for module in model.modules():
         kind = None if isinstance(module, KernelNorm) else norm_kind(module)
         if kind is not None:
-            module.__class__ = _class(type(module), kind)
+            put_beneath(module, KernelNorm, mx_kind=kind)
 
 
-def use_own_norms(model: nn.Module) -> None:
-    """Undo `use_kernel_norms`; a class that was put above ours since then (a parametrisation's) stays."""
-    for module in model.modules():
-        if isinstance(module, KernelNorm) and type(module) is _class(module.mx_own, module.mx_kind):
-            module.__class__ = module.mx_own
+class KernelNorm(Beneath):
+    """Beneath the class of a norm. mx_kind: a place in KINDS."""
 
-
-class KernelNorm:
-    """Beneath the class of a norm. mx_own: the norm's own class; mx_kind: a place in KINDS; names that no norm has."""
-
-    mx_own: type
     mx_kind: int
 
     def forward(self, *given, **named):
-        if not isinstance(self, KernelNorm):  # someone kept this method (accelerate's hooks do), and `use_own_norms` came after
+        if not isinstance(self, KernelNorm):  # someone kept this method (accelerate's hooks do), and `use_own_classes` came after
             return type(self).forward(self, *given, **named)
         weight, x = self._parameters.get("weight"), given[0] if len(given) == 1 and not named else None
         if weight is not None and weight.is_cpu and _unwatched(x) and x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float32):
@@ -55,23 +47,6 @@ class KernelNorm:
             if epsilon is not None and x.shape[-1:] == weight.shape and x.is_contiguous() and weight.is_contiguous():
                 return rms_norm(x, weight, epsilon, self.mx_kind)
         return super().forward(*given, **named)
-
-    def __reduce_ex__(self, protocol):
-        """Copies and pickles: the class is made where it is wanted. One above it (a parametrisation's) sees to them itself."""
-        if type(self) is not _class(self.mx_own, self.mx_kind):
-            return super().__reduce_ex__(protocol)
-        return _blank, (self.mx_own, self.mx_kind), self.__dict__.copy()
-
-
-@lru_cache(maxsize=None)
-def _class(own: type, kind: int) -> type:
-    names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
-    return type(own.__name__, (KernelNorm, own), names | {"mx_own": own, "mx_kind": kind})
-
-
-def _blank(own: type, kind: int) -> nn.Module:
-    made = own if cpu.library() is None else _class(own, kind)
-    return made.__new__(made)
 
 
 def _unwatched(x: torch.Tensor) -> bool:

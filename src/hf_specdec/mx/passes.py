@@ -20,7 +20,6 @@ from .attention import FEW, FEW_NAME, NAME
 from .kernels import cpu
 from .linear import MXLinear
 from .ops import mx_tiles, mx_tiles2, mx_tiles3
-from .recurrences import OTHERS
 
 TOKENS = 16  # of a pass in which torch's own operators have no use for threads, and whose compiled loops (`passes.FEW`) have none
 GRAIN = 1 << 15  # numbers up to which torch runs an operator of one number in, one out on one thread anyway
@@ -74,10 +73,6 @@ class KernelPasses(PassAddition):
         if not compiled and torch.get_num_threads() <= THREADS and self.crowded():
             most = CROWDED
         return (most, cpu.together) if ours and not dense else None
-
-    def recurrences(self, model):
-        ours = model.device.type == "cpu" and any(isinstance(layer, MXLinear) for layer in modules(model)) and cpu.library() is not None
-        return OTHERS if ours else {}
 
     def prepare(self, model):
         """One table of products for every decoder layer, which may be compiled alone, and one for the rest."""

@@ -14,13 +14,12 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ..folders import check_model_folder, from_whole
 from ..hints import check_bool, check_path, first_line, what
 from ..method import METHOD, make_way
-from .attention import use_for_few
+from .beside import use_kernels
 from .calibration import token_ids
 from .formats import DEFAULT_FORMAT, DEFAULT_RULE, check_activations, check_rule, get_format
 from .in_place import OFFLOADED, calibration_for, check_devices, check_weights, check_whole, compress_in_place
 from .interface import take_loading_options
 from .linear import MXLinear
-from .norms import use_kernel_norms
 from .packed import PackedMatrix, quantize
 from .plan import Choice, check_layer_formats, check_skip, check_some, plan, recorded
 from .report import CompressionReport, LayerReport, weight_error
@@ -180,8 +179,7 @@ class MXQuantizer(HfQuantizer):
             untie(model)
         if self.quantization_config.dequantize:
             return dequantize(model)
-        use_for_few(model)
-        use_kernel_norms(model)
+        use_kernels(model)
         if not self.pre_quantized:
             model.mx_report = CompressionReport([self._report(model, name) for name, _ in model.named_modules() if self._has(name)])
             self.reports = {}

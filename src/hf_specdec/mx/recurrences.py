@@ -1,15 +1,46 @@
-"""Layers that carry states, in passes over models with MX layers on a CPU: kernels in place of transformers' functions (`hf_specdec.recurrences`), with their
-arguments. A token's state does not depend on how many others a pass has read."""
+"""Layers that carry states, in models with MX layers on a CPU: kernels in place of transformers' functions, with their arguments. A token's state does not depend
+on how many others a pass has read. A layer gets a class beneath its own (`beneath`), whose `forward` is its own with other global names
+(`hf_specdec.recurrences`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from math import inf
 
 import torch
+from torch import nn
 from torch.nn.functional import softplus
 
+from ..recurrences import global_names, with_names
+from .beneath import Beneath, put_beneath
+from .kernels import cpu
 from .kernels.recurrence import MOST, TAPS, convolution, delta_rule, state_space, takes
+from .linear import MXLinear
+
+
+def use_kernel_recurrences(model: nn.Module) -> None:
+    """Give the layers of a model that carry states the kernels, where it has MX layers and is on a CPU with kernels."""
+    if cpu.library() is None or not any(isinstance(module, MXLinear) for module in model.modules()):
+        return
+    for module in model.modules():
+        if not isinstance(module, KernelStates) and hasattr(module, "layer_idx") and _forward(type(module)) is not None:
+            put_beneath(module, KernelStates)
+
+
+class KernelStates(Beneath):
+    """Beneath the class of a layer that carries states."""
+
+    def __init_subclass__(cls, **given):
+        super().__init_subclass__(**given)
+        if "mx_own" in vars(cls):
+            cls.forward = _forward(cls.mx_own)
+
+
+@lru_cache(maxsize=None)
+def _forward(own: type) -> Callable | None:
+    known = [name for name in global_names(own.forward) if name in OTHERS]
+    return with_names(own.forward, lambda names: {name: OTHERS[name](names[name]) for name in known}) if known else None
 
 
 def _delta(original: Callable) -> Callable:
@@ -63,6 +94,20 @@ def _conv(original: Callable) -> Callable:
     return conv
 
 
+def _conv_update(original: Callable) -> Callable:
+    conv = _conv(None)
+
+    def update(hidden_states, conv_state, weight, bias=None, activation=None):
+        alike = all(part is None or part.dtype == hidden_states.dtype for part in (conv_state, weight, bias))
+        if not alike or activation not in (None, "silu", "swish") or not takes(hidden_states, conv_state, weight, bias) or weight.shape[-1] > TAPS:
+            return original(hidden_states, conv_state, weight, bias, activation)
+        seen = torch.cat([conv_state, hidden_states], dim=-1)
+        conv_state.copy_(seen[..., -conv_state.shape[-1] :])
+        return conv(seen, weight, bias, activation=activation)[..., -hidden_states.shape[-1] :]
+
+    return update
+
+
 OTHERS = {
     "torch_chunk_gated_delta_rule": _delta,
     "torch_recurrent_gated_delta_rule": _delta,
@@ -71,4 +116,5 @@ OTHERS = {
     "mamba2_chunk_scan": _chunk_scan,
     "mamba2_selective_state_update": _update,
     "causal_conv1d_fn": _conv,
+    "causal_conv1d_update": _conv_update,
 }

@@ -9,10 +9,9 @@ from torch import nn
 
 from ..hints import what
 from .activation import RowActivation
-from .attention import use_sdpa_again
+from .beside import use_none
 from .gptq import Inputs, compensated
 from .linear import MXLinear
-from .norms import use_own_norms
 from .packed import quantize
 from .plan import Choice
 from .report import LayerReport, weight_error
@@ -124,8 +123,7 @@ def dequantize(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
 def _forget(model: nn.Module) -> None:
     """Take away what `compress` left beside the layers; a model with adapters hands it to the model they are for."""
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    use_sdpa_again(model)
-    use_own_norms(model)
+    use_none(model)
     if hasattr(model, "mx_report"):
         del model.mx_report
     if hasattr(model, "config") and hasattr(model, "save_pretrained"):

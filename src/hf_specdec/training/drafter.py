@@ -21,8 +21,7 @@ from ..drafts.feature import FeatureDraft
 from ..flash import flash_of
 from ..hints import meant
 from ..lockstep import in_stages
-from ..mx.attention import use_for_few
-from ..mx.norms import use_kernel_norms
+from ..mx.beside import use_kernels
 from ..registry import MTP, SHIPPED, shipped
 from . import mtp, published, storage
 from .shared import PrunedHead, empty, share, shared_names
@@ -182,10 +181,9 @@ def load(folder: str | Path, target: PreTrainedModel | None = None) -> PreTraine
     absent = set(missing) - shared_names(draft)
     if absent or unexpected:
         raise ValueError(f"{folder}: model.safetensors does not fit config.json ({sorted(absent | set(unexpected))[0]}).")
-    use_for_few(draft)
     if isinstance(draft.get_output_embeddings(), PrunedHead):
         draft.get_output_embeddings().prepare(about["weights"])
-    use_kernel_norms(draft)
+    use_kernels(draft)
     return FeatureDraft(draft.eval(), target) if about.get("reads") else draft.eval()
 
 
