@@ -31,7 +31,7 @@ trees are refused; batch 1 with chains is exact at any length. Doge is refused w
 Models that read images or sounds, too, are run on texts here; what they are shown beside them is [further down](#images-videos-and-sounds).
 
 "states": layers that carry a state from token to token (state-space models, linear attention, short convolutions), alone or beside attention. They need transformers
-5.17 or newer (Mamba 2: 5.24), and take no trees. A caller's cache goes in and out with one row, unless there are states alone, which do not say how many tokens they have seen.
+5.17 or newer (Mamba, Mamba 2, Falcon-Mamba: 5.24), and take no trees. A caller's cache goes in and out with one row, unless there are states alone, which do not say how many tokens they have seen.
 
 "selected": an indexer picks the keys that are attended to; here, too, a caller's cache is refused, and none is handed back.
 

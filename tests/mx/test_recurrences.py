@@ -8,14 +8,16 @@ from importlib import import_module
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, DynamicCache
 
 from hf_specdec import mx
 from hf_specdec.cached_model import CachedModel
-from hf_specdec.caches import GOES_ON
+from hf_specdec.caches import CACHE, GOES_ON
 from hf_specdec.drafts import PromptLookupDraft
 from hf_specdec.mx.kernels import cpu, recurrence
-from hf_specdec.mx.recurrences import OTHERS
+from hf_specdec.mx.linear import MXLinear
+from hf_specdec.mx.readers import SHORT_CUTS
+from hf_specdec.mx.recurrences import OTHERS, KernelStates, steady_softplus
 from hf_specdec.proposal import Proposal
 
 from ..architectures import STATEFUL
@@ -127,13 +129,15 @@ def test_state_spaces_are_those_of_transformers(path, dtype, shape, split):
 
 @every_path
 @every_dtype
-def test_one_step_of_a_state_space_changes_its_state_in_place(path, dtype):
+@pytest.mark.parametrize("gated", [False, True])
+def test_one_step_of_a_state_space_changes_its_state_in_place(path, dtype, gated):
     shape, name = (2, 1, 2, 4, 20, 24), "mamba2_selective_state_update"
+    gate = numbers(2, 1, 4, 24, dtype=dtype, seed=9)[:, 0] if gated else None
     x, dt, decay, b, c = space_inputs(shape, dtype)
     skip, bias = uniform(4).to(dtype), uniform(4, seed=1).to(dtype)
     given = (dt.transpose(1, 2).expand(-1, -1, 24), decay[:, None, None].expand(-1, 24, 20), b[:, 0], c[:, 0], skip[:, None].expand(-1, 24))
     states = [torch.randn(2, 4, 24, 20, generator=torch.Generator().manual_seed(7)) for _ in range(2)]
-    found, wanted = (step(state, x[:, 0], *given, z=None, dt_bias=bias[:, None].expand(-1, 24), dt_softplus=True)
+    found, wanted = (step(state, x[:, 0], *given, z=gate, dt_bias=bias[:, None].expand(-1, 24), dt_softplus=True)
                      for step, state in zip((OTHERS[name](never), theirs("mamba2", name)), states))
     near(states[0], states[1], dtype)
     torch.testing.assert_close(found.float(), wanted.float(), rtol=3e-2 if dtype == torch.bfloat16 else 1e-4, atol=6e-2 if dtype == torch.bfloat16 else 1e-4)
@@ -296,3 +300,37 @@ def test_of_a_model_with_dense_layers_too():
     model, rows = next(family for family in STATEFUL if family.name == here[0]).model("eager", 0), prompts(12, 7)
     mx.compress(model, "fp32", skip=["in_proj_b", "in_proj_a"], measure=False)
     assert generated(speculate(model, rows, PromptLookupDraft(), k=3, max_new_tokens=12), rows) == [plain(model, [row], max_new_tokens=12)[0] for row in rows]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ("Mamba 2", "Granite 4 (hybrid)", "Falcon-H1", "Mamba") if kind in here])
+def test_what_takes_weights_out_of_layers_in_training_does_nothing(kind, monkeypatch):
+    """With mamba_ssm on a GPU transformers hands `out_proj.weight` to one function for all; compressed layers are called."""
+    model, ids = tiled(kind, format="mxfp6_e2m3"), torch.tensor(prompts(12))
+    layer = next(part for part in model.modules() if isinstance(part, KernelStates))
+    assert isinstance(layer.out_proj, MXLinear)
+    for name in set(SHORT_CUTS) & set(vars(import_module(type(layer).__module__))):
+        monkeypatch.setattr(f"{type(layer).__module__}.{name}", never)
+    expected = model(input_ids=ids, use_cache=False).logits
+    with torch.enable_grad():
+        torch.testing.assert_close(model.train()(input_ids=ids, use_cache=False).logits, expected, atol=1e-3, rtol=1e-3)
+
+
+@every_dtype
+def test_time_steps_have_the_same_bits_whatever_is_around_them(dtype):
+    x = (4 * torch.randn(203, generator=torch.Generator().manual_seed(0))).to(dtype)
+    whole = steady_softplus(x)
+    torch.testing.assert_close(whole, torch.nn.functional.softplus(x))
+    assert all(torch.equal(steady_softplus(x[i : i + n]), whole[i : i + n]) for n in (1, 7, 64) for i in range(0, 203 - n, 3))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in here if kind not in ("Mamba", "Kimi Linear")])
+def test_in_bfloat16_with_eager_attention_verification_has_the_bits_of_plain_decoding(kind):
+    """All layers of it; Kimi Linear's router sums as torch likes."""
+    model, (row,) = tiled(kind, torch.bfloat16), prompts(20)
+    cache = DynamicCache(config=model.config)
+    model(input_ids=torch.tensor([row[:12]]), **{CACHE: cache}, use_cache=True)
+    plainly = torch.cat([model(input_ids=torch.tensor([[token]]), **{CACHE: cache}, use_cache=True).logits for token in row[12:]], dim=1)
+    cached = CachedModel(model, 64)
+    cached.score([row[:12]])
+    cached.commit([1])
+    assert torch.equal(cached.score([row[:13]], Proposal.from_lists([row[13:]], torch.device("cpu"))), plainly)

@@ -10,8 +10,10 @@ from .kernels import cpu
 
 
 class Beneath:
-    """mx_own: the module's own class; mx_more: what else the class beneath it holds, by names that no module has."""
+    """mx_own: the module's own class; mx_more: what else the class beneath it holds, by names that no module has. mx_by_kernels: the module is as good as without
+    where there are no kernels."""
 
+    mx_by_kernels = True
     mx_own: type
     mx_more: tuple[tuple[str, object], ...]
 
@@ -30,7 +32,7 @@ def beneath(own: type, base: type[Beneath], more: tuple[tuple[str, object], ...]
 
 
 def _blank(own: type, base: type[Beneath], more: tuple) -> nn.Module:
-    made = own if cpu.library() is None else beneath(own, base, more)
+    made = own if base.mx_by_kernels and cpu.library() is None else beneath(own, base, more)
     return made.__new__(made)
 
 

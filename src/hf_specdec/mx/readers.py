@@ -1,12 +1,15 @@
 """Which layers' weights a model reads itself, instead of calling the layer: packed bytes would be wrong there.
 
-T5 converts to the type of its layer `wo`, the routers of LongCat-Flash multiply by their weight in float32, Mamba hands weights to kernels.
+T5 converts to the type of its layer `wo`, the routers of LongCat-Flash multiply by their weight in float32, Mamba 1 multiplies by that of `dt_proj`. What layers of
+Mamba hand to functions for training alone (`SHORT_CUTS`) does not count: those functions do nothing in compressed models (`recurrences`).
 """
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
+import textwrap
 from collections.abc import Iterator
 from functools import lru_cache
 
@@ -14,6 +17,7 @@ from torch import nn
 
 # slices are those of tensor-parallel code paths (BLOOM), shapes and devices are what they were
 _READ = re.compile(r"\bself\.(\w+)\.weight\b(?!\s*(?:\[|=[^=]|\.shape|\.device|\.size))")
+SHORT_CUTS = ("mamba_inner_fn", "mamba2_split_conv1d_scan_combined")
 _SETS_UP = re.compile(r"_*(?:init|tie|reset)_")
 
 
@@ -37,6 +41,17 @@ def _methods(kind: type[nn.Module]) -> Iterator[tuple[str, str]]:
         for name, function in vars(base).items():
             try:
                 if inspect.isfunction(function):
-                    yield name, inspect.getsource(function)
+                    yield name, _without_short_cuts(inspect.getsource(inspect.unwrap(function)))
             except (OSError, TypeError):
                 continue
+
+
+def _without_short_cuts(source: str) -> str:
+    """The source of a method without the branches that call one of SHORT_CUTS first."""
+    if not any(name in source for name in SHORT_CUTS):
+        return source
+    lines = source.splitlines()
+    for node in ast.walk(ast.parse(textwrap.dedent(source))):
+        if isinstance(node, ast.If) and ast.unparse(node.body[0]).partition(" = ")[2].startswith(SHORT_CUTS):
+            lines[node.lineno - 1 : node.body[-1].end_lineno] = [""] * (node.body[-1].end_lineno - node.lineno + 1)
+    return "\n".join(lines)

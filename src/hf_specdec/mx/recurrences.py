@@ -10,18 +10,21 @@ from math import inf
 
 import torch
 from torch import nn
-from torch.nn.functional import softplus
+from torch.nn import functional
 
 from ..recurrences import global_names, with_names
 from .beneath import Beneath, put_beneath
-from .kernels import cpu
 from .kernels.recurrence import MOST, TAPS, convolution, delta_rule, state_space, takes
 from .linear import MXLinear
+from .readers import SHORT_CUTS
+
+WHOLE = 64  # numbers that torch takes at once, or a multiple of them
 
 
 def use_kernel_recurrences(model: nn.Module) -> None:
-    """Give the layers of a model that carry states the kernels, where it has MX layers and is on a CPU with kernels."""
-    if cpu.library() is None or not any(isinstance(module, MXLinear) for module in model.modules()):
+    """Give the layers of a model that carry states the kernels, where it has MX layers. They run on a CPU with kernels; everywhere else the model's own functions do,
+    but for those that take weights out of layers."""
+    if not any(isinstance(module, MXLinear) for module in model.modules()):
         return
     for module in model.modules():
         if not isinstance(module, KernelStates) and hasattr(module, "layer_idx") and _forward(type(module)) is not None:
@@ -30,6 +33,8 @@ def use_kernel_recurrences(model: nn.Module) -> None:
 
 class KernelStates(Beneath):
     """Beneath the class of a layer that carries states."""
+
+    mx_by_kernels = False
 
     def __init_subclass__(cls, **given):
         super().__init_subclass__(**given)
@@ -40,7 +45,7 @@ class KernelStates(Beneath):
 @lru_cache(maxsize=None)
 def _forward(own: type) -> Callable | None:
     known = [name for name in global_names(own.forward) if name in OTHERS]
-    return with_names(own.forward, lambda names: {name: OTHERS[name](names[name]) for name in known}) if known else None
+    return with_names(own.forward, lambda names: {name: OTHERS[name](names[name]) for name in known}) if {*known} - {"F"} else None
 
 
 def _delta(original: Callable) -> Callable:
@@ -68,12 +73,12 @@ def _chunk_scan(original: Callable) -> Callable:
 def _update(original: Callable) -> Callable:
     def step(state, x, dt, A, B, C, D=None, dt_bias=None, dt_softplus=False, z=None, **more):
         alike = A.ndim == 3 and all(part is None or part.stride(-1) == 0 for part in (dt, A, D, dt_bias))  # Mamba 2: one number a head
-        if z is not None or not alike or state.dtype != torch.float32 or not takes(state, x, dt, A, B, C, D) or not x.dtype == B.dtype == C.dtype or B.shape[-1] > MOST:
+        if not alike or state.dtype != torch.float32 or not takes(state, x, dt, A, B, C, D) or not x.dtype == B.dtype == C.dtype or B.shape[-1] > MOST:
             return original(state, x, dt, A, B, C, D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus, **more)
         steps = _steps(dt[..., 0], None if dt_bias is None else dt_bias[..., 0], dt_softplus)
         out, after = state_space(x[:, None], steps[:, None], A[:, 0, 0], B[:, None], C[:, None], None if D is None else D[..., 0], state)
         state.copy_(after)
-        return out[:, 0]
+        return out[:, 0] if z is None else out[:, 0] * functional.silu(z)
 
     return step
 
@@ -81,7 +86,23 @@ def _update(original: Callable) -> Callable:
 def _steps(dt: torch.Tensor, bias: torch.Tensor | None, soft: bool) -> torch.Tensor:
     """Time steps, rounded where transformers rounds them."""
     dt = dt if bias is None else dt + bias.to(dt.dtype)
-    return softplus(dt) if soft else dt
+    return steady_softplus(dt) if soft else dt
+
+
+def steady_softplus(x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+    """torch's softplus, with the same bits for a number whatever is around it: torch has another function for the last numbers of a tensor, and for few."""
+    if not takes(x):
+        return functional.softplus(x, *args, **kwargs)
+    return functional.softplus(functional.pad(x.flatten(), (0, -x.numel() % WHOLE)), *args, **kwargs)[: x.numel()].view(x.shape)
+
+
+class _Functional:
+    """torch.nn.functional, but for its softplus."""
+
+    softplus = staticmethod(steady_softplus)
+
+    def __getattr__(self, name: str):
+        return getattr(functional, name)
 
 
 def _conv(original: Callable) -> Callable:
@@ -108,6 +129,11 @@ def _conv_update(original: Callable) -> Callable:
     return update
 
 
+def _no_short_cut(original: Callable) -> Callable:
+    """transformers goes on without, if such a function returns None."""
+    return lambda *args, **kwargs: None
+
+
 OTHERS = {
     "torch_chunk_gated_delta_rule": _delta,
     "torch_recurrent_gated_delta_rule": _delta,
@@ -117,4 +143,6 @@ OTHERS = {
     "mamba2_selective_state_update": _update,
     "causal_conv1d_fn": _conv,
     "causal_conv1d_update": _conv_update,
+    **dict.fromkeys(SHORT_CUTS, _no_short_cut),
+    "F": lambda original: _Functional() if original is functional else original,
 }
