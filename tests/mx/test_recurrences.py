@@ -220,9 +220,9 @@ def draft_of(kind: str):
     return perturbed(next(family for family in STATEFUL if family.name == kind).model("eager", 0), 0.02)
 
 
-def tiled(kind: str, dtype=torch.float32, format: str | None = None):
+def tiled(kind: str, dtype=torch.float32, format: str | None = None, attn: str = "eager"):
     family = next(family for family in STATEFUL if family.name == kind)
-    model = family.model("eager", 0).to(dtype)
+    model = family.model(attn, 0).to(dtype)
     return mx.to_tiles(model) if format is None else mx.compress(model, format, measure=False)
 
 
@@ -323,10 +323,11 @@ def test_time_steps_have_the_same_bits_whatever_is_around_them(dtype):
     assert all(torch.equal(steady_softplus(x[i : i + n]), whole[i : i + n]) for n in (1, 7, 64) for i in range(0, 203 - n, 3))
 
 
-@pytest.mark.parametrize("kind", [kind for kind in here if kind not in ("Mamba", "Kimi Linear")])
-def test_in_bfloat16_with_eager_attention_verification_has_the_bits_of_plain_decoding(kind):
+@pytest.mark.parametrize(("kind", "attn"), [(kind, attn) for kind in here for attn in ("eager", "sdpa") if kind not in ("Mamba", "Kimi Linear") and (kind, attn) != ("Mamba 2", "sdpa")])
+def test_in_bfloat16_verification_has_the_bits_of_plain_decoding(kind, attn):
     """All layers of it; Kimi Linear's router sums as torch likes."""
-    model, (row,) = tiled(kind, torch.bfloat16), prompts(20)
+    model, (row,) = tiled(kind, torch.bfloat16, attn=attn), prompts(20)
+    assert attn == "eager" or model.config._attn_implementation == "hf_specdec_few"
     cache = DynamicCache(config=model.config)
     model(input_ids=torch.tensor([row[:12]]), **{CACHE: cache}, use_cache=True)
     plainly = torch.cat([model(input_ids=torch.tensor([[token]]), **{CACHE: cache}, use_cache=True).logits for token in row[12:]], dim=1)

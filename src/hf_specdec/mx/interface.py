@@ -33,15 +33,18 @@ def can_set_attention(model, name: str) -> bool:
     if not isinstance(model, PreTrainedModel) or model.config.get_text_config()._attn_implementation != name:
         return False
     kinds = {type(part) for part in model.modules() if isinstance(part, PreTrainedModel)}
-    return all(kind._can_set_attn_implementation() and not _treats_sdpa_apart(kind.__module__) for kind in kinds)
+    alone = model.config.get_text_config() is model.config
+    return all(kind._can_set_attn_implementation() and not _treats_sdpa_apart(kind.__module__, alone) for kind in kinds)
 
 
 @lru_cache
-def _treats_sdpa_apart(module: str) -> bool:
+def _treats_sdpa_apart(module: str, text_alone: bool) -> bool:
+    """text_alone: what blocks that read images run by default (`attn_implementation: str = "sdpa"`) does not count."""
     try:
         source = inspect.getsource(sys.modules[module])
     except (OSError, TypeError, KeyError):
         return True
+    source = source.replace(': str = "sdpa"', "") if text_alone else source
     return '"sdpa"' in source or "AttentionInterface()" in source
 
 
