@@ -11,12 +11,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from hf_specdec import mx
 from hf_specdec.mx import attention
 from hf_specdec.mx.attention import FEW, FEW_NAME, rows_attention
-from hf_specdec.mx.interface import can_set_attention
+from hf_specdec.mx.interface import set_attention_from
 from hf_specdec.mx.kernels import attention as kernel
 from hf_specdec.mx.kernels import cpu
 from hf_specdec.tree import Tree
 
-from ..helpers import build, torch_threads
+from ..helpers import build, enabled, torch_threads
+from ..seeing import FAMILIES
 from .models import HEADS as ONE_TO_ONE
 from .models import tiny
 
@@ -205,8 +206,29 @@ def test_compressed_models_use_the_kernel_for_few_queries_and_get_sdpa_back():
 
 @needs_kernels
 def test_a_model_with_code_of_its_own_for_sdpa_keeps_it():
-    assert can_set_attention(tiny(), "sdpa") and not can_set_attention(tiny(), "eager")
-    assert not can_set_attention(build("falcon", **ONE_TO_ONE, alibi=False), "sdpa")
+    falcon = build("falcon", **ONE_TO_ONE, alibi=False)
+    set_attention_from(falcon, "sdpa", FEW_NAME)
+    assert attention_of(falcon) == "sdpa"
+    eager = tiny()
+    eager.set_attn_implementation("eager")
+    set_attention_from(eager, "sdpa", FEW_NAME)
+    assert attention_of(eager) == "eager"
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", [line.name for line in FAMILIES if line.name in ("Qwen3-VL", "Qwen3.5", "Qwen2-VL")])
+def test_of_a_model_that_reads_images_the_text_model_alone_may_run_it(name):
+    line = next(line for line in FAMILIES if line.name == name)
+    model = line.model()
+    model.set_attn_implementation("sdpa")
+    shown = line.prompts(2)
+    options = dict(max_new_tokens=10, min_new_tokens=10, do_sample=False, pad_token_id=0)
+    expected = model.generate(**shown, **options)
+    mx.to_tiles(model)
+    assert (attention_of(model), attention_of(model.get_decoder())) == ("sdpa", FEW_NAME)
+    assert torch.equal(model.generate(**shown, **options), expected)
+    assert torch.equal(enabled(model).generate(**shown, **options, speculative=True, num_assistant_tokens=3), expected)
+    assert attention_of(mx.dequantize(model)) == attention_of(model.get_decoder()) == "sdpa"
 
 
 @needs_kernels

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from .interface import by_sdpa, can_set_attention, register_attention, set_attention
+from .interface import by_sdpa, register_attention, set_attention_from
 from .kernels import attention as kernel
 from .kernels import cpu
 
@@ -140,14 +140,13 @@ def forward_few(module, query, key, value, attention_mask, dropout=0.0, scaling=
 
 def use_for_few(model: torch.nn.Module) -> None:
     """Give a model on a CPU that runs "sdpa" the attention `hf_specdec_few`, where the kernels are there and the model lets it be chosen."""
-    if can_set_attention(model, "sdpa") and model.device.type == "cpu" and cpu.library() is not None:
-        set_attention(model, FEW_NAME)
+    if cpu.library() is not None and getattr(model, "device", torch.device("cpu")).type == "cpu":
+        set_attention_from(model, "sdpa", FEW_NAME)
 
 
 def use_sdpa_again(model: torch.nn.Module) -> None:
     """Undo `use_for_few`."""
-    if can_set_attention(model, FEW_NAME):
-        set_attention(model, "sdpa")
+    set_attention_from(model, FEW_NAME, "sdpa")
 
 
 register_attention(NAME, forward)

@@ -27,14 +27,21 @@ def check_attention(model: PreTrainedModel, name: str) -> None:
             )
 
 
-def can_set_attention(model, name: str) -> bool:
-    """Whether `model` is a transformers model that runs attn_implementation=`name` and would take another one, in all its parts,
-    none of which has code of its own for "sdpa"."""
-    if not isinstance(model, PreTrainedModel) or model.config.get_text_config()._attn_implementation != name:
-        return False
-    kinds = {type(part) for part in model.modules() if isinstance(part, PreTrainedModel)}
-    alone = model.config.get_text_config() is model.config
-    return all(kind._can_set_attn_implementation() and not _treats_sdpa_apart(kind.__module__, alone) for kind in kinds)
+def set_attention_from(model, before: str, name: str) -> None:
+    """Let a transformers model that runs attn_implementation=`before` run `name`: all of it, if every part would take it and none has code of its own for "sdpa"; else
+    its text model, if that is so of this part; else nothing."""
+    if not isinstance(model, PreTrainedModel) or model.config.get_text_config()._attn_implementation != before:
+        return
+    text, parts = model.config.get_text_config(), [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    key = next((key for key in getattr(model.config, "sub_configs", {}) if getattr(model.config, key, None) is text), None)
+    if all(_takes_any(type(part), text_alone=text is model.config) for part in parts):
+        set_attention(model, name)
+    elif key is not None and all(_takes_any(type(part), text_alone=True) for part in parts if part.config is text):
+        set_attention(model, name, key)
+
+
+def _takes_any(kind: type[PreTrainedModel], text_alone: bool) -> bool:
+    return kind._can_set_attn_implementation() and not _treats_sdpa_apart(kind.__module__, text_alone)
 
 
 @lru_cache
@@ -53,9 +60,9 @@ def by_sdpa(*args, **kwargs):
     return AttentionInterface()["sdpa"](*args, **kwargs)
 
 
-def set_attention(model: PreTrainedModel, name: str) -> None:
-    """`model.set_attn_implementation(name)`, and ValueError if it did not take."""
-    model.set_attn_implementation(name)
+def set_attention(model: PreTrainedModel, name: str, part: str | None = None) -> None:
+    """`model.set_attn_implementation(name)`, or of the part whose config has this name, and ValueError if it did not take."""
+    model.set_attn_implementation(name if part is None else {part: name})
     if model.config.get_text_config()._attn_implementation != name:
         raise ValueError(f"model: {type(model).__name__} did not take attn_implementation={name!r}.")
 
