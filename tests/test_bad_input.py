@@ -18,11 +18,11 @@ from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
     GenerationConfig,
-    MambaConfig,
-    MambaForCausalLM,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
     QuantizedCache,
+    RwkvConfig,
+    RwkvForCausalLM,
     StaticCache,
     SwitchTransformersConfig,
     SwitchTransformersForConditionalGeneration,
@@ -90,7 +90,7 @@ def encoder_decoder():
 
 @lru_cache
 def recurrent():
-    return MambaForCausalLM(MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, state_size=4)).eval()
+    return RwkvForCausalLM(RwkvConfig(vocab_size=VOCAB, hidden_size=16, attention_hidden_size=16, num_hidden_layers=2)).eval()
 
 
 @lru_cache
@@ -363,7 +363,7 @@ def test_a_rule_that_contradicts_do_sample_is_refused(rule, do_sample):
 
 MODELS = [
     (encoder_decoder, ("SwitchTransformersForConditionalGeneration", "encoder-decoder", "Use speculative=False")),
-    (recurrent, ("MambaForCausalLM", "cannot be rolled back", "Use speculative=False")),
+    (recurrent, ("RwkvForCausalLM", "cannot be rolled back", "Use speculative=False")),
     (flex, ("LlamaForCausalLM", "flex_attention", "set_attn_implementation")),
 ]
 every_model = pytest.mark.parametrize(("made", "words"), MODELS, ids=[made.__name__ for made, _ in MODELS])
