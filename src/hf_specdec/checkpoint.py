@@ -38,7 +38,7 @@ class Checkpoint:
         if self.block is not None:
             starts, after = self.block
             read = [length - start for length, start in zip(lengths, starts)]
-            self.states = [(inputs, {0: make(read).to(recurrent[0].dtype)} if make else recurrent) for make, (inputs, recurrent) in zip(after, self.states)]
+            self.states = [(inputs, recurrent | {0: make(read).to(recurrent[0].dtype)} if make else recurrent) for make, (inputs, recurrent) in zip(after, self.states)]
         self.lengths, self.reach = lengths, self.reach - most
 
     def rows_of(self, other: Checkpoint | None, rows: list[bool]) -> Checkpoint:
