@@ -8,27 +8,39 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch.utils._pytree import tree_map_only
 
+from .fixed_cache import Held
+
 if TYPE_CHECKING:
     from .kv_cache import SlotCache
 
 
 class Block(NamedTuple):
     """What a compiled pass over W places is given: tokens int64 [B, W], or embeds [B, W, H] in their place (None: there are none), positions int64 [B, W],
-    mask float [B, 1, W, S] or one per layer type, slots int64 [W] of the one row, or [B, W], and per layer keys and values [B, H, S, D], which are written. Of several
-    passes, tokens [B, 1] are the first one's, and embeds are (make, states [B, 1, H])."""
+    mask float [B, 1, W, S] or one per layer type, slots int64 [W] of the one row, or [B, W], and what each layer holds. Of several passes, tokens [B, 1] are the
+    first one's, and embeds are (make, states [B, 1, H])."""
 
     tokens: torch.Tensor
     embeds: torch.Tensor | tuple[Callable, torch.Tensor] | None
     positions: torch.Tensor
-    mask: torch.Tensor | dict[str, torch.Tensor]
+    mask: torch.Tensor | dict[str, torch.Tensor | None] | None
     slots: torch.Tensor
-    keys: list[torch.Tensor]
-    values: list[torch.Tensor]
+    layers: list[Held]
 
     @classmethod
     def laid_out(cls, cache: SlotCache, tokens, embeds, positions, mask) -> Block:
         """At the slots of `cache.plan`. What is no buffer is contiguous: a compiled function is made for the strides of its arguments, which are not
         checked again (`passes.unguarded`)."""
-        slots, layers = cache.plan.slots, [layer.settled() for layer in cache.layers]
+        slots = cache.plan.slots
         given = tree_map_only(torch.Tensor, torch.Tensor.contiguous, (tokens, embeds, positions, mask, slots if len(tokens) > 1 else slots[0]))
-        return cls(*given, [layer.keys for layer in layers], [layer.values for layer in layers])
+        return cls(*given, [layer.held() for layer in cache.layers])
+
+    @property
+    def kind(self) -> tuple:
+        """What a function is made for, beside the shape of the block: the number format of the cache, and how many layers there are."""
+        return next((held.keys.dtype for held in self.layers if held.keys is not None), None), len(self.layers)
+
+    def sizes(self) -> list[tuple[torch.Tensor, int]]:
+        """The tensors that have a dimension of the cache's slots, each with the number of that dimension."""
+        masks = self.mask.values() if isinstance(self.mask, dict) else [self.mask]
+        buffers = [part for held in self.layers for part in (held.keys, held.values)]
+        return [(part, 3) for part in masks if part is not None] + [(part, 2) for part in buffers if part is not None]

@@ -20,26 +20,27 @@ class Checkpoint:
     """The states of all layers after lengths[b] tokens of row b; of each row the last `reach` can be taken back.
 
     block: where recurrent states can be: the position of each row at which the last pass began, and per layer what makes its state after so many tokens of
-    the pass (None: it has none).
+    the pass (None: it has none). open: those after all of it have not been made.
     """
 
     lengths: list[int]
     reach: int
     states: list[State]
     block: tuple[list[int], list[After | None]] | None = None
+    open: bool = False
 
     def cut(self, lengths: list[int]) -> None:
         """Take back what has been read from position lengths[b] on."""
         back = [own - length for own, length in zip(self.lengths, lengths)]
         most = max(back)
-        if not most:
+        if not most and not self.open:
             return
         self.states = [({i: _without_last(part, back, most) for i, part in inputs.items()}, recurrent) for inputs, recurrent in self.states]
         if self.block is not None:
             starts, after = self.block
             read = [length - start for length, start in zip(lengths, starts)]
             self.states = [(inputs, recurrent | {0: make(read).to(recurrent[0].dtype)} if make else recurrent) for make, (inputs, recurrent) in zip(after, self.states)]
-        self.lengths, self.reach = lengths, self.reach - most
+        self.lengths, self.reach, self.open = lengths, self.reach - most, False
 
     def rows_of(self, other: Checkpoint | None, rows: list[bool]) -> Checkpoint:
         """This one with the states of `other` in these rows; None: those of before the first token."""

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from . import compat, passes
 from .block import Block
-from .fixed_cache import FixedCache, why_not_compiled
+from .fixed_cache import FixedCache, fixed, why_not_compiled
 from .kv_cache import SlotCache
 from .layerwise import TRIAL, Layerwise, Made, NotCompiled
 from .parts import decoder_layers, modules, read_at, read_once
@@ -41,9 +41,9 @@ _idle: WeakKeyDictionary = WeakKeyDictionary()  # model -> {what for: a buffer t
 _refusals: WeakKeyDictionary = WeakKeyDictionary()  # model -> {why it runs without: whether for good}
 
 
-def forward(model, tokens, embeds, positions, mask, slots, keys, values):
-    """One pass over a `Block`: logits [B, W, V], and what the layers that are watched put out. Compiled as a whole."""
-    return over(FixedCache(keys, values, slots), model, tokens, embeds, positions, mask)
+def forward(model, tokens, embeds, positions, mask, slots, layers):
+    """One pass over a `Block`: logits [B, W, V], what the layers that are watched put out, and the states that layers have taken. Compiled as a whole."""
+    return over(FixedCache([fixed(held, slots) for held in layers]), model, tokens, embeds, positions, mask)
 
 
 def over(cache: FixedCache, model, tokens, embeds, positions, mask):
@@ -53,18 +53,19 @@ def over(cache: FixedCache, model, tokens, embeds, positions, mask):
     logits = model(**given, position_ids=positions, attention_mask=mask, use_cache=True, return_dict=True, **{compat.CACHE: cache}).logits
     states = tuple(SHOWN)
     SHOWN.clear()
-    return logits, states
+    return logits, states, tuple(layer.taken for layer in cache.layers)
 
 
-def several(model, tokens, embeds, positions, mask, slots, keys, values, vocab, drawing, uniform):
+def several(model, tokens, embeds, positions, mask, slots, layers, vocab, drawing, uniform):
     """Passes over one token each, every one over that of the first `vocab` tokens which `drawing` (a `distributions.Drawing`) takes after the one
     before, with uniform float64 [B, n]: int64 [B, n], their laws [B, n, vocab] or None, and the last states that were noted. The others are those of a
     `Block`; make(model, states, tokens) makes the inputs of a pass of the states noted in the one before."""
     drawn, laws, (make, states) = [], [], embeds or (None, None)
     for i in range(positions.shape[1]):
         masks = {name: each[:, :, i : i + 1] for name, each in mask.items()} if isinstance(mask, dict) else mask[:, :, i : i + 1]
-        cache, given = FixedCache(keys, values, slots[..., i : i + 1]), None if make is None else make(model, states, tokens)
-        logits, shown = over(cache, model, tokens, given, positions[:, i : i + 1], masks)
+        cache = FixedCache([fixed(held, slots[..., i : i + 1]) for held in layers])
+        given = None if make is None else make(model, states, tokens)
+        logits, shown, _ = over(cache, model, tokens, given, positions[:, i : i + 1], masks)
         states = shown[-1] if shown else None
         token, law = drawing(logits[:, -1, :vocab], uniform[:, i])
         tokens = token[:, None]
@@ -113,23 +114,22 @@ class CompiledPasses:
             warnings.warn(f"{self.role}: {type(self.model).__name__} runs without compile=True: {why}.", stacklevel=2)
         reasons[why] = for_good
 
-    def __call__(self, tokens: torch.Tensor, embeds: torch.Tensor | None, cache: SlotCache, reads: tuple[int, ...], position_ids: torch.Tensor,
-                 attention_mask) -> tuple[torch.Tensor, list[torch.Tensor]] | None:
-        """Logits [B, n, V] of tokens [B, n], or of their embeddings [B, n, H], in the block that `cache.plan` has laid out, and what the layers
-        `reads` put out, each [B, n, H]; None where the model does not compile."""
+    def __call__(self, tokens: torch.Tensor, embeds: torch.Tensor | None, cache: SlotCache, reads: tuple[int, ...], attention_mask,
+                 position_ids: torch.Tensor | None = None) -> tuple[torch.Tensor, list[torch.Tensor], tuple] | None:
+        """Logits [B, n, V] of tokens [B, n], or of their embeddings [B, n, H], in the block that `cache.plan` has laid out, what the layers
+        `reads` put out, each [B, n, H], and per layer the states after the whole block; None where the model does not compile."""
         width, plan = tokens.shape[1], cache.plan
         more = plan.width - width
         masks = attention_mask if isinstance(attention_mask, dict) else {None: attention_mask}
         masks = {name: _longer(mask, 2, more) for name, mask in masks.items()}
-        embeds = None if embeds is None else _longer(embeds, 1, more)
-        block = Block.laid_out(cache, pad(tokens, (0, more)), embeds, _longer(position_ids, 1, more), masks.get(None, masks))
-        key = (tokens.shape[0], plan.width, tokens.device, block.keys[0].dtype, len(block.keys), type(self.model), embeds is None, reads)
+        block = Block.laid_out(cache, pad(tokens, (0, more)), _longer(embeds, 1, more), _longer(position_ids, 1, more), masks.get(None, masks))
+        key = (tokens.shape[0], plan.width, tokens.device, *block.kind, type(self.model), embeds is None, reads)
         run = self._run_by_layers if self.by_layers else self._run
         done = run(key, forward, tokens.shape[0] * plan.width, plan.capacity, reads, block)
         if done is None:
             return None
-        logits, states = done
-        return logits[:, :width], [part[:, :width] for part in states]
+        logits, states, taken = done
+        return logits[:, :width], [part[:, :width] for part in states], taken
 
     def start(self, run: Callable, inputs: dict, reads: tuple[int, ...], trial: Callable[[bool], None]) -> tuple | None:
         """Logits and states, as above, of a pass run(**inputs) over the first tokens of a text; None where there is no function for it, and on a GPU. trial: called
@@ -161,7 +161,7 @@ class CompiledPasses:
     def most_steps(self) -> int:
         """Passes that one function may make, a power of two: what the compiler takes grows with their layers."""
         layers = self.model.config.get_text_config().num_hidden_layers
-        if self.by_layers:
+        if self.by_layers or compat.traits_of(compat.unwrap(self.model), self.role).states:  # these are kept after every token
             return 1
         return 1 << max(UNROLLED[self.model.device.type == "cuda"] // layers, 1).bit_length() - 1
 
@@ -169,8 +169,7 @@ class CompiledPasses:
                 drawing: Drawing, uniform: torch.Tensor, position_ids: torch.Tensor, attention_mask) -> tuple | None:
         """What the function `several` gives for the n tokens that `cache.plan` has laid out; None where the model does not compile."""
         block = Block.laid_out(cache, tokens, embeds, position_ids, attention_mask)
-        key = (tokens.shape[0], -cache.plan.width, tokens.device, block.keys[0].dtype, len(block.keys), type(self.model), vocab, embeds and embeds[0],
-               drawing.settings, reads)
+        key = (tokens.shape[0], -cache.plan.width, tokens.device, *block.kind, type(self.model), vocab, embeds and embeds[0], drawing.settings, reads)
         return self._run(key, several, tokens.shape[0], cache.plan.capacity, reads, block, vocab, drawing, uniform.contiguous())
 
     def _run(self, key: tuple, function: Callable, places: int, capacity: int, reads: tuple[int, ...], block: Block, *more):
@@ -183,7 +182,7 @@ class CompiledPasses:
         try:
             with watched(read_at(compat.unwrap(self.model), reads), note):
                 if own not in self.checked:
-                    sizes = _sizes(block) if device.type == "cpu" else ()
+                    sizes = block.sizes() if device.type == "cpu" else ()
                     self.checked[own], done = self.functions.ask(key, capacity, lambda _: passes.alone(function, device, places, sizes=sizes), given)
                 else:
                     run = self.checked[own]
@@ -196,7 +195,7 @@ class CompiledPasses:
 
     def _run_by_layers(self, key: tuple, function: Callable, places: int, capacity: int, reads: tuple[int, ...], block: Block):
         """`_run` of `forward`, whose layers are compiled."""
-        cache = FixedCache(block.keys, block.values, block.slots)
+        cache = FixedCache([fixed(held, block.slots) for held in block.layers])
         self.untried = (key, capacity) not in self.layerwise.tried
         try:
             with watched(read_at(compat.unwrap(self.model), reads), note), self.layerwise.running(key, cache, places, capacity):
@@ -261,20 +260,14 @@ class FixedBuffers:
         return self.role, purpose, tuple(shape), like.dtype, like.device, torch.is_inference_mode_enabled()  # such tensors are of no use outside
 
 
-def _sizes(block: Block) -> list[tuple[torch.Tensor, int]]:
-    """The tensors of a pass that have a dimension of the cache's slots, each with the number of that dimension."""
-    masks = block.mask.values() if isinstance(block.mask, dict) else [block.mask]
-    return [(part, 3) for part in masks] + [(part, 2) for part in (*block.keys, *block.values)]
-
-
 def free(model: PreTrainedModel) -> None:
     """Let go of the buffers that are kept for the model's next call."""
     _idle.pop(compat.unwrap(model), None)
 
 
-def _longer(part: torch.Tensor, dim: int, more: int) -> torch.Tensor:
-    """`part` with its last entry along `dim` repeated `more` times."""
-    if not more:
+def _longer(part: torch.Tensor | None, dim: int, more: int) -> torch.Tensor | None:
+    """`part`, if there is one, with its last entry along `dim` repeated `more` times."""
+    if part is None or not more:
         return part
     last = part.narrow(dim, part.shape[dim] - 1, 1)
     return torch.cat([part, *[last] * more], dim=dim)

@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
+
+
+class Held(NamedTuple):
+    """What a compiled pass is given of one layer: buffers for keys and values [B, H, S, D], which are written, and, of a layer that carries states, by number the
+    inputs [B, C, n] that its convolutions have read, n as many as they see, and recurrent states [B, ...]. None: it has none."""
+
+    keys: torch.Tensor | None
+    values: torch.Tensor | None
+    inputs: tuple[torch.Tensor | None, ...] = ()
+    recurrent: tuple[torch.Tensor | None, ...] = ()
 
 
 class FixedLayer(CacheLayerMixin):
-    """The buffers of one layer inside a compiled pass: written at `slots` (int64 [Q] of the one row, or [B, Q]), read whole."""
+    """The buffers of one layer inside a compiled pass: written at `slots` (int64 [Q] of the one row, or [B, Q]), read whole.
+
+    taken: the states after the pass, where there are any (`FixedStates`).
+    """
 
     is_compileable, is_sliding = True, False
+    taken: tuple | None = None
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor):
+    def __init__(self, held: Held, slots: torch.Tensor):
         super().__init__()
-        self.keys, self.values, self.slots, self.is_initialized = keys, values, slots, True
+        self.held, self.keys, self.values, self.slots, self.is_initialized = held, held.keys, held.values, slots, True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
         for buffer, states in ((self.keys, key_states), (self.values, value_states)):
@@ -33,7 +49,7 @@ class FixedLayer(CacheLayerMixin):
         return 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.keys.shape[2], 0
+        return 0 if self.keys is None else self.keys.shape[2], 0
 
     def get_max_cache_shape(self) -> int:
         return -1
@@ -41,12 +57,46 @@ class FixedLayer(CacheLayerMixin):
     get_max_length = get_max_cache_shape
 
 
-class FixedCache(Cache):
-    """The cache that a compiled pass sees: keys and values [B, H, S, D] per layer. It does not know how long the text is; positions
-    and masks are given."""
+class FixedStates(FixedLayer, LinearAttentionLayer):
+    """A layer that carries states inside a compiled pass, which leaves those that it is given alone. Convolutions record all their inputs; in the place of a recurrent
+    state after several tokens may be what makes it (`recurrences.Told`)."""
 
-    def __init__(self, keys: list[torch.Tensor], values: list[torch.Tensor], slots: torch.Tensor):
-        super().__init__(layers=[FixedLayer(key, value, slots) for key, value in zip(keys, values)])
+    def __init__(self, held: Held, slots: torch.Tensor):
+        LinearAttentionLayer.__init__(self, len(held.inputs))
+        FixedLayer.__init__(self, held, slots)
+        self.record_past = True
+        for i, (inputs, state) in enumerate(zip(held.inputs, held.recurrent)):
+            self.conv_states[i], self.recurrent_states[i] = inputs, None if state is None else state.clone()
+            self.has_previous_state[i] = inputs is not None or state is not None
+
+    @property
+    def taken(self) -> tuple[tuple, tuple]:
+        """By number, what convolutions have read, and recurrent states."""
+        return tuple(self.conv_states.values()), tuple(self.recurrent_states.values())
+
+    @taken.setter
+    def taken(self, states: tuple[tuple, tuple]) -> None:
+        self.conv_states, self.recurrent_states = (dict(enumerate(kind)) for kind in states)
+
+    def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs) -> torch.Tensor:
+        parts = self.conv_states[state_idx].transpose(1, 2), conv_states.transpose(1, 2)  # as `states.StateLayer` has it
+        self.conv_states[state_idx] = torch.cat(parts, dim=1).transpose(1, 2)
+        return self.conv_states[state_idx]
+
+    def update_recurrent_state(self, recurrent_states, state_idx: int = 0, **kwargs):
+        self.recurrent_states[state_idx] = recurrent_states
+        return recurrent_states
+
+
+def fixed(held: Held, slots: torch.Tensor) -> FixedLayer:
+    return (FixedStates if held.inputs else FixedLayer)(held, slots)
+
+
+class FixedCache(Cache):
+    """The cache that a compiled pass sees, of what each layer holds. It does not know how long the text is; positions and masks are given."""
+
+    def __init__(self, layers: list[FixedLayer]):
+        super().__init__(layers=layers)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
         return self.layers[layer_idx].update(key_states, value_states)
@@ -59,16 +109,6 @@ class FixedCache(Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         return self.layers[layer_idx].get_mask_sizes(query_length)
-
-
-class OneLayer(FixedCache):
-    """A cache of one layer, whatever number it is asked by."""
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
-        return self.layers[0].update(key_states, value_states)
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        return self.layers[0].get_mask_sizes(query_length)
 
 
 class EmptyCache(Cache):

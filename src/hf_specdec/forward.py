@@ -57,7 +57,7 @@ class Forward:
         self.states = Checkpoints(self.cache.layers, compat.unwrap(model)) if self.traits.states else None
         self.compiled = CompiledPasses(model, role, compile) if compile else None
         self.most, self.runner = passes.runner(model, compiled=False)
-        if compile and (source is not None or self.traits.own_positions or counts_itself(compat.unwrap(model), limit)):
+        if compile and (source is not None or self.traits.own_positions and not self.traits.states or counts_itself(compat.unwrap(model), limit)):
             flash = self.traits.flash
             self.compiled.give_up("it runs flash attention, which takes no mask over buffers of fixed shapes" if flash else
                                   "it makes its masks or positions itself", for_good=not flash)
@@ -114,12 +114,15 @@ class Forward:
         """One forward; logits at the places `wanted` int64 [n] of the block, or at all of them. last: n where these are the last ones, else 0."""
         width, starts, logits, layers = tokens.shape[1], [length + first for length in self.lengths], None, layers_of(self.taps)
         embeds = self.embed and self.embed(tokens)
-        places = self.compiled.places(width) if self.compiled is not None and any(self.lengths) else None
+        places = self.compiled.places(width) if self.compiled is not None and any(self.lengths) and self._told() else None
         if places is not None:
             self.cache.plan.lay(starts, places, self.device, whole=True)
-            done = self.compiled(tokens, embeds, self.cache, layers, **self._positions_and_masks(width, tree, sizes, first))
-            logits, states = done or (None, [])
+            with nullcontext() if self.states is None else self.states.telling():
+                done = self.compiled(tokens, embeds, self.cache, layers, **self._positions_and_masks(width, tree, sizes, first))
+            logits, states, taken = done or (None, [], ())
             if done and not self.compiled.untried:
+                if self.states is not None:
+                    self.states.told(starts, places, [own for own in taken if own is not None])
                 show(self.taps, states, starts)
                 return logits if wanted is None else logits[:, wanted.to(logits.device)]
         self.cache.plan.lay(starts, width, self.device)
@@ -131,7 +134,7 @@ class Forward:
         inputs |= {compat.CACHE: self.cache, "use_cache": True, "return_dict": True}
         if "inputs_embeds" not in inputs:
             inputs |= {"input_ids": tokens} if embeds is None else {"inputs_embeds": embeds}
-        if self.compiled is not None and not any(starts) and not seen:
+        if self.compiled is not None and not any(starts) and not seen and self.states is None:
             logits, states = self.compiled.start(self.run, inputs, layers, self._trial) or (None, [])
             if logits is not None and not self.compiled.untried:
                 show(self.taps, states, starts)
@@ -145,6 +148,14 @@ class Forward:
         if logits is not None:
             self.compiled.judge(logits if wanted is None or logits.shape == reference.shape else logits[:, wanted.to(logits.device)], reference)
         return reference
+
+    def _told(self) -> bool:
+        """Whether a pass may be compiled: of layers that carry states all but the first, if these follow from what it was told."""
+        if self.states is None:
+            return True
+        if self.states.begun and self.compiled.usable is not False and (why := self.states.why_not_compiled()):
+            self.compiled.give_up(why)
+        return self.states.begun and self.compiled.usable is not False
 
     def _trial(self, ragged: bool) -> None:
         """A pass over the first tokens of texts that nobody wants, with the compiled passes of this model."""

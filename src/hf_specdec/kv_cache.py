@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from .fixed_cache import Held
 from .uploads import upload
 
 if TYPE_CHECKING:
@@ -69,6 +70,10 @@ class SlotLayer(CacheLayerMixin):
         """Write keys [B, Q, D] of the indexer at the planned slots; return all of them, [B, visible, D]."""
         self.indexer = self.indexer or SlotLayer(self.plan, -1 - self.index)
         return self.indexer.update(states[:, None], states[:, None, :, :0])[0][:, 0]
+
+    def held(self) -> Held:
+        """What a compiled pass is given."""
+        return Held(self.settled().keys, self.values) if self.is_initialized else Held(None, None)
 
     def settled(self) -> SlotLayer:
         """The layer, with buffers of the planned capacity."""

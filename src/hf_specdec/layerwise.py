@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 from transformers import Cache
 
-from .fixed_cache import EmptyCache, OneLayer
+from .fixed_cache import EmptyCache, FixedCache, fixed
 from .passes import Functions, alone
 
 NUMBERS = ("layer_idx", "layer_id", "layer_index", "layer_number", "idx")  # what tells layers of a kind apart
@@ -34,9 +34,11 @@ def _forward(layer: nn.Module, cache: Cache, at: int | str, args: tuple, kwargs:
     return type(layer).forward(layer, *args[:at], cache, *args[at:], **kwargs)
 
 
-def at_slots(layer, at, args, kwargs, keys, values, slots):
-    """A layer over a block whose keys and values go to `slots` of the layer's buffers [B, H, S, D]. Compiled as a whole."""
-    return _forward(layer, OneLayer([keys], [values], slots), at, args, kwargs)
+def at_slots(layer, at, args, kwargs, held, slots, count):
+    """A layer over a block whose keys and values go to `slots` of the buffers that it has `held`: what it puts out, and the states that it has taken. It may ask for any
+    of `count` layers. Compiled as a whole."""
+    own = fixed(held, slots)
+    return _forward(layer, FixedCache([own] * count), at, args, kwargs), own.taken
 
 
 def from_start(layer, at, args, kwargs):
@@ -128,16 +130,17 @@ class Layerwise:
         given = (layer, at, args, kwargs)
         if self.places is not None:
             own = self.cache.layers[i]
-            given += (own.keys, own.values, own.slots)
+            given += (own.held, own.slots, len(self.layers))
         if run is None:
             run, done = self._function(i, given)
             self.steps[self.key, self.slots][i] = run, at
         else:
             done = run(*given)
-        if self.places is not None:
-            return done
-        out, (keys, values) = done
-        self.cache.update(keys, values, i)
+        out, states = done
+        if self.places is None:
+            self.cache.update(*states, i)
+        elif states is not None:
+            self.cache.layers[i].taken = states
         return out
 
     def _place(self, args: tuple, kwargs: dict) -> int | str:
@@ -162,7 +165,7 @@ class Layerwise:
         tensors = [part for part in leaves if isinstance(part, torch.Tensor)]
         if self.places is not None:
             masks = [part for part in tensors if part.dim() == 4 and part.shape[-1] == self.slots]
-            return alone(at_slots, self.device, self.places, whole=False, sizes=[(mask, 3) for mask in masks] + [(part, 2) for part in given[4:6]])
+            return alone(at_slots, self.device, self.places, whole=False, sizes=[(mask, 3) for mask in masks] + [(part, 2) for part in given[4][:2] if part is not None])
         sizes = [(part, dim) for part in tensors for dim, size in enumerate(part.shape) if size == TRIAL]
         if not sizes:
             raise NotCompiled(changed)

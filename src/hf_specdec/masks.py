@@ -67,7 +67,7 @@ class Placing:
         """position_ids int64 [B, width], counted in tokens, and attention_mask, for the block that `plan` has laid out: in row b, sizes[b] tokens of a
         chain, or nodes of `tree` from node `first` on, behind lengths[b] tokens (and, of a tree, those that come before)."""
         device, chain = self.device, tree is None or tree.is_chain
-        if self.traits.states and len(sizes) > 1:  # of one row, the model's own masks say the same
+        if self.traits.states and (len(sizes) > 1 or plan.whole):  # else of one row, whose masks the model makes itself, which say the same
             return self._beside_states(plan, [length + first for length in lengths], width, sizes)
         if self.traits.states and not self.traits.placed:  # Mamba takes a mask for its block alone; there is no padding
             return {"attention_mask": None}

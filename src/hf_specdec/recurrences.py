@@ -17,6 +17,7 @@ from functools import lru_cache
 from math import inf
 from threading import RLock
 from types import CellType, FunctionType, MethodType
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -40,7 +41,19 @@ class Block:
             self.after[layer] = lambda n: after(n) if any(n) else self.before[layer]
 
 
+class Told(NamedTuple):
+    """What a layer's function over several tokens was given in a compiled pass, in the place of the state after them, of which `Recurrences.after` makes any."""
+
+    args: tuple
+    options: dict
+
+    def to(self, *args) -> Told:
+        """Some layers keep their state in float32."""
+        return self
+
+
 _block: ContextVar[Block | None] = ContextVar("block", default=None)
+_telling = False  # whether the pass that is being compiled is one of ours
 _lock = RLock()  # who holds it may change the forwards of layers
 _readers: dict[int, list] = {}  # by id of a layer: how many passes go through its other forward, and that
 
@@ -49,8 +62,10 @@ class Recurrences:
     """The layers of `model` whose functions are known, and their other forwards."""
 
     def __init__(self, model: nn.Module):
-        self.forwards = {layer: forward for layer in model.modules() if (forward := _other(layer)) is not None}
-        self.layers = {layer.layer_idx for layer in self.forwards}
+        found = {layer: other for layer in model.modules() if (other := _other(layer)) is not None}
+        self.forwards = {layer: MethodType(function, layer) for layer, (function, _, _) in found.items()}
+        self.forms = {layer.layer_idx: other[1:] for layer, other in found.items()}
+        self.layers = {*self.forms}
 
     @contextmanager
     def reading(self, block: Block) -> Iterator[None]:
@@ -72,6 +87,22 @@ class Recurrences:
                     if not own[0] and vars(layer).get("forward") is _readers.pop(id(layer))[1]:
                         del vars(layer)["forward"]
 
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """A pass that is compiled within puts what functions are `Told` in the place of states."""
+        global _telling
+        with self.reading(Block({}, kept=False)):
+            _telling = True
+            try:
+                yield
+            finally:
+                _telling = False
+
+    def after(self, layer: int, told: Told, before: torch.Tensor) -> After:
+        """What makes the state after the first tokens of a block of which a function was `told`."""
+        form, several = self.forms[layer]
+        return lambda n: form(several, *told.args, n=n, **told.options, **{BEFORE[form]: before})[1] if any(n) else before
+
 
 def begins_with_nothing(model: nn.Module) -> bool:
     """Whether layers of Mamba 1 are among those of `model` that cannot be helped."""
@@ -91,37 +122,69 @@ def with_names(function: FunctionType, others: Callable[[dict], dict]) -> Functi
     """`function`, with others(names) in place of global names of the innermost of those that it wraps; None where it cannot be told what is wrapped."""
     inner, names, cells = getattr(function, "__wrapped__", None), function.__globals__, function.__closure__ or ()
     if inner is None:
-        names = {**names, **others(names)}
+        names = {name: part for name, part in {**names, **others(names)}.items() if name != "__name__"}  # by it torch's compiler would find the other ones
     else:
         other = with_names(inner, others)
         if other is None or not any(cell.cell_contents is inner for cell in cells):
             return None
         cells = tuple(CellType(other) if cell.cell_contents is inner else cell for cell in cells)
     made = FunctionType(function.__code__, names, function.__name__, function.__defaults__, cells)
-    made.__kwdefaults__ = function.__kwdefaults__
+    made.__kwdefaults__, made.__module__ = function.__kwdefaults__, function.__module__
     if inner is not None:
         made.__wrapped__ = other
     return made
 
 
-def _other(layer: nn.Module) -> MethodType | None:
-    """The forward of a layer with functions of ours in place of those over several tokens; None where it has none, or was given a forward of its own (by
-    accelerate, say)."""
-    known = [name for name in global_names(type(layer).forward) if name in FORMS]
-    if not known or not hasattr(layer, "layer_idx") or "forward" in vars(layer) and id(layer) not in _readers:
+def _other(layer: nn.Module) -> tuple[FunctionType, Callable, Callable] | None:
+    """The forward of a layer with a function of ours in place of the one over several tokens, that one's form, and it; None where there is none that is known,
+    or the layer was given a forward of its own (by accelerate, say)."""
+    if not hasattr(layer, "layer_idx") or "forward" in vars(layer) and id(layer) not in _readers:
         return None
-    other = with_names(type(layer).forward, lambda names: {name: _ours(layer.layer_idx, FORMS[name], names[name], names) for name in known})
-    return other and MethodType(other, layer)
+    return _with_ours(type(layer).forward, layer.layer_idx)
+
+
+@lru_cache(maxsize=None)  # compiled functions are checked for being given the same ones
+def _with_ours(forward: FunctionType, layer: int) -> tuple[FunctionType, Callable, Callable] | None:
+    known, found = [name for name in global_names(forward) if name in FORMS], []
+
+    def ours(names: dict) -> dict:
+        found.extend((FORMS[name], names[name]) for name in known)
+        return {name: _ours(layer, *pair, names) for name, pair in zip(known, found)}
+
+    other = with_names(forward, ours) if known else None
+    return other and (other, *found[0])
 
 
 def _ours(layer: int, form: Callable, several: Callable, names: dict) -> Callable:
+    one = names.get(ONE)
+
     def run(*args, **kwargs):
+        if torch.compiler.is_compiling() and form is not _mamba1:  # whose own function would begin with nothing
+            return _told(form, several, args, kwargs) if _telling else several(*args, **kwargs)
         block = _block.get()
-        if block is None or torch.compiler.is_compiling() and form is not _mamba1:  # whose own function would begin with nothing
+        if block is None:
             return several(*args, **kwargs)
-        return form(block, layer, several, names, *args, **kwargs)
+        if form is _mamba1:
+            return form(block, layer, several, one, *args, **kwargs)
+        if _can_be_cut(form, kwargs):
+            block.keep(layer, lambda n: form(several, *args, n=n, **kwargs)[1])
+        return form(several, *args, **kwargs)
 
     return run
+
+
+def _told(form: Callable, several: Callable, args: tuple, options: dict) -> tuple[torch.Tensor, Told]:
+    """What a layer is given in a compiled pass: what the function puts out, and what it was told but for the state before."""
+    if not _can_be_cut(form, options):
+        raise NotImplementedError("a state that does not follow from what its function was told")
+    options = {name: part for name, part in options.items() if name not in ENDS}
+    out = form(several, *args, **options)
+    return out[0] if isinstance(out, tuple) else out, Told(args, {name: part for name, part in options.items() if name != BEFORE[form]})
+
+
+def _can_be_cut(form: Callable, options: dict) -> bool:
+    """Whether some token changes nothing."""
+    return form is _delta_rule or bool(options.get("dt_softplus")) and options.get("dt_limit", (0.0, inf))[0] <= 0
 
 
 # --- what is known of transformers' functions -----------------------------------------------------------------------------
@@ -148,32 +211,26 @@ def _beyond(n: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return (torch.arange(max(n), device="cpu") >= torch.tensor(n, device="cpu")[:, None]).to(device)
 
 
-def _delta_rule(block: Block, layer: int, several: Callable, names: dict, query, key, value, g, beta, chunk_size: int = 64, initial_state=None, **options):
-    """Gated delta rules, with a gate a head or a channel; all of [B, L, H, ...]. A token with g = beta = 0 changes nothing."""
-    def read(length: int, g, beta, **more):
-        size = _chunk(length, chunk_size, query.device)
-        return several(query[:, :length], key[:, :length], value[:, :length], g=g, beta=beta, chunk_size=size, initial_state=initial_state, **options | more)
-
-    block.keep(layer, lambda n: read(max(n), _first(n, g, 0), _first(n, beta, 0), output_final_state=True)[1])
-    return read(query.shape[1], g, beta)
+def _delta_rule(several: Callable, query, key, value, g, beta, chunk_size: int = 64, n: list[int] | None = None, **options):
+    """Gated delta rules, with a gate a head or a channel; all of [B, L, H, ...]. A token with g = beta = 0 changes nothing. n: of the state after so many tokens."""
+    if n is not None:
+        query, key, value = (part[:, : max(n)] for part in (query, key, value))
+        g, beta, options = _first(n, g, 0), _first(n, beta, 0), options | {"output_final_state": True}
+    return several(query, key, value, g=g, beta=beta, chunk_size=_chunk(query.shape[1], chunk_size, query.device), **options)
 
 
-def _mamba2(block: Block, layer: int, several: Callable, names: dict, hidden_states, dt, A, B, C, chunk_size: int, initial_states=None, dt_softplus: bool = False,
-            dt_limit: tuple[float, float] = (0.0, inf), **options):
-    """Mamba 2; all but A of [B, L, ...]. A token whose time step is softplus(-inf) = 0 changes nothing."""
-    def read(length: int, dt, **more):
-        size, limits = _chunk(length, chunk_size, dt.device), dict(dt_softplus=dt_softplus, dt_limit=dt_limit)
-        return several(hidden_states[:, :length], dt, A, B[:, :length], C[:, :length], chunk_size=size, initial_states=initial_states, **limits, **options | more)
-
-    if dt_softplus and dt_limit[0] <= 0:
-        block.keep(layer, lambda n: read(max(n), _first(n, dt, -inf), return_final_states=True)[1])
-    return read(dt.shape[1], dt)
+def _mamba2(several: Callable, hidden_states, dt, A, B, C, chunk_size: int, n: list[int] | None = None, **options):
+    """Mamba 2; all but A of [B, L, ...]. A token whose time step is softplus(-inf) = 0 changes nothing. n: of the state after so many tokens."""
+    if n is not None:
+        hidden_states, B, C = (part[:, : max(n)] for part in (hidden_states, B, C))
+        dt, options = _first(n, dt, -inf), options | {"return_final_states": True}
+    return several(hidden_states, dt, A, B, C, chunk_size=_chunk(dt.shape[1], chunk_size, dt.device), **options)
 
 
-def _mamba1(block: Block, layer: int, several: Callable, names: dict, hidden_states, dt, A, B, C, D=None, z=None, delta_bias=None, delta_softplus: bool = False,
+def _mamba1(block: Block, layer: int, several: Callable, one: Callable, hidden_states, dt, A, B, C, D=None, z=None, delta_bias=None, delta_softplus: bool = False,
             return_last_state: bool = False, **options):
     """Mamba 1; all but A and D of [B, ..., L]. Token by token from the state before the block."""
-    before, one = block.before.get(layer), names["mamba_selective_state_update"]
+    before = block.before.get(layer)
     if before is None:
         return several(hidden_states, dt, A, B, C, D=D, z=z, delta_bias=delta_bias, delta_softplus=delta_softplus, return_last_state=return_last_state, **options)
     heads = block.heads.setdefault(layer, [])
@@ -198,3 +255,6 @@ FORMS = {
     "mamba2_chunk_scan": _mamba2,
     "mamba_selective_scan": _mamba1,
 }
+ONE = "mamba_selective_state_update"  # what Mamba 1 has for a single token
+BEFORE = {_delta_rule: "initial_state", _mamba2: "initial_states"}  # the argument that is the state before a block
+ENDS = ("output_final_state", "return_final_states")  # those that ask for the one after it

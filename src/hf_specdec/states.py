@@ -20,8 +20,9 @@ from torch.nn.functional import pad
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from .checkpoint import Checkpoint, State
+from .fixed_cache import Held
 from .kv_cache import SlotLayer, SlotPlan
-from .recurrences import Block, Recurrences
+from .recurrences import BEFORE, After, Block, Recurrences, Told
 
 ANY = (0.0, inf)  # of a time step's limits
 HELD = ("conv_states", "recurrent_states", "conv_kernel_size", "has_previous_state", "is_conv_states_initialized", "is_recurrent_states_initialized", "dtype", "device")
@@ -59,6 +60,11 @@ class StateLayer(SlotLayer, LinearAttentionLayer):
         self.recurrent_states[state_idx] = recurrent_states if before is None else recurrent_states.to(before.dtype)
         self.is_recurrent_states_initialized[state_idx] = True
         return self.recurrent_states[state_idx]
+
+    def held(self) -> Held:
+        """Laid out in memory as ever: a compiled function does not look again."""
+        inputs, recurrent = self.conv_states.values(), self.recurrent_states.values()
+        return Held(*super().held()[:2], tuple(part if part is None else _apart(part) for part in inputs), tuple(map(_in_order, recurrent)))
 
     def taken(self, more: int) -> State:
         """The states after a pass; of what convolutions have read as much as the next token needs, and `more` tokens before that."""
@@ -116,11 +122,42 @@ class Checkpoints:
         with self._heeding(prompt=not self.kept or not self.begun and width > 1) if self.limited else nullcontext(), self.recurrences.reading(read):
             yield
         self.begun = True
+        self._add(starts, width, [read.after.get(layer.index) if layer.is_recurrent() else None for layer in self.layers])
+
+    def _add(self, starts: list[int], width: int, after: list[After | None], open: bool = False) -> None:
+        """What the layers hold after a pass is a checkpoint."""
         self.kept, self.final = [] if self.final else self.kept, False
-        after = [read.after.get(layer.index) if layer.is_recurrent() else None for layer in self.layers]
         reach = min(self.REACH, width) if all(make or not layer.is_recurrent() for make, layer in zip(after, self.layers)) else 0
         states, block = [layer.taken(reach) for layer in self.layers], (starts, after) if any(after) else None
-        self.kept.append(Checkpoint([start + width for start in starts], reach, states, block))
+        self.kept.append(Checkpoint([start + width for start in starts], reach, states, block, open))
+
+    # --- a compiled pass ----------------------------------------------------------------------------------------------------
+
+    def why_not_compiled(self) -> str | None:
+        """What a pass that is not the first has against being compiled."""
+        known = {index for index, (form, _) in self.recurrences.forms.items() if form in BEFORE}
+        if any(layer.is_recurrent() and layer.index not in known for layer in self.layers):
+            return "it carries states that are made token by token, or in a way that is not known"
+        return None
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """A compiled pass goes on from the last states."""
+        for layer, state in zip(self.layers, self.kept[-1].states):
+            layer.put(state, copied=False)
+        with self._heeding(prompt=False) if self.limited else nullcontext(), self.recurrences.telling():
+            yield
+
+    def told(self, starts: list[int], width: int, taken: list[tuple[tuple, tuple]]) -> None:
+        """A compiled pass over `width` places from position starts[b] on has taken these states, per layer. Those at the end of the places are not all meant."""
+        after: list[After | None] = [None] * len(self.layers)
+        for i, (layer, (inputs, recurrent)) in enumerate(zip(self.layers, taken)):
+            layer.conv_states = dict(enumerate(inputs))
+            if isinstance(recurrent[0], Told):
+                after[i] = self.recurrences.after(layer.index, recurrent[0], layer.recurrent_states[0])
+            else:
+                layer.recurrent_states = dict(enumerate(recurrent))
+        self._add(starts, width, after, open=any(after))
 
     @contextmanager
     def _heeding(self, prompt: bool) -> Iterator[None]:
@@ -174,6 +211,11 @@ class Checkpoints:
 def _apart(inputs: torch.Tensor) -> torch.Tensor:
     """A copy of what a convolution has read [B, C, n], token after token in memory."""
     return inputs.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
+
+
+def _in_order(state: torch.Tensor | None) -> torch.Tensor | None:
+    """The state, contiguous in memory."""
+    return state if state is None or state.is_contiguous() else state.contiguous()
 
 
 def _holders(cache: Cache) -> list[LinearAttentionLayer]:

@@ -32,8 +32,11 @@ SHIMS = {
     "mx_tiles2": [HANDLE] * 2 + [INT] * 4,
     "mx_tiles3": [HANDLE] * 2 + [INT] * 6,
     "rows_attention": [HANDLE] * 3 + [HANDLE + "*", "double", "int32_t", "double", HANDLE + "*"],
+    "mx_delta": [HANDLE] * 5 + [HANDLE + "*", "int32_t"],
+    "mx_space": [HANDLE] * 5 + [HANDLE + "*"] * 2,
+    "mx_conv": [HANDLE] * 2 + [HANDLE + "*", "int32_t"],
 }
-OUTPUTS = {"mx_tiles2": 2, "mx_tiles3": 3}
+OUTPUTS = {"mx_tiles2": 2, "mx_tiles3": 3, "mx_delta": 2, "mx_space": 2}
 
 
 class Crowd(threading.local):

@@ -14,9 +14,10 @@ from torch.nn import functional
 
 from ..recurrences import global_names, with_names
 from .beneath import Beneath, put_beneath
-from .kernels.recurrence import MOST, TAPS, convolution, delta_rule, state_space, takes
+from .kernels.recurrence import MOST, TAPS, takes
 from .linear import MXLinear
 from .readers import SHORT_CUTS
+from .recurrence_ops import convolution, delta_rule, state_space
 
 WHOLE = 64  # numbers that torch takes at once, or a multiple of them
 

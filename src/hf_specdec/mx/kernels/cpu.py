@@ -18,7 +18,7 @@ from ..formats import BLOCK, DENSE, FORMATS, SCALE_RULES, Format
 from .build import BuildError, build, packaged_library
 
 ROWS = 16  # of a tile
-ABI = 7
+ABI = 8
 WIDE, PANEL = 64, 1024  # rows of x from which on portable C leaves the product to torch; outputs it decodes at a time
 PATHS = ("portable", "avx2", "avx512f", "avx512_bf16")  # as in csrc/mx.h
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -50,15 +50,18 @@ def library() -> ctypes.CDLL | None:
         return None
     try:
         path = packaged_library() or build()
+        loaded = _load(path)
         _state["library"] = str(path)
-        return _load(path)
+        return loaded
     except (BuildError, OSError) as error:
         _state["reason"] = str(error)
-        warnings.warn(
-            f"MX kernels are not available, so that MX weights are dequantised once and multiplied by torch: {error}",
-            stacklevel=3,
-        )
+        warnings.warn(f"MX kernels are not available, so that MX weights are dequantised once and multiplied by torch: {error}", stacklevel=3)
         return None
+
+
+def there() -> bool:
+    """Whether there is a library; to torch's compiler, whether it has been asked for."""
+    return bool(_state["library"]) if torch.compiler.is_compiling() else library() is not None
 
 
 def _load(path: Path) -> ctypes.CDLL:
@@ -77,9 +80,7 @@ def _load(path: Path) -> ctypes.CDLL:
     lib.mx_tile.argtypes = [pointer, pointer, pointer, pointer, size, size, number, number, number]
     lib.mx_tile.restype = lib.mx_dequantize.restype = None
     lib.mx_dequantize.argtypes = [pointer, size, size, pointer, number, number]
-    lib.mx_quantize.argtypes = [
-        pointer, number, size, size, number, number, pointer, pointer, pointer, pointer, number
-    ]  # fmt: skip
+    lib.mx_quantize.argtypes = [pointer, number, size, size, number, number, pointer, pointer, pointer, pointer, number]
     lib.mx_quantize.restype = size
     lib.mx_attention_rows.argtypes = [ctypes.c_char_p, number, number]
     for own in (lib.mx_norm, lib.mx_delta, lib.mx_space, lib.mx_conv):

@@ -6,7 +6,7 @@ import struct
 
 import torch
 
-from .cpu import kernel_path, library
+from .cpu import kernel_path, library, there
 
 MOST, TAPS = 256, 16  # numbers of a key, or of a row of a state space; inputs that a convolution sees
 _DELTA = struct.Struct("8Q 6q 4q 4q 4q 3q 4q 3q 2f").pack  # mx_delta_job
@@ -16,20 +16,19 @@ _CONV = struct.Struct("4Q 4q 2q 3q").pack  # mx_conv_job
 
 def takes(*tensors: torch.Tensor | None) -> bool:
     """Whether there is a kernel for these tensors: of float32 or bfloat16, on a CPU, with no gradient wanted."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if torch.is_grad_enabled():
         return False
-    return all(part is None or part.dtype in (torch.float32, torch.bfloat16) and part.device.type == "cpu" for part in tensors) and library() is not None
+    return all(part is None or part.dtype in (torch.float32, torch.bfloat16) and part.device.type == "cpu" for part in tensors) and there()
 
 
 def delta_rule(query, key, value, gate, beta, state, norm: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Gated delta rule (arXiv 2412.06464, equation 10), token by token: out [B, L, H, V] in the dtype of `value`, and the state float32 [B, H, K, V] after the last token.
 
     query, key: [B, L, KH, K], where H is a multiple of KH, in the dtype of `value` [B, L, H, V]; beta: [B, L, H]. gate: logarithm of the decay, float32 [B, L, H], or
-    [B, L, H, K] for one per number of a key. state: None, or that before the first token. norm: divide queries and keys by their lengths.
+    [B, L, H, K] for one per number of a key. state: None, or that before the first token, contiguous. norm: divide queries and keys by their lengths.
     """
     batch, length, heads, nv = value.shape
     out, after = value.new_empty(value.shape), value.new_empty((batch, heads, key.shape[-1], nv), dtype=torch.float32)
-    gate, state = gate.float(), None if state is None else state.float().contiguous()
     job = _DELTA(
         query.data_ptr(), key.data_ptr(), value.data_ptr(), beta.data_ptr(), gate.data_ptr(), 0 if state is None else state.data_ptr(), after.data_ptr(), out.data_ptr(),
         batch, length, key.shape[2], heads, key.shape[-1], nv, *query.stride(), *key.stride(), *value.stride(), *beta.stride(), *(*gate.stride(), 0)[:4],
@@ -43,11 +42,10 @@ def state_space(x, step, decay, b, c, skip, state) -> tuple[torch.Tensor, torch.
     """State spaces of Mamba 2 (arXiv 2405.21060, section 6), token by token: out [B, L, H, P] in the dtype of `x`, and the state float32 [B, H, P, N] after the last token.
 
     x: [B, L, H, P]; b, c: [B, L, G, N], where H is a multiple of G, in its dtype. step: [B, L, H]; decay: [H], below 0; skip: [H], or None. state: None, or that before
-    the first token.
+    the first token. But for the first three, float32 and contiguous.
     """
     batch, length, heads, p = x.shape
     out, after = x.new_empty(x.shape), x.new_empty((batch, heads, p, b.shape[-1]), dtype=torch.float32)
-    step, decay, skip, state = (None if part is None else part.float().contiguous() for part in (step, decay, skip, state))
     job = _SPACE(
         x.data_ptr(), b.data_ptr(), c.data_ptr(), step.data_ptr(), decay.data_ptr(), *(0 if part is None else part.data_ptr() for part in (skip, state)), after.data_ptr(),
         out.data_ptr(), batch, length, heads, b.shape[2], p, b.shape[-1], *x.stride(), *b.stride(), *c.stride(), x.dtype == torch.bfloat16, kernel_path(),
@@ -56,11 +54,9 @@ def state_space(x, step, decay, b, c, skip, state) -> tuple[torch.Tensor, torch.
     return out, after
 
 
-def convolution(x, weight, bias, silu: bool) -> torch.Tensor:
-    """Every channel of x [B, C, T] convolved with weight [C, n] over its last n inputs, plus bias [C] or None, and `silu` of it; all in one dtype. The channels
-    of a token lie side by side in memory."""
-    x, weight, bias = x.transpose(1, 2), weight.contiguous(), None if bias is None else bias.contiguous()
-    x = x if x.stride(2) == 1 else x.contiguous()
+def convolved(x, weight, bias, silu: bool) -> torch.Tensor:
+    """Every channel of x [B, T, C] convolved with weight [C, n] over its last n inputs, plus bias [C] or None, and `silu` of it; all in one dtype, and the channels
+    of a token side by side in memory."""
     batch, length, channels = x.shape
     out = x.new_empty(x.shape)
     job = _CONV(
@@ -68,4 +64,4 @@ def convolution(x, weight, bias, silu: bool) -> torch.Tensor:
         x.dtype == torch.bfloat16, silu, kernel_path(),
     )  # fmt: skip
     library().mx_conv(job, torch.get_num_threads())
-    return out.transpose(1, 2)
+    return out

@@ -5,7 +5,7 @@
 #include <string.h>
 #include <time.h>
 
-#define ABI 7
+#define ABI 8
 #define PIECES 4
 #define MANY_ROWS 32 /* of x: above, threads share its packing, and every group is a long piece */
 int mx_abi(void) { return ABI; }

@@ -4,6 +4,7 @@
  * Numbers are float32 or, where `half`, bfloat16; strides are in elements; states are float32. */
 #include <math.h>
 
+#include "recurrence_jobs.h"
 #include "team.h"
 
 #define PIECE 32    /* tokens whose numbers are made float32 at a time */
@@ -18,37 +19,6 @@ typedef uint32_t v16u __attribute__((vector_size(64), aligned(4)));
 typedef uint16_t v16h __attribute__((vector_size(32), aligned(2)));
 typedef float v8 __attribute__((vector_size(32), aligned(4)));
 typedef float v4 __attribute__((vector_size(16), aligned(4)));
-
-typedef struct {
-    const void *q, *k, *v, *beta; /* [B, L, KH, K], [B, L, KH, K], [B, L, H, V], [B, L, H] */
-    const float *g;               /* [B, L, H], or [B, L, H, K]: the logarithm of what is left of a state */
-    const float *state;           /* [B, H, K, V]; NULL: zeros */
-    float *next;                  /* the state after the last token */
-    void *out;                    /* [B, L, H, V] */
-    int64_t b, l, kh, h, nk, nv;
-    int64_t q_stride[4], k_stride[4], v_stride[4], beta_stride[3], g_stride[4]; /* g: the last one 0 for a gate a head */
-    int64_t half, half_beta, path;
-    float scale, eps; /* of q; of the norms of q and k, below 0 for none */
-} mx_delta_job;
-
-typedef struct {
-    const void *x, *bm, *cm;      /* [B, L, H, P], [B, L, G, N], [B, L, G, N] */
-    const float *dt, *a, *d;      /* [B, L, H], [H], [H] or NULL: time steps, (negative) decays, what of x is added */
-    const float *state;           /* [B, H, P, N]; NULL: zeros */
-    float *next;
-    void *out;                    /* [B, L, H, P] */
-    int64_t b, l, h, g, p, n;
-    int64_t x_stride[4], b_stride[4], c_stride[4];
-    int64_t half, path;
-} mx_space_job;
-
-typedef struct {
-    const void *x, *weight, *bias; /* [B, T, C], side by side along C; [C, taps]; [C] or NULL */
-    void *out;                     /* [B, T, C] */
-    int64_t b, c, t, taps;
-    int64_t x_stride[2];
-    int64_t half, silu, path;
-} mx_conv_job;
 
 MX_INLINE float get(const void *numbers, int64_t i, const int half) {
     return half ? mx_from_bits((uint32_t)((const uint16_t *)numbers)[i] << 16) : ((const float *)numbers)[i];

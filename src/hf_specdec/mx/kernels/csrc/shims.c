@@ -1,12 +1,15 @@
-/* The products and attention as the C++ code that torch's compiler writes calls them: with handles of tensors, without Python in
+/* The products, attention and recurrences as the C++ code that torch's compiler writes calls them: with handles of tensors, without Python in
  * between. The functions for handles are torch's own C interface (torch/csrc/inductor/aoti_torch/c/shim.h), given by address, so that
  * nothing of torch is needed to build this. */
+#include <math.h>
+
 #ifdef _OPENMP
 #include <omp.h>
 #else
 static int omp_get_max_threads(void) { return 1; }
 #endif
 
+#include "recurrence_jobs.h"
 #include "team.h"
 
 typedef void *tensor;
@@ -114,4 +117,65 @@ int32_t aoti_torch_cpu_rows_attention(tensor query, tensor key, tensor value, te
     const int64_t sizes[4] = {a.batch, a.queries, a.heads, a.dv};
     if (fresh(sizes, 4, q.dtype, out, &a.out)) return 1;
     return mx_attention_rows(&a, torch.path, omp_get_max_threads());
+}
+
+static void strides(int64_t *into, const view *v) {
+    for (int64_t i = 0; i < v->dim; i++) into[i] = v->strides[i];
+}
+
+/* Whether a tensor is there as a kernel wants it: of `dim` dimensions, and of the dtype, or with -1 of float32 or bfloat16. */
+static int is(tensor handle, int64_t dim, int dtype, view *v) {
+    return !look(handle, v) && v->dim == dim && (dtype < 0 ? v->dtype == MX_DT_F32 || v->dtype == MX_DT_BF16 : v->dtype == dtype);
+}
+
+/* The data of a contiguous float32 tensor that need not be there; *fine is 0 if it is otherwise. */
+static const float *numbers(tensor *handle, int64_t dim, int *fine) {
+    view v;
+    if (!handle) return NULL;
+    if (is(*handle, dim, MX_DT_F32, &v) && contiguous(&v)) return v.data;
+    *fine = 0;
+    return NULL;
+}
+
+/* query, key [B, L, KH, K], value [B, L, H, V], gate float32 [B, L, H] or [B, L, H, K], beta [B, L, H], state float32 [B, H, K, V]: as kernels.recurrence.delta_rule. */
+int32_t aoti_torch_cpu_mx_delta(tensor query, tensor key, tensor value, tensor gate, tensor beta, tensor *state, int32_t norm, tensor *out, tensor *after) {
+    view q, k, v, g, b;
+    int fine = 1;
+    if (!is(value, 4, -1, &v) || !is(query, 4, v.dtype, &q) || !is(key, 4, v.dtype, &k) || !is(beta, 3, -1, &b)) return 1;
+    if (look(gate, &g) || g.dtype != MX_DT_F32 || g.dim < 3 || g.dim > 4) return 1;
+    mx_delta_job job = {.q = q.data, .k = k.data, .v = v.data, .beta = b.data, .g = g.data, .state = numbers(state, 4, &fine), .b = v.sizes[0], .l = v.sizes[1],
+                        .kh = k.sizes[2], .h = v.sizes[2], .nk = k.sizes[3], .nv = v.sizes[3], .half = v.dtype == MX_DT_BF16, .half_beta = b.dtype == MX_DT_BF16,
+                        .path = torch.path, .scale = (float)(1 / sqrt((double)k.sizes[3])), .eps = norm ? 1e-6f : -1};
+    const int64_t next[4] = {job.b, job.h, job.nk, job.nv};
+    strides(job.q_stride, &q), strides(job.k_stride, &k), strides(job.v_stride, &v), strides(job.beta_stride, &b), strides(job.g_stride, &g);
+    if (!fine || fresh(v.sizes, 4, v.dtype, out, &job.out) || fresh(next, 4, MX_DT_F32, after, (void **)&job.next)) return 1;
+    mx_delta(&job, omp_get_max_threads());
+    return 0;
+}
+
+/* x [B, L, H, P], step float32 [B, L, H], decay float32 [H], b and c [B, L, G, N], skip float32 [H], state float32 [B, H, P, N]: as kernels.recurrence.state_space. */
+int32_t aoti_torch_cpu_mx_space(tensor x, tensor step, tensor decay, tensor b, tensor c, tensor *skip, tensor *state, tensor *out, tensor *after) {
+    view v, bm, cm;
+    int fine = 1;
+    if (!is(x, 4, -1, &v) || !is(b, 4, v.dtype, &bm) || !is(c, 4, v.dtype, &cm)) return 1;
+    mx_space_job job = {.x = v.data, .bm = bm.data, .cm = cm.data, .dt = numbers(&step, 3, &fine), .a = numbers(&decay, 1, &fine), .d = numbers(skip, 1, &fine),
+                        .state = numbers(state, 4, &fine), .b = v.sizes[0], .l = v.sizes[1], .h = v.sizes[2], .g = bm.sizes[2], .p = v.sizes[3], .n = bm.sizes[3],
+                        .half = v.dtype == MX_DT_BF16, .path = torch.path};
+    const int64_t next[4] = {job.b, job.h, job.p, job.n};
+    strides(job.x_stride, &v), strides(job.b_stride, &bm), strides(job.c_stride, &cm);
+    if (!fine || fresh(v.sizes, 4, v.dtype, out, &job.out) || fresh(next, 4, MX_DT_F32, after, (void **)&job.next)) return 1;
+    mx_space(&job, omp_get_max_threads());
+    return 0;
+}
+
+/* x [B, T, C], weight [C, taps], bias [C]: as kernels.recurrence.convolved. */
+int32_t aoti_torch_cpu_mx_conv(tensor x, tensor weight, tensor *bias, int32_t silu, tensor *out) {
+    view v, w, b = {0};
+    if (!is(x, 3, -1, &v) || v.strides[2] != 1 || !is(weight, 2, v.dtype, &w) || !contiguous(&w)) return 1;
+    if (bias && (!is(*bias, 1, v.dtype, &b) || !contiguous(&b))) return 1;
+    mx_conv_job job = {.x = v.data, .weight = w.data, .bias = b.data, .b = v.sizes[0], .c = v.sizes[2], .t = v.sizes[1], .taps = w.sizes[1],
+                       .x_stride = {v.strides[0], v.strides[1]}, .half = v.dtype == MX_DT_BF16, .silu = silu, .path = torch.path};
+    if (fresh(v.sizes, 3, v.dtype, out, &job.out)) return 1;
+    mx_conv(&job, omp_get_max_threads());
+    return 0;
 }
