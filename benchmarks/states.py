@@ -1,6 +1,6 @@
 """Models whose layers carry states (Mamba 2, gated delta rules, short convolutions): what a pass costs, and what speculation makes of it.
 
-    OMP_NUM_THREADS=2 python benchmarks/states.py [--shape qwen3_5 lfm2 ...] [--dtype bfloat16] [--tiles] [--rate 0.8] [--batch 4]
+    OMP_NUM_THREADS=2 python benchmarks/states.py [--shape qwen3_5 lfm2 ...] [--dtype bfloat16] [--tiles] [--compile] [--rate 0.8] [--batch 4]
 
 Shapes of small models of these families, random weights. Acceptance is SIMULATED: at each place a draft that costs nothing proposes the target's own next token
 with probability --rate, else another one. The cost of the passes, with what is fed once more after a rejection, is real. Plain generate and speculation take turns;
@@ -46,13 +46,14 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"),
                         help="in bfloat16 texts of random weights fork, and what is proposed is no longer right")
     parser.add_argument("--tiles", action="store_true", help="weights in the kernels' tiles")
+    parser.add_argument("--compile", action="store_true", help="compiled passes (after a warm-up that is not timed); plain generate stays as it is")
     parser.add_argument("--rate", type=float, default=0.8)
     parser.add_argument("--k", type=int, nargs="+", default=[3, 7])
     parser.add_argument("--batch", type=int, default=1, help="rows, each shorter than the one before")
     parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--repetitions", type=int, default=3)
     given = parser.parse_args()
-    table = Table(title=f"{given.dtype}{', tiles' if given.tiles else ''}, acceptance SIMULATED at {given.rate}; tokens per round without rejections' cost: "
+    table = Table(title=f"{given.dtype}{', tiles' if given.tiles else ''}{', compiled' if given.compile else ''}, acceptance SIMULATED at {given.rate}; tokens per round without rejections' cost: "
                         + ", ".join(f"K = {k}: {expected_tokens(given.rate, k):.2f}" for k in given.k))
     for name in ("shape", *(f"T({width}) / T(1)" for width in WIDTHS[1:]), *(f"K = {k}, over plain" for k in given.k), "block efficiency", "= plain"):
         table.add_column(name)
@@ -61,7 +62,7 @@ def main() -> None:
     for name in given.shape:
         console.print(f"{name} ...")
         model = shaped(name, given)
-        costs = passes(model, given.repetitions + 2)
+        costs = passes(model, given.repetitions + 2, given.compile)
         ratios, blocks, same, texts = compared(model, given)
         differ += texts - same
         table.add_row(name, *(f"{costs[width] / costs[1]:.2f}" for width in WIDTHS[1:]), *(f"{ratio:.2f}x" for ratio in ratios), " / ".join(blocks), f"{same}/{texts}")
@@ -78,9 +79,11 @@ def shaped(name: str, given: argparse.Namespace):
 
 
 @torch.no_grad()
-def passes(model, repetitions: int) -> dict[int, float]:
+def passes(model, repetitions: int, compile: bool) -> dict[int, float]:
     """Median seconds of a pass over each of WIDTHS tokens behind 200 others, in turns."""
-    cached, text, seconds = CachedModel(model, 400), torch.randint(1, VOCAB, (200,)).tolist(), {width: [] for width in WIDTHS}
+    if compile:
+        hf_specdec.warmup(model, config={"compile": True}, nodes=WIDTHS[-1] - 1)
+    cached, text, seconds = CachedModel(model, 400, compile=compile), torch.randint(1, VOCAB, (200,)).tolist(), {width: [] for width in WIDTHS}
     for _ in range(repetitions):
         for width in WIDTHS:
             cached.score([text[:-1]])  # so that the pass after it finds just one token that is not cached
@@ -106,7 +109,7 @@ def compared(model, given: argparse.Namespace) -> tuple[list[float], list[str], 
         for k in given.k:
             draft = SimulatedTable(plain[:, 64:].tolist(), given.rate, seed=repetition)
             begin = perf_counter()
-            out = model.generate(ids, speculative=True, assistant_model=draft, num_assistant_tokens=k, return_dict_in_generate=True, **settings)
+            out = model.generate(ids, speculative={"compile": given.compile}, assistant_model=draft, num_assistant_tokens=k, return_dict_in_generate=True, **settings)
             seconds[k].append(perf_counter() - begin)
             same += int((out.sequences == plain).all(-1).sum())
             blocks.setdefault(k, []).append(out.speculation.block_efficiency)
