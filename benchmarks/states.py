@@ -4,7 +4,7 @@
 
 Shapes of small models of these families, random weights. Acceptance is SIMULATED: at each place a draft that costs nothing proposes the target's own next token
 with probability --rate, else another one. The cost of the passes, with what is fed once more after a rejection, is real. Plain generate and speculation take turns;
-medians; every text is compared with plain generate's. In float32 the script ends with exit code 1 where one differs.
+medians; every text is compared with plain generate's; with --compile with the compiled one of which no draft was accepted, whose bits may be others. In float32 the script ends with exit code 1 where one differs.
 """
 
 from __future__ import annotations
@@ -106,6 +106,9 @@ def compared(model, given: argparse.Namespace) -> tuple[list[float], list[str], 
         begin = perf_counter()
         plain = model.generate(ids, **settings)
         seconds[0].append(perf_counter() - begin)
+        if given.compile:
+            wrong = SimulatedTable(plain[:, 64:].tolist(), 0.0, seed=0)
+            plain = model.generate(ids, speculative={"compile": True}, assistant_model=wrong, num_assistant_tokens=given.k[0], **settings)
         for k in given.k:
             draft = SimulatedTable(plain[:, 64:].tolist(), given.rate, seed=repetition)
             begin = perf_counter()

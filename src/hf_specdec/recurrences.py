@@ -216,6 +216,7 @@ def _delta_rule(several: Callable, query, key, value, g, beta, chunk_size: int =
     if n is not None:
         query, key, value = (part[:, : max(n)] for part in (query, key, value))
         g, beta, options = _first(n, g, 0), _first(n, beta, 0), options | {"output_final_state": True}
+        several = getattr(several, "for_states", several)  # one that need not put anything out
     return several(query, key, value, g=g, beta=beta, chunk_size=_chunk(query.shape[1], chunk_size, query.device), **options)
 
 
@@ -224,6 +225,7 @@ def _mamba2(several: Callable, hidden_states, dt, A, B, C, chunk_size: int, n: l
     if n is not None:
         hidden_states, B, C = (part[:, : max(n)] for part in (hidden_states, B, C))
         dt, options = _first(n, dt, -inf), options | {"return_final_states": True}
+        several = getattr(several, "for_states", several)
     return several(hidden_states, dt, A, B, C, chunk_size=_chunk(dt.shape[1], chunk_size, dt.device), **options)
 
 

@@ -18,7 +18,7 @@ def _kernel(schema: str, run: Callable, shaped: Callable) -> Callable:
     _library.impl(name, run, "CPU")
     torch.library.register_fake(f"hf_specdec::{name}", shaped, lib=_library)
     operator = getattr(torch.ops.hf_specdec, name).default
-    return lambda *arguments: (operator if torch.compiler.is_compiling() else run)(*arguments)
+    return lambda *arguments, **more: operator(*arguments) if torch.compiler.is_compiling() else run(*arguments, **more)
 
 
 _delta = _kernel("mx_delta(Tensor query, Tensor key, Tensor value, Tensor gate, Tensor beta, Tensor? state, bool norm) -> (Tensor, Tensor)", recurrence.delta_rule,
@@ -33,12 +33,12 @@ def _state(value: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     return value.new_empty((value.shape[0], value.shape[2], key.shape[-1], value.shape[-1]), dtype=torch.float32)
 
 
-def delta_rule(query, key, value, gate, beta, state, norm: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    return _delta(query, key, value, gate.float(), beta, _numbers(state), norm)
+def delta_rule(query, key, value, gate, beta, state, norm: bool, **more) -> tuple[torch.Tensor | None, torch.Tensor]:
+    return _delta(query, key, value, gate.float(), beta, _numbers(state), norm, **more)
 
 
-def state_space(x, step, decay, b, c, skip, state) -> tuple[torch.Tensor, torch.Tensor]:
-    return _space(x, _numbers(step), _numbers(decay), b, c, _numbers(skip), _numbers(state))
+def state_space(x, step, decay, b, c, skip, state, **more) -> tuple[torch.Tensor | None, torch.Tensor]:
+    return _space(x, _numbers(step), _numbers(decay), b, c, _numbers(skip), _numbers(state), **more)
 
 
 def convolution(x, weight, bias, silu: bool) -> torch.Tensor:

@@ -5,7 +5,7 @@ on how many others a pass has read. A layer gets a class beneath its own (`benea
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import inf
 
 import torch
@@ -50,24 +50,28 @@ def _forward(own: type) -> Callable | None:
 
 
 def _delta(original: Callable) -> Callable:
-    def rule(query, key, value, g, beta, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False, **more):
+    def rule(query, key, value, g, beta, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False, heard=True, **more):
         if not takes(query, key, value, g, beta, initial_state) or not query.dtype == key.dtype == value.dtype or key.shape[-1] > MOST:
             given = dict(initial_state=initial_state, output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
             return original(query, key, value, g=g, beta=beta, **given, **more)
-        out, state = delta_rule(query, key, value, g, beta, initial_state, use_qk_l2norm_in_kernel)
+        out, state = delta_rule(query, key, value, g, beta, initial_state, use_qk_l2norm_in_kernel, **({} if heard else {"heard": False}))
         return out, state if output_final_state else None
 
+    rule.for_states = partial(rule, heard=False)
     return rule
 
 
 def _chunk_scan(original: Callable) -> Callable:
-    def scan(x, dt, A, B, C, D=None, dt_bias=None, initial_states=None, dt_softplus=False, dt_limit=(0.0, inf), return_final_states=False, z=None, **more):
+    def scan(x, dt, A, B, C, D=None, dt_bias=None, initial_states=None, dt_softplus=False, dt_limit=(0.0, inf), return_final_states=False, z=None,
+             heard=True, **more):
         if z is not None or not takes(x, dt, A, B, C, D, initial_states) or not x.dtype == B.dtype == C.dtype or B.shape[-1] > MOST:
             given = dict(D=D, dt_bias=dt_bias, initial_states=initial_states, dt_softplus=dt_softplus, dt_limit=dt_limit, return_final_states=return_final_states, z=z)
             return original(x, dt, A, B, C, **given, **more)
-        out, state = state_space(x, _steps(dt, dt_bias, dt_softplus).clamp(*dt_limit), A, B, C, D, initial_states)
+        steps, short = _steps(dt, dt_bias, dt_softplus).clamp(*dt_limit), {} if heard else {"heard": False}
+        out, state = state_space(x, steps, A, B, C, D, initial_states, **short)
         return (out, state) if return_final_states else out
 
+    scan.for_states = partial(scan, heard=False)
     return scan
 
 

@@ -75,6 +75,11 @@ MX_INLINE TARGET void NAME(delta_columns)(const mx_delta_job *job, delta_work *w
             }
         }
         for (int j = 0; j < 2; j++) more[j] = (*(v16 *)(value + 16 * j) - (known[0][j] + known[1][j])) * w->beta[own];
+        if (!job->out) {
+            for (int64_t i = 0; i < job->nk; i++)
+                for (int j = 0; j < 2; j++) w->s[i][j] += k[i] * more[j];
+            continue;
+        }
         for (int64_t i = 0; i < job->nk; i++)
             for (int j = 0; j < 2; j++) {
                 const v16 s = w->s[i][j] + k[i] * more[j];
@@ -98,7 +103,7 @@ MX_INLINE TARGET void NAME(delta_head)(const mx_delta_job *job, int64_t b, int64
         const int64_t tokens = job->l - t < PIECE ? job->l - t : PIECE;
         for (int64_t own = 0; own < tokens; own++) {
             const int64_t *qs = job->q_stride, *ks = job->k_stride, *gs = job->g_stride, *bs = job->beta_stride, at = t + own;
-            NAME(gather)(job->q, b * qs[0] + at * qs[1] + key * qs[2], qs[3], job->nk, w->q[own], job->eps, job->scale, half);
+            if (job->out) NAME(gather)(job->q, b * qs[0] + at * qs[1] + key * qs[2], qs[3], job->nk, w->q[own], job->eps, job->scale, half);
             NAME(gather)(job->k, b * ks[0] + at * ks[1] + key * ks[2], ks[3], job->nk, w->k[own], job->eps, 1.0f, half);
             for (int64_t i = 0; i < (by_channel ? job->nk : 1); i++) w->decay[own][i] = expf(job->g[b * gs[0] + at * gs[1] + h * gs[2] + i * gs[3]]);
             w->beta[own] = get(job->beta, b * bs[0] + at * bs[1] + h * bs[2], (int)job->half_beta);
@@ -119,7 +124,7 @@ MX_INLINE TARGET void NAME(space_head)(const mx_space_job *job, int64_t b, int64
         for (int64_t own = 0; own < tokens; own++) {
             const int64_t at = t + own, *bs = job->b_stride, *cs = job->c_stride;
             NAME(gather)(job->bm, b * bs[0] + at * bs[1] + group * bs[2], bs[3], job->n, w->b[own], -1.0f, 1.0f, half);
-            NAME(gather)(job->cm, b * cs[0] + at * cs[1] + group * cs[2], cs[3], job->n, w->c[own], -1.0f, 1.0f, half);
+            if (job->out) NAME(gather)(job->cm, b * cs[0] + at * cs[1] + group * cs[2], cs[3], job->n, w->c[own], -1.0f, 1.0f, half);
             w->step[own] = job->dt[(b * job->l + at) * job->h + h];
             w->decay[own] = expf(w->step[own] * job->a[h]);
         }
@@ -131,6 +136,10 @@ MX_INLINE TARGET void NAME(space_head)(const mx_space_job *job, int64_t b, int64
             for (int64_t own = 0; own < tokens; own++) {
                 const float x = get(job->x, b * xs[0] + (t + own) * xs[1] + h * xs[2] + p * xs[3], half), in = x * w->step[own], decay = w->decay[own];
                 v16 sums[2] = {{0}};
+                if (!job->out) {
+                    for (int64_t i = 0; i < room / 16; i++) w->s[i] = w->s[i] * decay + in * *(v16 *)(w->b[own] + 16 * i);
+                    continue;
+                }
                 for (int64_t i = 0; i < room / 16; i++) {
                     w->s[i] = w->s[i] * decay + in * *(v16 *)(w->b[own] + 16 * i);
                     sums[i & 1] += w->s[i] * *(v16 *)(w->c[own] + 16 * i);

@@ -9,7 +9,7 @@ typedef struct {
     const float *g;               /* [B, L, H], or [B, L, H, K]: the logarithm of what is left of a state */
     const float *state;           /* [B, H, K, V]; NULL: zeros */
     float *next;                  /* the state after the last token */
-    void *out;                    /* [B, L, H, V] */
+    void *out;                    /* [B, L, H, V]; NULL: the state is all that is asked for, and q is not read */
     int64_t b, l, kh, h, nk, nv;
     int64_t q_stride[4], k_stride[4], v_stride[4], beta_stride[3], g_stride[4]; /* g: the last one 0 for a gate a head */
     int64_t half, half_beta, path;
@@ -21,7 +21,7 @@ typedef struct {
     const float *dt, *a, *d;      /* [B, L, H], [H], [H] or NULL: time steps, (negative) decays, what of x is added */
     const float *state;           /* [B, H, P, N]; NULL: zeros */
     float *next;
-    void *out;                    /* [B, L, H, P] */
+    void *out;                    /* [B, L, H, P]; NULL: the state is all that is asked for, and cm is not read */
     int64_t b, l, h, g, p, n;
     int64_t x_stride[4], b_stride[4], c_stride[4];
     int64_t half, path;
