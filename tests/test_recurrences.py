@@ -8,17 +8,26 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_specdec
+from hf_specdec import checkpoint
 from hf_specdec.cached_model import CachedModel
 from hf_specdec.caches import GOES_ON
 from hf_specdec.proposal import Proposal
-from hf_specdec.recurrences import Block, Recurrences, _chunk, _with_ours
+from hf_specdec.recurrences import Block, Recurrences, _chunk, _with_ours, after
 from tests.helpers import enabled, generated, perturbed, plain, prompts, speculate
 from tests.test_states import CONVOLUTIONS, CPU, HERE, KINDS, RECURRENT, UNKNOWN, model_of
 
 pytestmark = pytest.mark.skipif(not GOES_ON, reason="this transformers does not go on from a state over several tokens")
 KNOWN = [kind for kind in (*KINDS, "Granite 4 (hybrid)", "Jamba", "OLMo (hybrid)", "Lara mini") if kind not in (CONVOLUTIONS, UNKNOWN) and kind in HERE]
+SEVERAL = {  # two layers of a kind
+    "qwen3_5_text": dict(hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=8, linear_num_key_heads=2,
+                         linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8, layer_types=["linear_attention", "full_attention", "linear_attention"]),
+    "granitemoehybrid": dict(hidden_size=32, shared_intermediate_size=64, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+                             num_local_experts=0, num_experts_per_tok=0, mamba_n_heads=8, mamba_d_head=8, mamba_d_state=16, layer_types=["mamba", "attention", "mamba"]),
+    "mamba2": dict(hidden_size=32, num_hidden_layers=2, num_heads=8, head_dim=8, state_size=16, n_groups=2),
+}
 every_kind = pytest.mark.parametrize("kind", KNOWN)
 
 
@@ -153,3 +162,31 @@ def test_other_passes_of_the_model_are_as_ever():
     with recurrences.reading(Block({}, kept=True)), ThreadPoolExecutor(1) as other:
         assert torch.equal(other.submit(lambda: torch.no_grad()(model)(input_ids=ids, use_cache=False).logits).result(), expected)
     assert not forwards(model)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "granitemoehybrid", "mamba2"])
+@pytest.mark.parametrize("compile", [False, "model"])
+@torch.no_grad()
+def test_layers_that_are_read_as_one_have_the_states_of_each(kind, compile, monkeypatch):
+    """As on a GPU, where every call takes a few microseconds."""
+    monkeypatch.setattr("hf_specdec.passes.options", lambda device, places, whole=True: {"backend": "eager"})
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, rows = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, vocab_size=64, pad_token_id=0, **SEVERAL[kind])).eval(), prompts(9, 9)
+    cached = CachedModel(model, 64, compile=compile)
+    for _ in range(2):  # the first pass of a function is an eager one
+        cached.score([row[:4] for row in rows])
+        cached.commit([1, 1])
+        cached.score([row[:5] for row in rows], Proposal.from_lists([row[5:] for row in rows], CPU))
+        (_, makes), calls = cached.states.kept[-1].block, []
+        cached.crop([0, 0])
+    apart = [make and make([3, 1]) for make in makes]
+    assert sum(make is not None for make in makes) == 2
+    monkeypatch.setattr(checkpoint, "ON_HOST", ())
+    monkeypatch.setattr(checkpoint, "after", lambda *args: (calls.append(args), after(*args))[1])
+    for own, theirs in zip(checkpoint.states_after(makes, [3, 1]), apart):
+        assert (own is None) == (theirs is None)
+        if own is not None:
+            torch.testing.assert_close(own, theirs, atol=1e-5, rtol=1e-5)
+    assert len(calls) == 1
+    assert all(state is make.args[-1] for state, make in zip(checkpoint.states_after(makes, [0, 0]), makes) if make)

@@ -134,13 +134,6 @@ def test_drafts_that_read_the_prompts_logits_work():
     assert generated(speculate(model, [row], RecyclingDraft(), k=4, max_new_tokens=40), [row]) == plain(model, [row], max_new_tokens=40)
 
 
-def test_compile_is_set_aside_with_a_warning():
-    model, (row,) = model_of(RECURRENT), prompts(12)
-    with pytest.warns(UserWarning, match="makes its masks or positions itself"):
-        out = speculate(model, [row], PromptLookupDraft(), k=3, max_new_tokens=8, speculative={"compile": True})
-    assert generated(out, [row]) == plain(model, [row], max_new_tokens=8)
-
-
 @pytest.mark.parametrize("layers", [[0], [1]], ids=["linear attention", "attention"])
 def test_drafters_made_of_such_a_target_read_its_hidden_states(layers):
     model, (row,) = model_of(RECURRENT), prompts(11)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch.nn.functional import pad
 
-from .recurrences import After
+from .recurrences import after
 from .uploads import upload
 
+ON_HOST = ("cpu",)  # kinds of devices where the numbers, not the calls, are what takes time
 State = tuple[dict, dict]  # of one layer, by number: inputs of convolutions [B, C, n] and recurrent states [B, ...]; None where there is none
 
 
@@ -26,7 +27,7 @@ class Checkpoint:
     lengths: list[int]
     reach: int
     states: list[State]
-    block: tuple[list[int], list[After | None]] | None = None
+    block: tuple[list[int], list[Callable | None]] | None = None
     open: bool = False
 
     def cut(self, lengths: list[int]) -> None:
@@ -39,7 +40,8 @@ class Checkpoint:
         if self.block is not None:
             starts, after = self.block
             read = [length - start for length, start in zip(lengths, starts)]
-            self.states = [(inputs, recurrent | {0: make(read).to(recurrent[0].dtype)} if make else recurrent) for make, (inputs, recurrent) in zip(after, self.states)]
+            self.states = [(inputs, recurrent if state is None else recurrent | {0: state.to(recurrent[0].dtype)})
+                           for state, (inputs, recurrent) in zip(states_after(after, read), self.states)]
         self.lengths, self.reach, self.open = lengths, self.reach - most, False
 
     def rows_of(self, other: Checkpoint | None, rows: list[bool]) -> Checkpoint:
@@ -86,3 +88,39 @@ def _mixed(mine: dict, theirs: dict, index: Callable[[torch.device], torch.Tenso
             own.index_copy_(0, rows, other.index_select(0, rows))  # nobody else reads it
         mixed[i] = own
     return mixed
+
+
+# --- recurrent states after fewer tokens ------------------------------------------------------------------------------------
+
+def states_after(makes: list[Callable | None], n: list[int]) -> list[torch.Tensor | None]:
+    """What each of `makes` makes of n. On a GPU layers that are alike are read in one call, as heads of one layer."""
+    made: list[torch.Tensor | None] = [None] * len(makes)
+    alike: dict[tuple, list[int]] = {}
+    for i, make in enumerate(makes):
+        alike.setdefault(_kind(make) if any(n) and isinstance(make, partial) else (i,), []).append(i)
+    for group in alike.values():
+        own = [makes[i] for i in group]
+        states = [make and make(n) for make in own] if len(own) == 1 else _as_one(own)(n).chunk(len(own), dim=1)
+        for i, state in zip(group, states):
+            made[i] = state
+    return made
+
+
+def _kind(make: partial) -> tuple:
+    """What a call of `recurrences.after` has in common with another that might be made in the same one."""
+    form, several, args, options, before = make.args
+    if before.device.type in ON_HOST:
+        return (id(make),)
+    parts = [(part.shape, part.dtype, part.device) if isinstance(part, torch.Tensor) else part for part in (*args, *options.values(), before)]
+    return form, several, *options, repr(parts)
+
+
+def _as_one(alike: list[partial]) -> partial:
+    """Layers that are alike as one that has the heads of all."""
+    forms, severals, args, options, before = zip(*(make.args for make in alike))
+
+    def joined(parts: tuple):
+        return torch.cat(parts, dim=2 if parts[0].ndim > 2 else 0) if isinstance(parts[0], torch.Tensor) else parts[0]
+
+    more = {name: joined(tuple(own[name] for own in options)) for name in options[0]}
+    return partial(after, forms[0], severals[0], tuple(map(joined, zip(*args))), more, torch.cat(before, dim=1))

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import inf
 from threading import RLock
 from types import CellType, FunctionType, MethodType
@@ -22,23 +22,22 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-After = Callable[[list[int]], torch.Tensor]  # the state [B, ...] after the first n[b] tokens of row b of a block
 MOST = 32  # tokens of a chunk on a CPU: work within chunks grows with their square
 SHORTEST = 16  # of a chunk elsewhere, where kernels want powers of two
 
 
 class Block:
-    """A pass over a block. before: per layer, the state before it, where there is one. after: per layer, what `After` says; empty where nothing will be rejected.
-    heads: per layer whose heads are read one by one, what makes the state of each."""
+    """A pass over a block. before: per layer, the state before it, where there is one. after: per layer, what makes the state after some of it; empty where nothing will
+    be rejected. heads: per layer whose heads are read one by one, what makes the state of each."""
 
     def __init__(self, before: dict[int, torch.Tensor], kept: bool):
         self.before, self.kept = before, kept
-        self.after: dict[int, After] = {}
-        self.heads: dict[int, list[After]] = {}
+        self.after: dict[int, Callable[[list[int]], torch.Tensor]] = {}
+        self.heads: dict[int, list[Callable[[list[int]], torch.Tensor]]] = {}
 
-    def keep(self, layer: int, after: After) -> None:
+    def keep(self, layer: int, after: Callable[[list[int]], torch.Tensor]) -> None:
         if self.kept and layer in self.before:
-            self.after[layer] = lambda n: after(n) if any(n) else self.before[layer]
+            self.after[layer] = after
 
 
 class Told(NamedTuple):
@@ -53,7 +52,7 @@ class Told(NamedTuple):
 
 
 _block: ContextVar[Block | None] = ContextVar("block", default=None)
-_telling = False  # whether the pass that is being compiled is one of ours
+_telling, _tellers = False, 0  # whether the pass that is being compiled is one of ours, and how many such are being made
 _lock = RLock()  # who holds it may change the forwards of layers
 _readers: dict[int, list] = {}  # by id of a layer: how many passes go through its other forward, and that
 
@@ -90,18 +89,23 @@ class Recurrences:
     @contextmanager
     def telling(self) -> Iterator[None]:
         """A pass that is compiled within puts what functions are `Told` in the place of states."""
-        global _telling
         with self.reading(Block({}, kept=False)):
-            _telling = True
+            _count_tellers(1)
             try:
                 yield
             finally:
-                _telling = False
+                _count_tellers(-1)
 
-    def after(self, layer: int, told: Told, before: torch.Tensor) -> After:
+    def after(self, layer: int, told: Told, before: torch.Tensor) -> Callable[[list[int]], torch.Tensor]:
         """What makes the state after the first tokens of a block of which a function was `told`."""
-        form, several = self.forms[layer]
-        return lambda n: form(several, *told.args, n=n, **told.options, **{BEFORE[form]: before})[1] if any(n) else before
+        return partial(after, *self.forms[layer], told.args, told.options, before)
+
+
+def _count_tellers(more: int) -> None:
+    global _telling, _tellers
+    with _lock:
+        _tellers += more
+        _telling = _tellers > 0
 
 
 def begins_with_nothing(model: nn.Module) -> bool:
@@ -166,8 +170,9 @@ def _ours(layer: int, form: Callable, several: Callable, names: dict) -> Callabl
             return several(*args, **kwargs)
         if form is _mamba1:
             return form(block, layer, several, one, *args, **kwargs)
-        if _can_be_cut(form, kwargs):
-            block.keep(layer, lambda n: form(several, *args, n=n, **kwargs)[1])
+        if _can_be_cut(form, kwargs) and layer in block.before:
+            options = {name: part for name, part in kwargs.items() if name not in (*ENDS, BEFORE[form])}
+            block.keep(layer, partial(after, form, several, args, options, block.before[layer]))
         return form(several, *args, **kwargs)
 
     return run
@@ -180,11 +185,6 @@ def _told(form: Callable, several: Callable, args: tuple, options: dict) -> tupl
     options = {name: part for name, part in options.items() if name not in ENDS}
     out = form(several, *args, **options)
     return out[0] if isinstance(out, tuple) else out, Told(args, {name: part for name, part in options.items() if name != BEFORE[form]})
-
-
-def _can_be_cut(form: Callable, options: dict) -> bool:
-    """Whether some token changes nothing."""
-    return form is _delta_rule or bool(options.get("dt_softplus")) and options.get("dt_limit", (0.0, inf))[0] <= 0
 
 
 # --- what is known of transformers' functions -----------------------------------------------------------------------------
@@ -245,10 +245,20 @@ def _mamba1(block: Block, layer: int, several: Callable, one: Callable, hidden_s
         out = [one(state, hidden_states[..., t], dt[..., t], A, B[..., t], C[..., t], D, z=None if z is None else z[..., t], **bias) for t in range(dt.shape[-1])]
         return torch.stack(out, dim=-1), state
 
-    heads.append(lambda n: read(_first(n, dt, -inf, dim=dt.ndim - 1))[1])
+    heads.append(lambda n: read(_first(n, dt, -inf, dim=dt.ndim - 1))[1] if any(n) else before)
     if delta_softplus:
         block.keep(layer, lambda n: torch.stack([state(n) for state in heads], dim=1) if by_head else heads[0](n))
     return read(dt) if return_last_state else read(dt)[0]
+
+
+def after(form: Callable, several: Callable, args: tuple, options: dict, before: torch.Tensor, n: list[int]) -> torch.Tensor:
+    """The state [B, ...] after the first n[b] tokens of row b of a block, of which a function was told `args` and `options`; `before`: the one before the block."""
+    return form(several, *args, n=n, **options, **{BEFORE[form]: before})[1] if any(n) else before
+
+
+def _can_be_cut(form: Callable, options: dict) -> bool:
+    """Whether some token changes nothing."""
+    return form is _delta_rule or bool(options.get("dt_softplus")) and options.get("dt_limit", (0.0, inf))[0] <= 0
 
 
 FORMS = {

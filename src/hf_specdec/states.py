@@ -9,7 +9,7 @@ pass has left them; tokens that have been committed since are fed once more, in 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from math import inf
 from threading import RLock
@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 from .checkpoint import Checkpoint, State
 from .fixed_cache import Held
 from .kv_cache import SlotLayer, SlotPlan
-from .recurrences import BEFORE, After, Block, Recurrences, Told
+from .recurrences import BEFORE, Block, Recurrences, Told
 
 ANY = (0.0, inf)  # of a time step's limits
 HELD = ("conv_states", "recurrent_states", "conv_kernel_size", "has_previous_state", "is_conv_states_initialized", "is_recurrent_states_initialized", "dtype", "device")
@@ -124,7 +124,7 @@ class Checkpoints:
         self.begun = True
         self._add(starts, width, [read.after.get(layer.index) if layer.is_recurrent() else None for layer in self.layers])
 
-    def _add(self, starts: list[int], width: int, after: list[After | None], open: bool = False) -> None:
+    def _add(self, starts: list[int], width: int, after: list[Callable | None], open: bool = False) -> None:
         """What the layers hold after a pass is a checkpoint."""
         self.kept, self.final = [] if self.final else self.kept, False
         reach = min(self.REACH, width) if all(make or not layer.is_recurrent() for make, layer in zip(after, self.layers)) else 0
@@ -150,7 +150,7 @@ class Checkpoints:
 
     def told(self, starts: list[int], width: int, taken: list[tuple[tuple, tuple]]) -> None:
         """A compiled pass over `width` places from position starts[b] on has taken these states, per layer. Those at the end of the places are not all meant."""
-        after: list[After | None] = [None] * len(self.layers)
+        after: list[Callable | None] = [None] * len(self.layers)
         for i, (layer, (inputs, recurrent)) in enumerate(zip(self.layers, taken)):
             layer.conv_states = dict(enumerate(inputs))
             if isinstance(recurrent[0], Told):
