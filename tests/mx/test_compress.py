@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import prune  # noqa: F401
+from transformers import AutoModelForCausalLM
 
 from hf_specdec import mx
 from hf_specdec.mx.formats import DENSE
@@ -276,6 +277,18 @@ def test_models_that_are_quantised_already():
         with pytest.raises(ValueError, match="quantised by gptq"):
             mx.compress(other)
         assert not mx_layers(other)
+
+
+def test_a_model_read_from_a_gguf_file_is_dense_unless_it_keeps_the_blocks(tmp_path):
+    model = tiny()
+    model.config.quantization_config = {"quant_method": "gguf"}
+    mx.compress(model).save_pretrained(tmp_path)
+    assert len(mx_layers(model)) == 14 and same(AutoModelForCausalLM.from_pretrained(tmp_path), model)
+    packed = tiny()
+    packed.config.quantization_config = {"quant_method": "gguf"}
+    packed.model.layers[0].mlp.up_proj = type("GgufLinear", (nn.Module,), {})()
+    with pytest.raises(ValueError, match="quantised by gguf"):
+        mx.compress(packed)
 
 
 def test_models_without_a_layer_to_compress_or_without_weights():

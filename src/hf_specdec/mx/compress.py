@@ -79,7 +79,9 @@ def check_model(model: nn.Module, choices: list[Choice]) -> None:
     method = getattr(getattr(model, "config", None), "quantization_config", None)
     if method is not None or getattr(model, "hf_quantizer", None) is not None:
         name = getattr(method, "quant_method", None) or (method or {}).get("quant_method", "another method")
-        raise ValueError(f"model is quantised by {getattr(name, 'value', name)}; load it without that to compress it with MX.")
+        name = getattr(name, "value", name)
+        if name != "gguf" or any(type(part).__name__.startswith("Gguf") for part in model.modules()):  # transformers reads most GGUF files as numbers
+            raise ValueError(f"model is quantised by {name}; load it without that to compress it with MX.")
     if getattr(model, "peft_config", None):
         raise ValueError("model has adapters on it: compress the model they are for and add them after that, or merge them first.")
     check_whole(model)

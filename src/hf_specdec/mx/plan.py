@@ -137,12 +137,12 @@ def _choose(name, module, fmt, patterns, heads, head_format, bound) -> Choice:
 
 
 def _weighs(module: nn.Module) -> bool:
-    """Linear layers, and modules with weight matrices of their own (experts, convolutions), but no embeddings."""
+    """Linear layers, and modules with weight matrices of their own (experts, convolutions, what another library has quantised), but no embeddings."""
     if isinstance(module, (nn.Linear, MXLinear)):
         return True
     if isinstance(module, nn.Embedding):
         return False
-    return any(p.dim() >= 2 and p.is_floating_point() and p.numel() >= 32 * BLOCK for p in module._parameters.values() if p is not None)
+    return any(p.dim() >= 2 and p.numel() >= 32 * BLOCK for p in module._parameters.values() if p is not None)
 
 
 def _output_head(model: nn.Module) -> nn.Module | None:
