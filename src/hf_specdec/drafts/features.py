@@ -55,8 +55,8 @@ def attach(draft: PreTrainedModel, reads: tuple[int, ...]) -> None:
     """Make a feature drafter of a draft model: `feature_fuse` brings the target's states [.., len(reads) * H] to width H, and
     `feature_join` what comes of them, beside a token's embedding, to the input of the first layer. Both start as what passes
     the last of the states, and the sum of state and embedding."""
-    weight = next(draft.base_model.parameters())
-    width = draft.get_input_embeddings().weight.shape[1]
+    weight = draft.get_input_embeddings().weight
+    width = weight.shape[1]
     eye, zeros = torch.eye(width), torch.zeros(width, width)
     for name, parts in (("feature_fuse", [zeros] * (len(reads) - 1) + [eye]), ("feature_join", [eye, eye])):
         linear = nn.Linear(width * len(parts), width, bias=False, device="meta")

@@ -29,7 +29,7 @@ def dense(model: nn.Module, dtype: torch.dtype, but: Sequence[nn.Module] = ()) -
     for name, module in model.named_modules():
         if name.startswith(inside):
             continue
-        left_out, linear = any(module is part for part in but), _computes_linear(module) and not _is_plain(module)
+        left_out, linear = any(module is part for part in but), _sizes(module) is not None and not _is_plain(module)
         inside = f"{name}." if left_out or linear else inside
         own = {} if left_out else numbers(module, dtype) if linear else _own(module)
         if any(part.is_meta for part in own.values()):
@@ -39,18 +39,24 @@ def dense(model: nn.Module, dtype: torch.dtype, but: Sequence[nn.Module] = ()) -
 
 
 def numbers(linear: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """weight [out_features, in_features], and bias [out_features] if there is one, of a Linear layer. One that another library quantised, or that has adapters, is
-    asked: `dtype` is what it takes, and the weight is what it makes of the identity matrix."""
+    """weight [out, in], and bias [out] if there is one, of a Linear layer. One that another library quantised, or that has adapters, is asked: `dtype` is what it
+    takes, and the weight is what it makes of the identity matrix; but for layers that may round inputs and outputs by fixed steps, which are those of a text's:
+    compressed-tensors', which has decompressed them, and transformers' for Gemma's checkpoints."""
     if _is_plain(linear):
         return _own(linear)
     bias = getattr(linear, "bias", None)
     if isinstance(linear, MXLinear):
         weight = linear.dequantize(torch.float32)
+    elif type(linear) is nn.Linear and _is_number(linear) and not linear._modules:
+        weight = linear.weight
+    elif hasattr(linear, "_dequantize_weights"):
+        weight = linear._dequantize_weights(dtype)
     else:
-        device = next(iter((*linear.parameters(), *linear.buffers()))).device
+        width, _ = _sizes(linear)
+        device = next((part.device for part in (*linear.parameters(), *linear.buffers())), getattr(linear, "device", None))  # SINQ's have neither
         with torch.no_grad():
-            none = linear(torch.zeros(1, linear.in_features, dtype=dtype, device=device))
-            weight = (linear(torch.eye(linear.in_features, dtype=dtype, device=device)) - none).T
+            none = linear(torch.zeros(1, width, dtype=dtype, device=device))
+            weight = (linear(torch.eye(width, dtype=dtype, device=device)) - none).T
             bias = None if bias is None else none[0]
     return {name: part.detach() for name, part in (("weight", weight), ("bias", bias)) if part is not None}
 
@@ -66,13 +72,18 @@ def names(model: nn.Module) -> set[str]:
     return {f"{name}.{key}" if name else key for name, module in model.named_modules(remove_duplicate=False) for key in _own(module)}
 
 
-def _computes_linear(module: nn.Module) -> bool:
-    return all(isinstance(getattr(module, name, None), int) for name in ("in_features", "out_features"))
+def _sizes(module: nn.Module) -> tuple[int, int] | None:
+    """Inputs and outputs of a Linear layer of any library; None for other modules."""
+    every = (tuple(getattr(module, side + name, None) for side in ("in", "out")) for name in ("_features", "features"))  # the second: AutoRound's
+    return next((sizes for sizes in every if all(isinstance(size, int) for size in sizes)), None)
 
 
 def _is_plain(linear: nn.Module) -> bool:
     """Whether a Linear layer is a weight of numbers, and perhaps a bias, and nothing else."""
-    own = _own(linear)
-    weight = own.get("weight")
-    known = type(weight) is torch.Tensor and weight.is_floating_point() and weight.shape == (linear.out_features, linear.in_features)
-    return known and own.keys() <= {"weight", "bias"} and not linear._modules
+    rounds = getattr(linear, "online_quant", False)  # BitNet's, in each pass
+    return _is_number(linear) and _own(linear).keys() <= {"weight", "bias"} and not linear._modules and not rounds
+
+
+def _is_number(linear: nn.Module) -> bool:
+    weight = _own(linear).get("weight")
+    return type(weight) is torch.Tensor and weight.is_floating_point() and weight.shape == _sizes(linear)[::-1]
