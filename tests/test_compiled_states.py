@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 import hf_specdec
-from hf_specdec import compiled, mx, passes
+from hf_specdec import compiled, fixed_cache, mx, passes
 from hf_specdec.cached_model import CachedModel
 from hf_specdec.caches import GOES_ON
 from hf_specdec.drafts import ModelDraft, PromptLookupDraft
@@ -153,6 +153,28 @@ def test_states_that_do_not_follow_from_what_was_told_are_left_to_eager_passes(k
     model, (row,) = model_of(kind), prompts(12)
     with pytest.warns(UserWarning, match="target: .* runs without compile=True: it carries states that are made token by token"):
         assert run(model, [row], PromptLookupDraft(), True, max_new_tokens=12) == plain(model, [row], max_new_tokens=12)
+
+
+@pytest.mark.parametrize("kind", [RECURRENT, CONVOLUTIONS, "Mamba 2"])
+@pytest.mark.parametrize("wrong", ["inputs", "recurrent"])
+def test_functions_that_take_wrong_states_are_not_used(kind, wrong, monkeypatch):
+    """Though the logits of the pass itself are right."""
+    model, (row,) = model_of(kind), prompts(12)
+    keep, update = (getattr(fixed_cache.FixedStates, f"update_{name}_state") for name in ("conv", "recurrent"))
+
+    def conv(self, states, state_idx=0, **kwargs):
+        right = keep(self, states, state_idx)
+        self.conv_states[state_idx] = right * 1.1
+        return right
+
+    def recurrent(self, states, state_idx=0, **kwargs):
+        return update(self, states if isinstance(states, torch.Tensor) else Told((states.args[0] * 1.3, *states.args[1:]), states.options), state_idx)
+
+    monkeypatch.setattr(fixed_cache.FixedStates, *(("update_conv_state", conv) if wrong == "inputs" else ("update_recurrent_state", recurrent)))
+    if wrong == "recurrent" and kind != "Mamba 2":
+        pytest.skip("queries say nothing of the state" if kind == RECURRENT else "it has none")
+    with pytest.warns(UserWarning, match="runs without compile=True: compiled, its states are off by"):
+        assert run(model, [row], PromptLookupDraft(), "model", max_new_tokens=16) == plain(model, [row], max_new_tokens=16)
 
 
 def test_what_the_model_had_for_forwards_it_has_again():

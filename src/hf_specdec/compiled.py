@@ -221,15 +221,15 @@ class CompiledPasses:
             return None
         return Layerwise(layers, _by_layers.setdefault(self.model, Made()), compat.device_of(self.model))
 
-    def judge(self, logits: torch.Tensor, reference: torch.Tensor) -> None:
-        """Compare the first pass of a function with the same pass uncompiled; both [B, n, V]."""
+    def judge(self, logits: torch.Tensor, reference: torch.Tensor, what: str = "logits") -> None:
+        """Compare what the first pass of a function has made with the same of that pass uncompiled."""
         logits, reference = logits.float(), reference.float()
         finite = reference.isfinite()  # a pruned head gives minus infinity to the tokens it lacks
         same = torch.equal(logits[~finite], reference[~finite])
-        error = float((logits - reference)[finite].norm() / reference[finite].norm()) if same else torch.inf
+        error = float((logits - reference)[finite].norm() / reference[finite].norm().clamp(min=1e-30)) if same else torch.inf
         if not error <= AGREES.get(self.model.dtype, 0.2):
             self.functions.made.clear()
-            self.give_up(f"compiled, its logits are off by {error:.2g} of their size")
+            self.give_up(f"compiled, its {what} are off by {error:.2g} of their size")
 
 
 class FixedBuffers:

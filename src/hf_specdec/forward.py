@@ -112,17 +112,19 @@ class Forward:
 
     def _logits(self, tokens: torch.Tensor, tree: Tree | None, sizes: list[int], first: int, wanted: torch.Tensor | None, last: int) -> torch.Tensor:
         """One forward; logits at the places `wanted` int64 [n] of the block, or at all of them. last: n where these are the last ones, else 0."""
-        width, starts, logits, layers = tokens.shape[1], [length + first for length in self.lengths], None, layers_of(self.taps)
+        width, starts, layers = tokens.shape[1], [length + first for length in self.lengths], layers_of(self.taps)
+        logits = taken = None
         embeds = self.embed and self.embed(tokens)
         places = self.compiled.places(width) if self.compiled is not None and any(self.lengths) and self._told() else None
         if places is not None:
             self.cache.plan.lay(starts, places, self.device, whole=True)
             with nullcontext() if self.states is None else self.states.telling():
                 done = self.compiled(tokens, embeds, self.cache, layers, **self._positions_and_masks(width, tree, sizes, first))
-            logits, states, taken = done or (None, [], ())
+            logits, states, parts = done or (None, [], ())
+            taken = self.states.told(starts, places, [own for own in parts if own is not None]) if done and self.states is not None else None
             if done and not self.compiled.untried:
-                if self.states is not None:
-                    self.states.told(starts, places, [own for own in taken if own is not None])
+                if taken is not None:
+                    self.states.add(taken)
                 show(self.taps, states, starts)
                 return logits if wanted is None else logits[:, wanted.to(logits.device)]
         self.cache.plan.lay(starts, width, self.device)
@@ -147,6 +149,8 @@ class Forward:
         reference = reference if keep or wanted is None else reference[:, wanted.to(reference.device)]
         if logits is not None:
             self.compiled.judge(logits if wanted is None or logits.shape == reference.shape else logits[:, wanted.to(logits.device)], reference)
+            for state, meant in () if taken is None else self.states.beside(taken):
+                self.compiled.judge(state, meant, "states")
         return reference
 
     def _told(self) -> bool:

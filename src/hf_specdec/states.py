@@ -122,14 +122,17 @@ class Checkpoints:
         with self._heeding(prompt=not self.kept or not self.begun and width > 1) if self.limited else nullcontext(), self.recurrences.reading(read):
             yield
         self.begun = True
-        self._add(starts, width, [read.after.get(layer.index) if layer.is_recurrent() else None for layer in self.layers])
+        self.add(self._taken(starts, width, [read.after.get(layer.index) if layer.is_recurrent() else None for layer in self.layers]))
 
-    def _add(self, starts: list[int], width: int, after: list[Callable | None], open: bool = False) -> None:
-        """What the layers hold after a pass is a checkpoint."""
-        self.kept, self.final = [] if self.final else self.kept, False
+    def _taken(self, starts: list[int], width: int, after: list[Callable | None], open: bool = False) -> Checkpoint:
+        """What the layers hold after a pass."""
         reach = min(self.REACH, width) if all(make or not layer.is_recurrent() for make, layer in zip(after, self.layers)) else 0
         states, block = [layer.taken(reach) for layer in self.layers], (starts, after) if any(after) else None
-        self.kept.append(Checkpoint([start + width for start in starts], reach, states, block, open))
+        return Checkpoint([start + width for start in starts], reach, states, block, open)
+
+    def add(self, taken: Checkpoint) -> None:
+        """These are the states now."""
+        self.kept, self.final = [*([] if self.final else self.kept), taken], False
 
     # --- a compiled pass ----------------------------------------------------------------------------------------------------
 
@@ -148,8 +151,8 @@ class Checkpoints:
         with self._heeding(prompt=False) if self.limited else nullcontext(), self.recurrences.telling():
             yield
 
-    def told(self, starts: list[int], width: int, taken: list[tuple[tuple, tuple]]) -> None:
-        """A compiled pass over `width` places from position starts[b] on has taken these states, per layer. Those at the end of the places are not all meant."""
+    def told(self, starts: list[int], width: int, taken: list[tuple[tuple, tuple]]) -> Checkpoint:
+        """What a compiled pass over `width` places from position starts[b] on has taken, per layer. Those at the end of the places are not all meant."""
         after: list[Callable | None] = [None] * len(self.layers)
         for i, (layer, (inputs, recurrent)) in enumerate(zip(self.layers, taken)):
             layer.conv_states = dict(enumerate(inputs))
@@ -157,7 +160,15 @@ class Checkpoints:
                 after[i] = self.recurrences.after(layer.index, recurrent[0], layer.recurrent_states[0])
             else:
                 layer.recurrent_states = dict(enumerate(recurrent))
-        self._add(starts, width, after, open=any(after))
+        return self._taken(starts, width, after, open=any(after))
+
+    def beside(self, other: Checkpoint) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The states of `other`, which stands for as many tokens or more, beside the last ones."""
+        last = self.kept[-1]
+        other.cut(last.lengths)
+        for layer, (inputs, recurrent), (own_inputs, own_recurrent) in zip(self.layers, other.states, last.states):
+            yield from ((layer._last(i, part), layer._last(i, own_inputs[i])) for i, part in inputs.items() if part is not None)
+            yield from ((part, own_recurrent[i]) for i, part in recurrent.items() if part is not None)
 
     @contextmanager
     def _heeding(self, prompt: bool) -> Iterator[None]:
