@@ -155,6 +155,18 @@ def test_states_that_do_not_follow_from_what_was_told_are_left_to_eager_passes(k
         assert run(model, [row], PromptLookupDraft(), True, max_new_tokens=12) == plain(model, [row], max_new_tokens=12)
 
 
+@torch.no_grad()
+def test_ragged_texts_that_are_read_again_begin_with_padding_in_an_eager_pass():
+    model, rows = model_of(RECURRENT), prompts(9, 6)
+    cached = CachedModel(model, 64, "assistant_model", compile="model")
+    for _ in range(2):
+        logits = cached.score(rows)
+        for row, own in zip(rows, logits):
+            torch.testing.assert_close(own[-1], model(torch.tensor([row])).logits[0, -1], atol=2e-3, rtol=0)
+        cached.commit([1, 1])
+        cached.crop([0, 0])
+
+
 @pytest.mark.parametrize("kind", [RECURRENT, CONVOLUTIONS, "Mamba 2"])
 @pytest.mark.parametrize("wrong", ["inputs", "recurrent"])
 def test_functions_that_take_wrong_states_are_not_used(kind, wrong, monkeypatch):

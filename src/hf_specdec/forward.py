@@ -115,7 +115,7 @@ class Forward:
         width, starts, layers = tokens.shape[1], [length + first for length in self.lengths], layers_of(self.taps)
         logits = taken = None
         embeds = self.embed and self.embed(tokens)
-        places = self.compiled.places(width) if self.compiled is not None and any(self.lengths) and self._told() else None
+        places = self.compiled.places(width) if self.compiled is not None and any(self.lengths) and self._told(starts) else None
         if places is not None:
             self.cache.plan.lay(starts, places, self.device, whole=True)
             with nullcontext() if self.states is None else self.states.telling():
@@ -153,13 +153,15 @@ class Forward:
                 self.compiled.judge(state, meant, "states")
         return reference
 
-    def _told(self) -> bool:
-        """Whether a pass may be compiled: of layers that carry states all but the first, if these follow from what it was told."""
+    def _told(self, starts: list[int]) -> bool:
+        """Whether a pass may be compiled: of layers that carry states all but those over prompts, if states follow from what layers are told."""
         if self.states is None:
             return True
-        if self.states.begun and self.compiled.usable is not False and (why := self.states.why_not_compiled()):
+        if not self.states.begun or min(starts) < 0:
+            return False
+        if self.compiled.usable is not False and (why := self.states.why_not_compiled()):
             self.compiled.give_up(why)
-        return self.states.begun and self.compiled.usable is not False
+        return self.compiled.usable is not False
 
     def _trial(self, ragged: bool) -> None:
         """A pass over the first tokens of texts that nobody wants, with the compiled passes of this model."""
