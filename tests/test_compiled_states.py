@@ -253,6 +253,16 @@ def test_machine_code_calls_the_kernels_and_a_token_has_the_same_bits_in_every_b
     assert all(torch.equal(logits, seen["behind"][-1]) for logits in seen["behind"][2:])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [kind for kind in (RECURRENT, "Granite 4 (hybrid)", CONVOLUTIONS) if kind in HERE])
+def test_on_a_gpu_texts_are_plain_generates(kind, strict, monkeypatch):
+    monkeypatch.undo()
+    target, rows = model_of(kind).to("cuda"), prompts(12, 9)
+    texts, draft = plain(target, rows, max_new_tokens=20), perturbed(target)
+    for _ in range(2):
+        assert run(target, rows, draft, True, max_new_tokens=20) == texts
+
+
 def test_a_compiler_of_the_caller_is_none_of_ours():
     """`_telling` is off there: states are states."""
     model = model_of(RECURRENT)
