@@ -15,7 +15,7 @@ from hf_specdec import checkpoint
 from hf_specdec.cached_model import CachedModel
 from hf_specdec.caches import GOES_ON
 from hf_specdec.proposal import Proposal
-from hf_specdec.recurrences import Block, Recurrences, _chunk, _with_ours, after
+from hf_specdec.recurrences import Block, Recurrences, _chunk, after
 from tests.helpers import enabled, generated, perturbed, plain, prompts, speculate
 from tests.test_states import CONVOLUTIONS, CPU, HERE, KINDS, RECURRENT, UNKNOWN, model_of
 
@@ -128,11 +128,9 @@ def test_no_block_is_filled_up_to_a_chunk(kind, monkeypatch):
         return original(first, *args, **kwargs)
 
     monkeypatch.setitem(names, name, seen)
-    _with_ours.cache_clear()
     wrong = perturbed(model, 0.5)
     assert generated(speculate(model, [row], wrong, k=4, max_new_tokens=12), [row]) == plain(model, [row], max_new_tokens=12)
     ours = [pair for pair in sizes if pair[1] is not None and pair[0] < 12]
-    _with_ours.cache_clear()
     assert ours and {length for length, _ in ours} >= {1, 5} and all(chunk == min(length, 8 if kind not in ("Qwen3.5 (text)", "Kimi Linear") else 64) for length, chunk in ours)
 
 

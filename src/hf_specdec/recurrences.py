@@ -117,9 +117,13 @@ def begins_with_nothing(model: nn.Module) -> bool:
 
 def global_names(function: Callable) -> tuple[str, ...]:
     """Those that the innermost of the functions that `function` wraps makes use of."""
+    return getattr(getattr(_innermost(function), "__code__", None), "co_names", ())
+
+
+def _innermost(function: Callable) -> Callable:
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
-    return getattr(getattr(function, "__code__", None), "co_names", ())
+    return function
 
 
 def with_names(function: FunctionType, others: Callable[[dict], dict]) -> FunctionType | None:
@@ -144,19 +148,16 @@ def _other(layer: nn.Module) -> tuple[FunctionType, Callable, Callable] | None:
     or the layer was given a forward of its own (by accelerate, say)."""
     if not hasattr(layer, "layer_idx") or "forward" in vars(layer) and id(layer) not in _readers:
         return None
-    return _with_ours(type(layer).forward, layer.layer_idx)
+    forward = type(layer).forward
+    known = [name for name in global_names(forward) if name in FORMS]
+    return _with_ours(forward, layer.layer_idx, tuple((name, _innermost(forward).__globals__[name]) for name in known)) if known else None
 
 
 @lru_cache(maxsize=None)  # compiled functions are checked for being given the same ones
-def _with_ours(forward: FunctionType, layer: int) -> tuple[FunctionType, Callable, Callable] | None:
-    known, found = [name for name in global_names(forward) if name in FORMS], []
-
-    def ours(names: dict) -> dict:
-        found.extend((FORMS[name], names[name]) for name in known)
-        return {name: _ours(layer, *pair, names) for name, pair in zip(known, found)}
-
-    other = with_names(forward, ours) if known else None
-    return other and (other, *found[0])
+def _with_ours(forward: FunctionType, layer: int, known: tuple[tuple[str, Callable], ...]) -> tuple[FunctionType, Callable, Callable] | None:
+    other = with_names(forward, lambda names: {name: _ours(layer, FORMS[name], several, names) for name, several in known})
+    (name, several), *_ = known
+    return other and (other, FORMS[name], several)
 
 
 def _ours(layer: int, form: Callable, several: Callable, names: dict) -> Callable:
