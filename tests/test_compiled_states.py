@@ -3,6 +3,7 @@
 import random
 import shutil
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from hf_specdec.caches import GOES_ON
 from hf_specdec.drafts import ModelDraft, PromptLookupDraft
 from hf_specdec.mx.kernels import cpu
 from hf_specdec.proposal import Proposal
-from hf_specdec.recurrences import Told
+from hf_specdec.recurrences import Block, Told
 from tests.helpers import FULL, OLD_TORCH, ScriptedDraft, generated, perturbed, plain, prompts, repetitive, speculate
 from tests.test_states import CONVOLUTIONS, CPU, HERE, RECURRENT, model_of
 
@@ -148,23 +149,24 @@ def test_a_state_is_made_where_it_is_asked_for_and_the_one_before_is_left_alone(
             torch.testing.assert_close(state, theirs[i], atol=2e-4, rtol=1e-3)
 
 
+@torch.no_grad()
+def test_texts_of_unequal_length_are_read_anew_when_all_is_forgotten(strict):
+    model = model_of(RECURRENT)
+    cached = CachedModel(model, 64, "assistant_model", compile="model")
+    for rows in (prompts(2, 9), prompts(3, 10, seed=1)):  # as after a draft's tokens of a text that has changed from its first on
+        logits = cached.score(rows, Proposal.from_lists([[5, 7], [8, 9]], CPU))
+        for own, row, drafted in zip(logits, rows, ([5, 7], [8, 9])):
+            whole = model(input_ids=torch.tensor([row + drafted]), use_cache=False).logits[0]
+            torch.testing.assert_close(own, whole[len(row) - 1 :], atol=2e-3, rtol=0)
+        cached.crop([0, 0])
+    assert cached.compiled.usable
+
+
 @pytest.mark.parametrize("kind", [kind for kind in ("Mamba", "Zamba", "Zaya") if kind in HERE])
 def test_states_that_do_not_follow_from_what_was_told_are_left_to_eager_passes(kind):
     model, (row,) = model_of(kind), prompts(12)
     with pytest.warns(UserWarning, match="target: .* runs without compile=True: it carries states that are made token by token"):
         assert run(model, [row], PromptLookupDraft(), True, max_new_tokens=12) == plain(model, [row], max_new_tokens=12)
-
-
-@torch.no_grad()
-def test_ragged_texts_that_are_read_again_begin_with_padding_in_an_eager_pass():
-    model, rows = model_of(RECURRENT), prompts(9, 6)
-    cached = CachedModel(model, 64, "assistant_model", compile="model")
-    for _ in range(2):
-        logits = cached.score(rows)
-        for row, own in zip(rows, logits):
-            torch.testing.assert_close(own[-1], model(torch.tensor([row])).logits[0, -1], atol=2e-3, rtol=0)
-        cached.commit([1, 1])
-        cached.crop([0, 0])
 
 
 @pytest.mark.parametrize("kind", [RECURRENT, CONVOLUTIONS, "Mamba 2"])
@@ -264,10 +266,15 @@ def test_on_a_gpu_texts_are_plain_generates(kind, strict, monkeypatch):
 
 
 def test_a_compiler_of_the_caller_is_none_of_ours():
-    """`_telling` is off there: states are states."""
+    """Also while a pass of ours is made in another thread: states are states."""
     model = model_of(RECURRENT)
     ids = torch.tensor(prompts(9))
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         whole = model(ids, use_cache=True)
-        torch.testing.assert_close(torch.compile(model, backend="eager")(ids, use_cache=True).logits, whole.logits, atol=1e-4, rtol=1e-4)
+        for ours in (nullcontext(), CachedModel(model, 64, compile="model").states.recurrences.reading(Block({}, kept=False))):
+            torch._dynamo.reset()
+            with ours:
+                out = torch.compile(model, backend="eager")(ids, use_cache=True)
+            torch.testing.assert_close(out.logits, whole.logits, atol=1e-4, rtol=1e-4)
+            assert all(torch.is_tensor(layer.recurrent_states[0]) for layer in out.past_key_values.layers if hasattr(layer, "recurrent_states"))

@@ -23,6 +23,7 @@ from .fixed_cache import FixedCache, fixed, why_not_compiled
 from .kv_cache import SlotCache
 from .layerwise import TRIAL, Layerwise, Made, NotCompiled
 from .parts import decoder_layers, modules, read_at, read_once
+from .recurrences import telling
 from .tap import SHOWN, note, watched
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ _refusals: WeakKeyDictionary = WeakKeyDictionary()  # model -> {why it runs with
 
 def forward(model, tokens, embeds, positions, mask, slots, layers):
     """One pass over a `Block`: logits [B, W, V], what the layers that are watched put out, and the states that layers have taken. Compiled as a whole."""
-    return over(FixedCache([fixed(held, slots) for held in layers]), model, tokens, embeds, positions, mask)
+    return telling(over, FixedCache([fixed(held, slots) for held in layers]), model, tokens, embeds, positions, mask)
 
 
 def over(cache: FixedCache, model, tokens, embeds, positions, mask):

@@ -157,7 +157,7 @@ class Forward:
         """Whether a pass may be compiled: of layers that carry states all but those over prompts, if states follow from what layers are told."""
         if self.states is None:
             return True
-        if not self.states.begun or min(starts) < 0:
+        if not self.states.begun or not self.states.kept or min(starts) < 0:
             return False
         if self.compiled.usable is not False and (why := self.states.why_not_compiled()):
             self.compiled.give_up(why)

@@ -21,6 +21,7 @@ from transformers import Cache
 
 from .fixed_cache import EmptyCache, FixedCache, fixed
 from .passes import Functions, alone
+from .recurrences import telling
 
 NUMBERS = ("layer_idx", "layer_id", "layer_index", "layer_number", "idx")  # what tells layers of a kind apart
 PLAIN = (bool, int, float, str, type(None), torch.dtype, tuple, list)
@@ -38,7 +39,7 @@ def at_slots(layer, at, args, kwargs, held, slots, count):
     """A layer over a block whose keys and values go to `slots` of the buffers that it has `held`: what it puts out, and the states that it has taken. It may ask for any
     of `count` layers. Compiled as a whole."""
     own = fixed(held, slots)
-    return _forward(layer, FixedCache([own] * count), at, args, kwargs), own.taken
+    return telling(_forward, layer, FixedCache([own] * count), at, args, kwargs), own.taken
 
 
 def from_start(layer, at, args, kwargs):

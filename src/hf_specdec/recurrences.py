@@ -52,7 +52,7 @@ class Told(NamedTuple):
 
 
 _block: ContextVar[Block | None] = ContextVar("block", default=None)
-_telling, _tellers = False, 0  # whether the pass that is being compiled is one of ours, and how many such are being made
+_ours_compiled: list[bool] = []  # not empty where the compiler, in whatever thread, is told of a pass of ours (`telling`); outside of what it traces always empty
 _lock = RLock()  # who holds it may change the forwards of layers
 _readers: dict[int, list] = {}  # by id of a layer: how many passes go through its other forward, and that
 
@@ -86,26 +86,18 @@ class Recurrences:
                     if not own[0] and vars(layer).get("forward") is _readers.pop(id(layer))[1]:
                         del vars(layer)["forward"]
 
-    @contextmanager
-    def telling(self) -> Iterator[None]:
-        """A pass that is compiled within puts what functions are `Told` in the place of states."""
-        with self.reading(Block({}, kept=False)):
-            _count_tellers(1)
-            try:
-                yield
-            finally:
-                _count_tellers(-1)
-
     def after(self, layer: int, told: Told, before: torch.Tensor) -> Callable[[list[int]], torch.Tensor]:
         """What makes the state after the first tokens of a block of which a function was `told`."""
         return partial(after, *self.forms[layer], told.args, told.options, before)
 
 
-def _count_tellers(more: int) -> None:
-    global _telling, _tellers
-    with _lock:
-        _tellers += more
-        _telling = _tellers > 0
+def telling(run: Callable, *args, **kwargs):
+    """run(*args, **kwargs), within a function that is compiled: what functions are `Told` is put in the place of states. The compiler follows this without doing it, so
+    that what other threads compile meanwhile is none of ours."""
+    _ours_compiled.append(True)
+    done = run(*args, **kwargs)
+    _ours_compiled.clear()
+    return done
 
 
 def begins_with_nothing(model: nn.Module) -> bool:
@@ -165,7 +157,7 @@ def _ours(layer: int, form: Callable, several: Callable, names: dict) -> Callabl
 
     def run(*args, **kwargs):
         if torch.compiler.is_compiling() and form is not _mamba1:  # whose own function would begin with nothing
-            return _told(form, several, args, kwargs) if _telling else several(*args, **kwargs)
+            return _told(form, several, args, kwargs) if _ours_compiled else several(*args, **kwargs)
         block = _block.get()
         if block is None:
             return several(*args, **kwargs)

@@ -148,7 +148,7 @@ class Checkpoints:
         """A compiled pass goes on from the last states."""
         for layer, state in zip(self.layers, self.kept[-1].states):
             layer.put(state, copied=False)
-        with self._heeding(prompt=False) if self.limited else nullcontext(), self.recurrences.telling():
+        with self._heeding(prompt=False) if self.limited else nullcontext(), self.recurrences.reading(Block({}, kept=False)):
             yield
 
     def told(self, starts: list[int], width: int, taken: list[tuple[tuple, tuple]]) -> Checkpoint:
