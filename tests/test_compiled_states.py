@@ -3,12 +3,13 @@
 import random
 import shutil
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import hf_specdec
 from hf_specdec import compiled, fixed_cache, mx, passes
@@ -17,7 +18,7 @@ from hf_specdec.caches import GOES_ON
 from hf_specdec.drafts import ModelDraft, PromptLookupDraft
 from hf_specdec.mx.kernels import cpu
 from hf_specdec.proposal import Proposal
-from hf_specdec.recurrences import Block, Told
+from hf_specdec.recurrences import Told
 from tests.helpers import FULL, OLD_TORCH, ScriptedDraft, generated, perturbed, plain, prompts, repetitive, speculate
 from tests.test_states import CONVOLUTIONS, CPU, HERE, RECURRENT, model_of
 
@@ -265,6 +266,23 @@ def test_on_a_gpu_texts_are_plain_generates(kind, strict, monkeypatch):
         assert run(target, rows, draft, True, max_new_tokens=20) == texts
 
 
+@every_way
+def test_a_pass_of_another_thread_changes_nothing(way, strict):
+    """For its time other functions stand in for the forwards of layers."""
+    model, (row,) = model_of(RECURRENT), prompts(9)
+    text, theirs = plain(model, [row], max_new_tokens=12), compiled.CompiledPasses(model, "target", "layers").layerwise
+    with theirs.running("theirs", DynamicCache(), None), ThreadPoolExecutor(1) as threads:
+        assert threads.submit(run, model, [row], ScriptedDraft.knowing([row + text[0]], wrong=3), way, max_new_tokens=12).result() == text
+    assert compiled.CompiledPasses(model, "target", "layers").by_layers and made(model)
+
+
+def test_a_model_that_the_caller_has_compiled():
+    model, rows = model_of(RECURRENT), prompts(9)
+    texts = plain(model, rows, max_new_tokens=12)
+    model.compile(backend="eager")
+    assert run(model, rows, perturbed(model), "model", max_new_tokens=12) == texts
+
+
 def test_a_compiler_of_the_caller_is_none_of_ours():
     """Also while a pass of ours is made in another thread: states are states."""
     model = model_of(RECURRENT)
@@ -272,7 +290,9 @@ def test_a_compiler_of_the_caller_is_none_of_ours():
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         whole = model(ids, use_cache=True)
-        for ours in (nullcontext(), CachedModel(model, 64, compile="model").states.recurrences.reading(Block({}, kept=False))):
+        cached = CachedModel(model, 64, compile="model")
+        cached.score(ids.tolist())
+        for ours in (nullcontext(), cached.states.telling()):
             torch._dynamo.reset()
             with ours:
                 out = torch.compile(model, backend="eager")(ids, use_cache=True)

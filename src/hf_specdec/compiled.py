@@ -21,7 +21,7 @@ from . import compat, passes
 from .block import Block
 from .fixed_cache import FixedCache, fixed, why_not_compiled
 from .kv_cache import SlotCache
-from .layerwise import TRIAL, Layerwise, Made, NotCompiled
+from .layerwise import TRIAL, Layerwise, Made, NotCompiled, own_forward
 from .parts import decoder_layers, modules, read_at, read_once
 from .recurrences import telling
 from .tap import SHOWN, note, watched
@@ -218,7 +218,7 @@ class CompiledPasses:
             layers = list(decoder_layers(compat.unwrap(self.model))[1])
         except ValueError:
             return None
-        if len(layers) <= FLAT or not passes.shows_versions() or any("forward" in vars(layer) for layer in layers):
+        if len(layers) <= FLAT or not passes.shows_versions() or not all(map(own_forward, layers)):
             return None
         return Layerwise(layers, _by_layers.setdefault(self.model, Made()), compat.device_of(self.model))
 
@@ -246,10 +246,11 @@ class FixedBuffers:
         buffer = self.idle.pop(self._key(purpose, shape, like), None)
         if buffer is not None:
             return buffer.zero_()
-        from torch._dynamo import mark_static_address
-
         buffer = torch.zeros(tuple(shape), dtype=like.dtype, device=like.device)
-        mark_static_address(buffer, guard=False)  # at another address a graph is recorded anew
+        if not torch.compiler.is_compiling():  # by the caller, who has compiled the model
+            from torch._dynamo import mark_static_address
+
+            mark_static_address(buffer, guard=False)  # at another address a graph is recorded anew
         return buffer
 
     def give_back(self, purpose: Hashable, buffer: torch.Tensor) -> None:

@@ -48,6 +48,12 @@ def from_start(layer, at, args, kwargs):
     return _forward(layer, cache, at, args, kwargs), cache.states
 
 
+def own_forward(layer: nn.Module) -> bool:
+    """Whether the forward of a layer is that of its class, or for now stands in for it in a pass of another thread."""
+    forward = vars(layer).get("forward")
+    return forward is None or getattr(forward, "stands_in", False)
+
+
 def kinds(layers: list[nn.Module]) -> list[Hashable]:
     """What layers have in common when one function can run them. Asked in every call, because settings may have changed since the last one."""
     return [_traits(layer) for layer in layers]
@@ -114,10 +120,11 @@ class Layerwise:
 
     def _stand_in(self, i: int, layer: nn.Module) -> Callable:
         def forward(*args, **kwargs):
-            if get_ident() != self.thread:  # the same model, in another thread
+            if torch.compiler.is_compiling() or get_ident() != self.thread:  # the same model, in another thread
                 return type(layer).forward(layer, *args, **kwargs)
             return self._run(i, layer, args, kwargs)
 
+        forward.stands_in = True
         return forward
 
     def _run(self, i: int, layer: nn.Module, args: tuple, kwargs: dict):
