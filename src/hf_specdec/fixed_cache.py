@@ -104,8 +104,9 @@ class FixedCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
 
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        return 0
+    def get_query_offset(self, layer_idx: int = 0) -> torch.Tensor:
+        """Where the block begins, int64 []: layers of Inkling, which take no rows of unequal length, count distances from there."""
+        return self.layers[layer_idx].slots.flatten()[0]
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         return self.layers[layer_idx].get_mask_sizes(query_length)
