@@ -75,7 +75,7 @@ def test_greedy_texts_are_those_of_plain_generate(kind, way, strict):
     assert made(target)
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(1)
 @every_way
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "Nemotron-H"])  # which limits time steps in a text that it reads at once
 @torch.no_grad()
