@@ -278,9 +278,9 @@ def test_a_pass_of_another_thread_changes_nothing(way, strict):
 
 def test_a_model_that_the_caller_has_compiled():
     model, rows = model_of(RECURRENT), prompts(9)
-    texts = plain(model, rows, max_new_tokens=12)
+    texts = plain(model, rows, max_new_tokens=4)
     model.compile(backend="eager")
-    assert run(model, rows, perturbed(model), "model", max_new_tokens=12) == texts
+    assert run(model, rows, perturbed(model), "model", max_new_tokens=4) == texts
 
 
 def test_a_compiler_of_the_caller_is_none_of_ours():
