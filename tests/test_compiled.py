@@ -261,6 +261,20 @@ def test_hooks_that_are_gone_are_no_reason_in_the_next_call(traced):
     assert compiled._functions[target].made
 
 
+def test_running_out_of_memory_is_no_reason_in_the_next_call(traced, monkeypatch):
+    target, rows = one_layer("Llama"), prompts(9)
+    texts = plain(target, rows)
+
+    def full(*args):
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patch, pytest.warns(UserWarning, match="torch.compile says MemoryError: no room"):
+        patch.setattr(passes.Functions, "ask", full)
+        assert run(target, rows, PromptLookupDraft()) == texts
+    assert not compiled._functions[target].made
+    assert run(target, rows, PromptLookupDraft()) == texts and compiled._functions[target].made
+
+
 def test_a_refusal_dies_with_its_model(traced, monkeypatch):
     monkeypatch.setattr(compiled.FixedCache, "update", lambda self, *args, **kwargs: torch._dynamo.graph_break())
     target = family("Llama").model("eager")

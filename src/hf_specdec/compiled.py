@@ -210,7 +210,8 @@ class CompiledPasses:
             return None
 
     def _refuse(self, error: Exception) -> None:
-        self.give_up(f"torch.compile says {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}")
+        why = f"torch.compile says {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+        self.give_up(why, for_good=not isinstance(error, (MemoryError, torch.OutOfMemoryError)))
 
     def _layerwise(self) -> Layerwise | None:
         """None for a model of few layers, of none that are known, or whose layers' forwards are somebody else's, and where torch shows no versions."""

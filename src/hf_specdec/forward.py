@@ -160,7 +160,7 @@ class Forward:
         if not self.states.begun or not self.states.kept or min(starts) < 0:
             return False
         if self.compiled.usable is not False and (why := self.states.why_not_compiled()):
-            self.compiled.give_up(why)
+            self.compiled.give_up(why, for_good=False)  # hooks may be gone in the next call
         return self.compiled.usable is not False
 
     def _trial(self, ragged: bool) -> None:

@@ -140,7 +140,7 @@ class Checkpoints:
         """What a pass that is not the first has against being compiled."""
         known = {index for index, (form, _) in self.recurrences.forms.items() if form in BEFORE}
         if any(layer.is_recurrent() and layer.index not in known for layer in self.layers):
-            return "it carries states that are made token by token, or in a way that is not known"
+            return "it carries states that are made token by token, or by layers of another kind, or with hooks of accelerate on them"
         return None
 
     @contextmanager
