@@ -19,7 +19,8 @@ from hf_specdec.drafts import ModelDraft, PromptLookupDraft
 from hf_specdec.mx.kernels import cpu
 from hf_specdec.proposal import Proposal
 from hf_specdec.recurrences import Told
-from tests.helpers import FULL, OLD_TORCH, ScriptedDraft, generated, perturbed, plain, prompts, repetitive, speculate
+from tests.helpers import OLD_TORCH, ScriptedDraft, generated, perturbed, plain, prompts, repetitive, speculate
+from tests.test_layerwise import traced  # noqa: F401 (around every test)
 from tests.test_states import CONVOLUTIONS, CPU, HERE, RECURRENT, model_of
 
 pytestmark = pytest.mark.skipif(not GOES_ON, reason="this transformers does not go on from a state over several tokens")
@@ -33,14 +34,6 @@ WHOLE = {  # sizes of whole vectors, as those of models that are in use
                              num_local_experts=0, num_experts_per_tok=0, mamba_n_heads=16, mamba_d_head=8, mamba_d_state=16, layer_types=["mamba", "attention"]),
 }
 every_way = pytest.mark.parametrize("way", ["model", "layers"])
-
-
-@pytest.fixture(autouse=True)
-def traced(monkeypatch):
-    torch._dynamo.reset()
-    counters.clear()
-    monkeypatch.setattr(compiled, "FLAT", 0)
-    monkeypatch.setattr(passes, "options", lambda device, places, whole=True: {"backend": "aot_eager" if FULL else "eager"})
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ _library = torch.library.Library("hf_specdec", "FRAGMENT")
 
 
 def _kernel(schema: str, run: Callable, shaped: Callable) -> Callable:
-    """The function `run`, under the name in `schema` for the compiler, to which shaped(*arguments) shows what comes out."""
+    """The function `run`, under the name in `schema` for the compiler, to which shaped(*arguments) shows what comes out. Arguments by name are for eager passes alone."""
     name = schema.partition("(")[0]
     _library.define(schema)
     _library.impl(name, run, "CPU")

@@ -54,7 +54,7 @@ def _delta(original: Callable) -> Callable:
         if not takes(query, key, value, g, beta, initial_state) or not query.dtype == key.dtype == value.dtype or key.shape[-1] > MOST:
             given = dict(initial_state=initial_state, output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
             return original(query, key, value, g=g, beta=beta, **given, **more)
-        out, state = delta_rule(query, key, value, g, beta, initial_state, use_qk_l2norm_in_kernel, **({} if heard else {"heard": False}))
+        out, state = delta_rule(query, key, value, g, beta, initial_state, use_qk_l2norm_in_kernel, heard=heard)
         return out, state if output_final_state else None
 
     rule.for_states = partial(rule, heard=False)
@@ -67,8 +67,7 @@ def _chunk_scan(original: Callable) -> Callable:
         if z is not None or not takes(x, dt, A, B, C, D, initial_states) or not x.dtype == B.dtype == C.dtype or B.shape[-1] > MOST:
             given = dict(D=D, dt_bias=dt_bias, initial_states=initial_states, dt_softplus=dt_softplus, dt_limit=dt_limit, return_final_states=return_final_states, z=z)
             return original(x, dt, A, B, C, **given, **more)
-        steps, short = _steps(dt, dt_bias, dt_softplus).clamp(*dt_limit), {} if heard else {"heard": False}
-        out, state = state_space(x, steps, A, B, C, D, initial_states, **short)
+        out, state = state_space(x, _steps(dt, dt_bias, dt_softplus).clamp(*dt_limit), A, B, C, D, initial_states, heard=heard)
         return (out, state) if return_final_states else out
 
     scan.for_states = partial(scan, heard=False)
