@@ -160,8 +160,8 @@ def test_version_two_is_written_for_them_alone_and_files_without_stay_as_they_we
 
 
 def test_a_newer_version_is_refused_as_that_whatever_else_it_has():
-    with pytest.raises(ValueError, match="version 3; this package reads up to 2. Upgrade hf-specdec"):
-        mx.MXConfig(version=3, something_new=1)
+    with pytest.raises(ValueError, match="version 4; this package reads up to 3. Upgrade hf-specdec"):
+        mx.MXConfig(version=4, something_new=1)
 
 
 # --- with calibration and rounded activations ------------------------------------------------------------------------------------

@@ -212,7 +212,7 @@ def test_the_config_is_written_and_read():
         ({"skip": 3}, TypeError, "skip must be a sequence"),
         ({"dequantize": 1}, ValueError, "dequantize=1 must be True or False"),
         ({"block_size": 16}, ValueError, "no option 'block_size'.*It has: format"),
-        ({"version": 3}, ValueError, "version 3.*Upgrade hf-specdec"),
+        ({"version": 4}, ValueError, "version 4.*Upgrade hf-specdec"),
         ({"version": 0}, ValueError, "version=0"),
         ({"version": "1"}, ValueError, "version='1'"),
         ({"version": True}, ValueError, "version=True"),
@@ -235,7 +235,7 @@ def both_fail(folder: Path, *words: str) -> None:
 
 
 def test_a_newer_version(folder):
-    both_fail(configured(folder, version=3), "version 3", "up to 2", "Upgrade hf-specdec")
+    both_fail(configured(folder, version=4), "version 4", "up to 3", "Upgrade hf-specdec")
 
 
 def test_unknown_formats_and_options(folder):

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from .codec import round_to_integers
+from .experts import ExpertWeights
 from .gptq import Inputs
 from .plan import Choice
 from .quality import evaluating
@@ -17,6 +18,7 @@ from .quality import evaluating
 MEMORY = 4.0  # GiB of Gram matrices in a stage, at most
 CALIBRATED = "calibrated"
 UNSEEN = "no calibration text reached it: rounded to nearest"
+EXPERTS = "experts are rounded to nearest"
 
 
 class _Enough(Exception):
@@ -38,7 +40,8 @@ def calibrated(
     """
     yield from ((choice, None, "") for choice in choices if not loses(choice))
     calls, source = _trace(model, choices, sequences[0], activations)
-    stages = _stages(_in_order([choice for choice in choices if loses(choice)], calls, source), source)
+    experts = [choice for choice in choices if loses(choice) and isinstance(choice.module, ExpertWeights)]
+    stages = _stages(_in_order([choice for choice in choices if loses(choice) and choice not in experts], calls, source), source)
     choices.clear()  # who compresses a layer is the last to hold it
     for number, stage in enumerate(stages, 1):
         grams, known = _measure(model, stage, source, calls, progress(sequences, f"Calibrating, stage {number} of {len(stages)}"), activations), {}
@@ -47,6 +50,8 @@ def calibrated(
             if name in grams:
                 known[name] = Inputs.of(grams.pop(name))
             yield stage.pop(0), known.get(name), CALIBRATED if name in known else UNSEEN
+    while experts:
+        yield experts.pop(0), None, EXPERTS
 
 
 def loses(choice: Choice) -> bool:

@@ -17,6 +17,7 @@ from .calibrate import calibrated, read
 from .calibration import sequences_of
 from .compress import check_model
 from .formats import DEFAULT_RULE, Format, check_activations, check_rule, get_format
+from .experts import ExpertWeights
 from .gptq import compensated
 from .linear import MXLinear
 from .packed import quantize
@@ -35,7 +36,7 @@ def choose_formats(
     skip: Iterable[str] = (),
     activations: str | None = None,
 ) -> dict[str, str]:
-    """A format for each layer that `compress` would compress but the head, for its `layer_formats`: at most `bits` per weight on average, scales included,
+    """A format for each layer that `compress` would compress but the head and experts, for its `layer_formats`: at most `bits` per weight on average, scales included,
     with as little expected loss as may be.
 
     calibration, scale_rule, skip, activations: as in `compress`, which is to be called with the same ones. formats: what there is to choose from. The model, dense,
@@ -112,7 +113,7 @@ def rounded(
     """Each layer in each format, by name, as `compress` rounds it with this calibration where it measures all layers in one stage."""
     forms = {}
     for choice, inputs, _ in calibrated(model, choices, sequences, activations, _shown):
-        if choice.format is not None:
+        if choice.format is not None and not isinstance(choice.module, ExpertWeights):
             weight = choice.module.weight.detach()
             packed = (quantize(weight.clone(), each, rule) if inputs is None or each.is_dense else compensated(weight, each, rule, inputs) for each in options)
             forms[choice.name] = [MXLinear.from_packed(each, choice.module) for each in packed]

@@ -29,7 +29,8 @@ def compress(
     """Compress a model's `nn.Linear` weights in place and return the model; `model.mx_report` says what was done.
 
     Layer after layer: beside the model, only one layer is held twice. Layers named in `skip` stay dense, and so do those
-    whose input size is no multiple of 32, experts and other modules that are no `nn.Linear`, and the output head, unless
+    whose input size is no multiple of 32, modules that are no `nn.Linear` (but for experts as transformers holds them, all in one
+    parameter: each projection counts as a layer, "experts.down_proj" say), and the output head, unless
     `lm_head` gives it a format (a tied head is untied by that). `format="bf16"` is no compression: bfloat16 weights in the
     kernels' tiles. `measure=False` leaves out the error of each layer. `activations="mxint8"` has the layers' inputs rounded to MXINT8
     (a head's, too, but for formats that do not go with it, "bf16" say): passes over several tokens get faster, at the price of a further error. On a CPU, attention of "sdpa" becomes `hf_specdec_few`: the
@@ -55,11 +56,12 @@ def compress(
     skip = check_skip(skip)
     choices = plan(model, format, skip, lm_head, layer_formats=layer_formats)
     check_model(model, choices)
-    kept = recorded(choices, skip)
+    config = MXConfig(format, scale_rule, recorded(choices, skip), lm_head, activations=activations, layer_formats=layer_formats)
+    config.note_experts(choices)
     sequences = None if calibration is None else calibration_for(model, calibration, choices)
     compress_in_place(model, choices, scale_rule, activations, sequences, measure)
     if hasattr(model, "config") and hasattr(model, "save_pretrained"):
-        attach(model, MXConfig(format, scale_rule, kept, lm_head, activations=activations, layer_formats=layer_formats))
+        attach(model, config)
     return model
 
 

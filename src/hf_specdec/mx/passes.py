@@ -31,6 +31,7 @@ SHIMS = {
     "mx_tiles": [HANDLE] * 2 + [INT] * 2,
     "mx_tiles2": [HANDLE] * 2 + [INT] * 4,
     "mx_tiles3": [HANDLE] * 2 + [INT] * 6,
+    "mx_experts": [HANDLE] * 2 + [INT] * 2 + [HANDLE, INT],
     "rows_attention": [HANDLE] * 3 + [HANDLE + "*", "double", "int32_t", "double", HANDLE + "*"],
     "mx_delta": [HANDLE] * 5 + [HANDLE + "*", "int32_t"],
     "mx_space": [HANDLE] * 5 + [HANDLE + "*"] * 2,
@@ -69,9 +70,9 @@ class KernelPasses(PassAddition):
         config = model.config.get_text_config()
         if config._attn_implementation not in (NAME, FEW_NAME) or model.device.type != "cpu" or torch.get_num_threads() < 2 or cpu.library() is None:
             return None
-        linear = [layer for layer in modules(model) if isinstance(layer, nn.Linear)]
-        ours = [layer for layer in linear if isinstance(layer, MXLinear)]
-        dense = any(layer.weight.numel() > LARGE for layer in linear if not isinstance(layer, MXLinear))
+        parts = modules(model)
+        ours = any(isinstance(part, MXLinear) for part in parts)
+        dense = any(_is_large(part) for part in parts)
         most = TOKENS if compiled else max(TOKENS, min(2 * GRAIN // getattr(config, "hidden_size", GRAIN), FEW))
         if not compiled and torch.get_num_threads() <= THREADS and self.crowded():
             most = CROWDED
@@ -96,6 +97,13 @@ class KernelPasses(PassAddition):
 
     def options(self):
         return {} if c_interface() is None else {"aot_inductor.custom_ops_to_c_shims": c_interface()}
+
+
+def _is_large(part: nn.Module) -> bool:
+    """Whether torch multiplies by a large matrix of this module's own (a dense layer's, or that of experts)."""
+    if isinstance(part, (MXLinear, nn.Embedding)):
+        return False
+    return any(own is not None and own.dim() > 1 and own.numel() > LARGE for own in part._parameters.values())
 
 
 def merge_products(graph: GraphModule) -> None:
@@ -147,11 +155,11 @@ def _give_torch() -> bool:
         torch_cpu = ctypes.CDLL(str(next((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"))))
         names = ("get_data_ptr", "get_dim", "get_sizes", "get_strides", "get_dtype", "empty_strided")
         functions = [ctypes.cast(getattr(torch_cpu, f"aoti_torch_{name}"), ctypes.c_void_p).value for name in names]
-        kinds = ("dtype_float32", "dtype_bfloat16", "dtype_float16", "dtype_bool", "device_type_cpu")
+        kinds = ("dtype_float32", "dtype_bfloat16", "dtype_float16", "dtype_bool", "dtype_int64", "device_type_cpu")
         numbers = [getattr(torch_cpu, f"aoti_torch_{kind}")() for kind in kinds]
     except (OSError, AttributeError, StopIteration):
         return False
-    cpu.library().mx_torch((ctypes.c_void_p * 6)(*functions), (ctypes.c_int32 * 5)(*numbers))
+    cpu.library().mx_torch((ctypes.c_void_p * 6)(*functions), (ctypes.c_int32 * 6)(*numbers))
     return True
 
 

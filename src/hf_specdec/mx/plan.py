@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from ..parts import read_once
+from .experts import Experts, ExpertWeights, expert_projections
 from .formats import BLOCK, Format, get_format
+from .kernels.cpu import ROWS
 from .linear import MXLinear
 from .readers import looks_at_ties, weights_read_by
 
@@ -23,10 +25,10 @@ TIED = "the model computes something else where its head is not the embedding"
 
 @dataclass(frozen=True)
 class Choice:
-    """One weight matrix: the format it gets, or None and the reason why it stays dense."""
+    """One weight matrix (of experts, those of all of them): the format it gets, or None and the reason why it stays dense."""
 
     name: str
-    module: nn.Module
+    module: nn.Module | ExpertWeights
     format: Format | None
     reason: str = ""
 
@@ -38,6 +40,7 @@ def plan(
     lm_head: str | Format | None,
     stored: bool = False,
     layer_formats: Mapping[str, str | Format] | None = None,
+    experts: bool = True,
 ) -> list[Choice]:
     """A choice for every Linear layer, and for other modules that hold large matrices, in the model's own order.
 
@@ -45,7 +48,7 @@ def plan(
     a warning names those that no module has. `layer_formats` has such names, too, with a format for what they name instead of `format`: of those that fit
     a layer the last one counts, and ValueError refuses a name of the head alone. The output head (a classifier's, too) is left dense unless `lm_head` names a
     format for it, and so is a layer whose weight the model reads itself, or that reads images or sounds. stored: the model is that of a compressed checkpoint, whose `skip` has all of these by
-    name (`recorded`); with the names of the class that was saved, whose base model or headed model this one may be.
+    name (`recorded`); with the names of the class that was saved, whose base model or headed model this one may be. experts: without, they stay dense.
     """
     fmt, head_format = get_format(format), None if lm_head is None else get_format(lm_head, "lm_head")
     patterns, own_formats, modules, heads = check_skip(skip), check_layer_formats(layer_formats), dict(model.named_modules()), _heads(model)
@@ -54,16 +57,19 @@ def plan(
         patterns = [each for name in patterns for each in _as_saved(name, model)]
         own_formats = _in_order((each, own) for name, own in own_formats.items() for each in _as_saved(name, model))
     else:
-        _check_names(patterns, own_formats, modules, heads)
+        experts_of = {own: part for name, module in modules.items() for own, part in _projections(name, module).items()}
+        _check_names(patterns, own_formats, modules | experts_of, heads)
     bound = {} if stored else _bound(model, heads)
-    return [
-        _choose(name, module, _last(name, own_formats, fmt), patterns, heads, head_format, bound)
-        for name, module in modules.items()
-        if _weighs(module)
-    ]
+    weighing = {own: part for name, module in modules.items() if _weighs(module) for own, part in (_projections(name, module) if experts else {}).items() or [(name, module)]}
+    return [_choose(name, part, _last(name, own_formats, fmt), patterns, heads, head_format, bound) for name, part in weighing.items()]
 
 
-def _check_names(patterns: Iterable[str], own_formats: dict[str, Format], modules: dict[str, nn.Module], heads: set[int]) -> None:
+def _projections(name: str, module: nn.Module) -> dict[str, ExpertWeights]:
+    """The matrices of a module of experts, by name."""
+    return {f"{name}.{part.name}" if name else part.name: part for part in expert_projections(module)}
+
+
+def _check_names(patterns: Iterable[str], own_formats: dict[str, Format], modules: dict[str, nn.Module | ExpertWeights], heads: set[int]) -> None:
     """A warning for names that no module has, ValueError for a format of the head alone."""
     found = {pattern: [name for name in modules if _matches(name, (pattern,))] for pattern in (*patterns, *own_formats)}
     for argument, names, effect in (("skip", patterns, "nothing is left out for it"), ("layer_formats", own_formats, "nothing gets its format")):
@@ -106,15 +112,18 @@ def _bound(model: nn.Module, heads: set[int]) -> dict[int, str]:
 
 def recorded(choices: Iterable[Choice], skip: Iterable[str]) -> list[str]:
     """`skip` with the layers that stay dense because the model reads their weights: another version of the model may not."""
-    return [*skip, *(choice.name for choice in choices if choice.reason in (READ, SHARED, TIED, SEES) and isinstance(choice.module, nn.Linear)
+    return [*skip, *(choice.name for choice in choices if choice.reason in (READ, SHARED, TIED, SEES) and isinstance(choice.module, (nn.Linear, ExpertWeights))
              and choice.name not in skip)]
 
 
 def _choose(name, module, fmt, patterns, heads, head_format, bound) -> Choice:
     if isinstance(module, MXLinear):
         return Choice(name, module, None, f"already {module.format.name}")
-    if bound.get(id(module)) == SEES:
+    experts = isinstance(module, ExpertWeights)
+    if bound.get(id(module.owner if experts else module)) == SEES:
         return Choice(name, module, None, SEES)
+    if experts:
+        return _choose_experts(name, module, fmt, patterns)
     if not isinstance(module, nn.Linear):
         return Choice(name, module, None, f"{type(module).__name__} is no nn.Linear")
     if type(module) is not nn.Linear:
@@ -136,11 +145,23 @@ def _choose(name, module, fmt, patterns, heads, head_format, bound) -> Choice:
     return Choice(name, module, fmt)
 
 
+def _choose_experts(name: str, module: ExpertWeights, fmt: Format, patterns: Iterable[str]) -> Choice:
+    _, n, k = module.shape
+    if _matches(name, patterns):
+        return Choice(name, module, None, "skipped on request")
+    if k % BLOCK:
+        return Choice(name, module, None, f"{k} inputs are no multiple of {BLOCK}")
+    if n % ROWS:
+        return Choice(name, module, None, f"{n} outputs of an expert are no multiple of {ROWS}")
+    return Choice(name, module, fmt)
+
+
 def _weighs(module: nn.Module) -> bool:
-    """Linear layers, and modules with weight matrices of their own (experts, convolutions, what another library has quantised), but no embeddings."""
+    """Linear layers, and modules with weight matrices of their own (experts, convolutions, what another library has quantised), but no embeddings, and no experts of
+    which nothing is dense."""
     if isinstance(module, (nn.Linear, MXLinear)):
         return True
-    if isinstance(module, nn.Embedding):
+    if isinstance(module, nn.Embedding) or isinstance(module, Experts) and not expert_projections(module):
         return False
     return any(p.dim() >= 2 and p.numel() >= 32 * BLOCK for p in module._parameters.values() if p is not None)
 
@@ -195,8 +216,9 @@ def check_some(choices: list[Choice]) -> None:
     """ValueError with the reasons, if nothing would be compressed; that of the head alone is said where there is no other."""
     if any(choice.format for choice in choices):
         return
-    others = sorted({type(choice.module).__name__ for choice in choices if not isinstance(choice.module, (nn.Linear, MXLinear))})
-    reasons = {choice.reason for choice in choices if isinstance(choice.module, (nn.Linear, MXLinear))}
+    known = nn.Linear, MXLinear, ExpertWeights
+    others = sorted({type(choice.module).__name__ for choice in choices if not isinstance(choice.module, known)})
+    reasons = {choice.reason for choice in choices if isinstance(choice.module, known)}
     parts = [f"its layers are {' and '.join(others)}, which is not supported (nn.Linear is)"] if others else []
     parts += sorted(reasons - {HEAD} if others or len(reasons) > 1 else reasons)
     raise ValueError(f"model has no layer that can be compressed: {', '.join(parts) or 'it has no nn.Linear layers'}.")

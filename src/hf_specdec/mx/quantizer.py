@@ -6,7 +6,6 @@ import copy
 from collections.abc import Iterable, Mapping
 
 import torch
-from transformers.core_model_loading import ConversionOps
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -16,17 +15,20 @@ from ..hints import check_bool, check_path, first_line, what
 from ..method import METHOD, make_way
 from .beside import use_kernels
 from .calibration import token_ids
+from .experts import PREFIX, ExpertMatrix, ExpertWeights
 from .formats import DEFAULT_FORMAT, DEFAULT_RULE, check_activations, check_rule, get_format
 from .in_place import OFFLOADED, calibration_for, check_devices, check_weights, check_whole, compress_in_place
 from .interface import take_loading_options
 from .linear import MXLinear
 from .packed import PackedMatrix, quantize
 from .plan import Choice, check_layer_formats, check_skip, check_some, plan, recorded
+from .reading import Compress
 from .report import CompressionReport, LayerReport, weight_error
-from .stored import check_files
-from .swap import FLOAT64, NOT_FINITE, compress_layer, dense_report, dequantize, replace, untie
+from .stored import check_files, check_loaded
+from .swap import FLOAT64, compress_layer, dense_report, dequantize, replace, untie
 
-VERSION = 2  # of what is saved, at most: the packing and the names of the tensors; 2 is written for formats by layer alone
+VERSION = 3  # of what is saved, at most: the packing and the names of the tensors; 2 is written for formats by layer alone, 3 for packed experts alone
+EXPERTS = 3  # the version from which experts are packed
 
 PACKED = "calibration: this checkpoint is compressed already, and read as it is. Leave calibration out, or load the checkpoint that it was made of."
 
@@ -55,7 +57,7 @@ class MXConfig(QuantizationConfigMixin):
         lm_head: str | None = None,
         dequantize: bool = False,
         activations: str | None = None,
-        version: int = VERSION,
+        version: int = 1,
         layer_formats: Mapping[str, str] | Iterable | None = None,
         calibration: Iterable | None = None,
         **unknown,
@@ -79,10 +81,15 @@ class MXConfig(QuantizationConfigMixin):
         self.dequantize = dequantize
         self.activations = check_activations(activations, format)
         self.layer_formats = {name: own.name for name, own in check_layer_formats(layer_formats).items()}
-        self.version = 2 if self.layer_formats else 1
+        self.version = version if version == EXPERTS else 2 if self.layer_formats else 1
         self.calibration = None if calibration is None else token_ids(calibration)
         if self.dequantize and calibration is not None:
             raise ValueError("calibration has no meaning with dequantize=True, which reads a compressed checkpoint: leave one of them out.")
+
+    def note_experts(self, choices: Iterable[Choice]) -> None:
+        """Experts among what is compressed are what older versions of this package cannot read."""
+        if any(isinstance(choice.module, ExpertWeights) and choice.format is not None for choice in choices):
+            self.version = EXPERTS
 
     def to_dict(self) -> dict:
         """What is saved, so no calibration; `layer_formats` as a list of pairs, because transformers sorts the keys of dicts."""
@@ -104,7 +111,7 @@ class MXQuantizer(HfQuantizer):
 
     def __init__(self, quantization_config, **kwargs):
         super().__init__(copy.deepcopy(quantization_config), **kwargs)  # it is written to; the caller's may serve other models
-        self.formats, self.notes = {}, {}  # of the layers: name to format, or to the reason why there is none
+        self.formats, self.dense = {}, {}  # of the layers: name to format, or to the choice that gives it none
         self.reports: dict[str, LayerReport] = {}
         self.tied_head = None
         self.calibrating: tuple[list[Choice], list[torch.Tensor]] | None = None  # the layers and the texts, until the weights are there
@@ -121,22 +128,26 @@ class MXQuantizer(HfQuantizer):
 
     def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:
         module_name, _, tensor = param_name.rpartition(".")
-        return tensor == "weight" and isinstance(model.get_submodule(module_name), MXLinear)
+        module = model.get_submodule(module_name)
+        return tensor == "weight" and isinstance(module, MXLinear) or tensor in module._parameters and PREFIX + tensor in module._modules
 
-    def get_quantize_ops(self) -> ConversionOps:
-        return _Compress(self)
+    def get_quantize_ops(self) -> Compress:
+        return Compress(self)
 
     def _process_model_before_weight_loading(self, model, checkpoint_files=None, device_map=None, **kwargs):
         config = self.quantization_config
-        choices = plan(model, config.format, config.skip, config.lm_head, self.pre_quantized, config.layer_formats)
+        experts = not self.pre_quantized or config.version >= EXPERTS
+        choices = plan(model, config.format, config.skip, config.lm_head, self.pre_quantized, config.layer_formats, experts)
         if not self.pre_quantized:
             check_some(choices)
             config.skip = recorded(choices, config.skip)
+            config.note_experts(choices)
         check_devices(choices, device_map)
         if config.calibration is not None:
             self.calibrating, config.calibration = (choices, calibration_for(model, config.calibration, choices)), None
             return model
-        self.notes = {choice.name: choice.reason for choice in choices if choice.format is None}
+        self.dense = {choice.name: choice for choice in choices if choice.format is None}
+        self.order = [choice.name for choice in choices]
         self.formats = {choice.name: choice.format for choice in choices if choice.format is not None}
         tied = getattr(model, "all_tied_weights_keys", None) or {}
         for choice in choices:
@@ -145,11 +156,11 @@ class MXQuantizer(HfQuantizer):
             if f"{choice.name}.weight" in tied and not self.pre_quantized:
                 self.tied_head = choice  # compressed after loading, when it has its weights
                 continue
-            linear = choice.module
-            layer = MXLinear(
-                linear.in_features, linear.out_features, linear.bias is not None, choice.format, "meta", linear.weight.dtype,
-                config.activations if choice.format.fits_int8 else None,
-            )  # fmt: skip
+            linear, activations = choice.module, config.activations if choice.format.fits_int8 else None
+            if isinstance(linear, ExpertWeights):
+                self._swap_experts(linear, ExpertMatrix.for_weights(linear, choice.format, activations))
+                continue
+            layer = MXLinear(linear.in_features, linear.out_features, linear.bias is not None, choice.format, "meta", linear.weight.dtype, activations)
             if self.pre_quantized:
                 layer._is_hf_initialized = True  # nothing is made up for what a checkpoint lacks: _check_loaded says so
             else:
@@ -158,6 +169,11 @@ class MXQuantizer(HfQuantizer):
         if self.pre_quantized:
             check_files(model, checkpoint_files or ())
         return model
+
+    def _swap_experts(self, weights: ExpertWeights, layer: ExpertMatrix) -> None:
+        """A checkpoint of dense experts is read into the parameter, and what it becomes into the matrix (`Compress`)."""
+        layer._is_hf_initialized = weights.owner._is_hf_initialized = True
+        (weights.put if self.pre_quantized else weights.take)(layer)
 
     def _process_model_after_weight_loading(self, model, **kwargs):
         check_whole(model)
@@ -169,7 +185,7 @@ class MXQuantizer(HfQuantizer):
             if isinstance(module, MXLinear) and not self.pre_quantized and module.weight.is_floating_point() and not module.weight.is_meta:
                 self._compress_new(name, module)
             elif isinstance(module, MXLinear):
-                _check_loaded(name, module, self.pre_quantized)
+                check_loaded(name, module, self.pre_quantized)
                 module.prepare()
         if self.tied_head is not None:
             head, self.tied_head = self.tied_head, None
@@ -181,8 +197,8 @@ class MXQuantizer(HfQuantizer):
             return dequantize(model)
         use_kernels(model)
         if not self.pre_quantized:
-            model.mx_report = CompressionReport([self._report(model, name) for name, _ in model.named_modules() if self._has(name)])
-            self.reports = {}
+            model.mx_report = CompressionReport([self._report(name) for name in self.order if name in self.reports or name in self.dense])
+        self.reports, self.dense = {}, {}  # they hold on to modules
         return model
 
     def _calibrate(self, model):
@@ -198,20 +214,17 @@ class MXQuantizer(HfQuantizer):
         """A layer that the checkpoint lacks (a new cross-attention): transformers has made its weight, and says so."""
         layer.set_packed(self.pack(name, layer.weight.detach()))
 
-    def pack(self, name: str, weight: torch.Tensor) -> PackedMatrix:
-        """One layer's weight, compressed, and reported."""
+    def pack(self, name: str, weight: torch.Tensor, shape: tuple[int, ...] | None = None) -> PackedMatrix:
+        """One layer's weight, compressed, and reported. shape: what the report is to say, if not the weight's."""
         fmt = self.formats[name]
         packed = quantize(weight, fmt, self.quantization_config.scale_rule)
         self.reports[name] = LayerReport(
-            name, tuple(weight.shape), fmt.name, weight.numel() * weight.element_size(), packed.nbytes, *weight_error(weight, packed)
+            name, shape or tuple(weight.shape), fmt.name, weight.numel() * weight.element_size(), packed.nbytes, *weight_error(weight, packed)
         )
         return packed
 
-    def _has(self, name: str) -> bool:
-        return name in self.reports or name in self.notes
-
-    def _report(self, model, name: str) -> LayerReport:
-        return self.reports.get(name) or dense_report(name, model.get_submodule(name), self.notes[name])
+    def _report(self, name: str) -> LayerReport:
+        return self.reports.get(name) or dense_report(name, self.dense[name].module, self.dense[name].reason)
 
     def _dequantize(self, model, dtype=None):
         return dequantize(model, dtype)
@@ -227,37 +240,6 @@ class MXQuantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return True
-
-
-class _Compress(ConversionOps):
-    """One weight as it is read from the checkpoint: to codes and scales."""
-
-    def __init__(self, quantizer: MXQuantizer):
-        self.quantizer = quantizer
-
-    def convert(self, input_dict, full_layer_name=None, model=None, **kwargs) -> dict[str, torch.Tensor]:
-        weight = next(iter(input_dict.values()))
-        weight = weight[0] if isinstance(weight, list) else weight
-        module_name = full_layer_name.rpartition(".")[0]
-        if not bool(weight.isfinite().all()):  # an error raised here would end in a log: it waits until all is read
-            self.quantizer.failure = self.quantizer.failure or NOT_FINITE.format(full_layer_name)
-            weight = torch.zeros_like(weight)
-        packed = self.quantizer.pack(module_name, weight)
-        return {full_layer_name: packed.codes, f"{module_name}.weight_scale": packed.scales}
-
-
-def _check_loaded(name: str, module: MXLinear, pre_quantized: bool) -> None:
-    for tensor, value in module.named_parameters(recurse=False):
-        if tensor == "bias" and not pre_quantized:
-            continue  # transformers has made one
-        if value.is_meta:
-            raise ValueError(OFFLOADED.format(name))
-        if not getattr(value, "_is_hf_initialized", False):
-            raise ValueError(
-                f"{name}.{tensor} is not in the checkpoint: a file of it is missing, or this package has not written it."
-            )
-        if tensor != "bias" and value.dtype != torch.uint8:
-            raise ValueError(f"{name}.{tensor} is {value.dtype} in the checkpoint, not torch.uint8: this package has not written it.")
 
 
 def attach(model, config: MXConfig) -> None:

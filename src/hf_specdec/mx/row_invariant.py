@@ -9,6 +9,7 @@ from ..compat import traits_of
 from ..parts import read_once
 from .activation import RowActivation, needs_table
 from .attention import NAME
+from .experts import Experts, expert_projections
 from .interface import check_attention, set_attention
 from .kernels import cpu
 from .linear import MXLinear
@@ -55,7 +56,7 @@ def _into_tiles(model: PreTrainedModel) -> None:
         model.mx_report.layers = [layer if old.name == layer.name else old for old in model.mx_report.layers]
     config = getattr(model.config, "quantization_config", None)
     if isinstance(config, MXConfig):
-        attach(model, MXConfig(config.format, config.scale_rule, config.skip, "bf16", activations=config.activations, layer_formats=config.layer_formats))
+        attach(model, MXConfig(config.format, config.scale_rule, config.skip, "bf16", activations=config.activations, version=config.version, layer_formats=config.layer_formats))
 
 
 def _has_mx(model: PreTrainedModel) -> bool:
@@ -76,6 +77,9 @@ def _check(model: PreTrainedModel) -> None:
         raise RuntimeError(f"row_invariant needs the compiled kernels: {cpu.kernel_info()['reason']}")
     if traits_of(model, "model").states:
         raise ValueError(f"model: the layers of {type(model).__name__} that carry states do not compute a token alike alone and among others.")
+    routed = next((name for name, module in model.named_modules() if isinstance(module, Experts) or expert_projections(module)), None)
+    if routed is not None:
+        raise ValueError(f"model has layers whose products are not row-invariant, such as the router of {routed}, which torch multiplies.")
     check_attention(model, NAME)
     left = [choice for choice in plan(model, "bf16", (), "bf16") if choice.format is None and not isinstance(choice.module, MXLinear) and choice.reason != SEES]
     if left:

@@ -9,6 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..folders import check_file
+from .in_place import OFFLOADED
 from .linear import MXLinear
 
 
@@ -48,3 +49,18 @@ def _tensors(file: str | os.PathLike) -> dict[str, tuple[str, tuple[int, ...]]]:
             return {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
     except SafetensorError as error:
         raise ValueError(f"{file} is damaged or cut short ({error}): copy or write the checkpoint again.") from error
+
+
+def check_loaded(name: str, module: MXLinear, pre_quantized: bool) -> None:
+    """ValueError for a layer that transformers has not read, or read as something else. pre_quantized: from a compressed checkpoint."""
+    for tensor, value in module.named_parameters(recurse=False):
+        if tensor == "bias" and not pre_quantized:
+            continue  # transformers has made one
+        if value.is_meta:
+            raise ValueError(OFFLOADED.format(name))
+        if not getattr(value, "_is_hf_initialized", False):
+            raise ValueError(
+                f"{name}.{tensor} is not in the checkpoint: a file of it is missing, or this package has not written it."
+            )
+        if tensor != "bias" and value.dtype != torch.uint8:
+            raise ValueError(f"{name}.{tensor} is {value.dtype} in the checkpoint, not torch.uint8: this package has not written it.")

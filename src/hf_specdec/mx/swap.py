@@ -10,6 +10,7 @@ from torch import nn
 from ..hints import what
 from .activation import RowActivation
 from .beside import use_none
+from .experts import ExpertMatrix, ExpertWeights, matrices, unpack
 from .gptq import Inputs, compensated
 from .linear import MXLinear
 from .packed import quantize
@@ -28,26 +29,33 @@ def compress_layer(model: nn.Module, choice: Choice, scale_rule: str, measure: b
     if choice.format is None:
         return dense_report(choice.name, choice.module, choice.reason)
     linear, notes = choice.module, [note] if note else []
-    before = linear.weight.numel() * linear.weight.element_size()
+    weight, activations = linear.weight, activations if choice.format.fits_int8 else None
+    before, shape = weight.numel() * weight.element_size(), getattr(linear, "shape", tuple(weight.shape))
     if _is_tied(model, linear):
         before, notes = 0, ["untied from the embedding, which stays dense", *notes]
-    weight = linear.weight.clone() if choice.format.is_dense else linear.weight  # the layer puts its memory into another order: it must be its own
-    packed = quantize(weight, choice.format, scale_rule) if inputs is None else compensated(weight, choice.format, scale_rule, inputs)
-    error = weight_error(linear.weight.detach(), packed) if measure else (None, None)
-    replace(model, choice.name, MXLinear.from_packed(packed, linear, activations if choice.format.fits_int8 else None))
-    return LayerReport(choice.name, tuple(linear.weight.shape), choice.format.name, before, packed.nbytes, *error, ", ".join(notes))
+    own = weight.clone() if choice.format.is_dense else weight  # the layer puts its memory into another order: it must be its own
+    packed = quantize(own, choice.format, scale_rule) if inputs is None else compensated(own, choice.format, scale_rule, inputs)
+    error = weight_error(weight.detach(), packed) if measure else (None, None)
+    if isinstance(linear, ExpertWeights):
+        linear.put(ExpertMatrix.from_packed(packed, linear, activations))
+    else:
+        replace(model, choice.name, MXLinear.from_packed(packed, linear, activations))
+    return LayerReport(choice.name, shape, choice.format.name, before, packed.nbytes, *error, ", ".join(notes))
 
 
-def dense_report(name: str, module: nn.Module, reason: str) -> LayerReport:
+def dense_report(name: str, module: nn.Module | ExpertWeights, reason: str) -> LayerReport:
     """A module that stays as it is, for that reason."""
+    if isinstance(module, ExpertWeights):
+        size = module.weight.numel() * module.weight.element_size()
+        return LayerReport(name, module.shape, None, size, size, note=reason)
     weights = [p for p in module._parameters.values() if p is not None and p.dim() >= 2] or [module.weight]  # a parametrised one computes it
     size = sum(p.numel() * p.element_size() for p in weights)
     return LayerReport(name, tuple(weights[0].shape), None, size, size, note=reason)
 
 
-def _is_tied(model: nn.Module, linear: nn.Linear) -> bool:
+def _is_tied(model: nn.Module, linear: nn.Linear | ExpertWeights) -> bool:
     """Whether the layer's weight is the embedding's, too."""
-    return any(module.weight is linear.weight for module in model.modules() if isinstance(module, nn.Embedding))
+    return isinstance(linear, nn.Linear) and any(module.weight is linear.weight for module in model.modules() if isinstance(module, nn.Embedding))
 
 
 def replace(model: nn.Module, name: str, module: nn.Module) -> None:
@@ -100,8 +108,8 @@ def dequantize(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     """Swap a model's MX layers for dense ones, in place, and return the model: in its own dtype, or all that a checkpoint of it holds in `dtype`."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a model, got {what(model)}; load one with from_pretrained.")
-    names = [name for name, module in model.named_modules() if isinstance(module, MXLinear)]
-    if not names:
+    experts, names = list(matrices(model)), [name for name, module in model.named_modules() if isinstance(module, MXLinear) and not isinstance(module, ExpertMatrix)]
+    if not names and not experts:
         raise ValueError("model has no MX layers to dequantise: it is dense as it is. A folder of MX weights is read as one after import hf_specdec.mx.")
     given, dtype = dtype, getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if given is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -109,6 +117,8 @@ def dequantize(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     dtype = dtype or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     for name in names:
         replace(model, name, model.get_submodule(name).to_linear(dtype))
+    while experts:
+        unpack(*experts.pop(), dtype)
     for name, module in list(model.named_modules()):
         if isinstance(module, RowActivation):
             replace(model, name, module.original)

@@ -5,7 +5,7 @@
 #include <string.h>
 #include <time.h>
 
-#define ABI 8
+#define ABI 9
 #define PIECES 4
 #define MANY_ROWS 32 /* of x: above, threads share its packing, and every group is a long piece */
 int mx_abi(void) { return ABI; }
@@ -136,56 +136,67 @@ static void pack(const void *context, int64_t chunk, int thread) {
 #endif
 }
 
+int mx_make_input(mx_input *in, const mx_layer *const *layers, int count, const void *x, int64_t m, int dtype, int path, int threads) {
+    const int64_t k = layers[0]->k;
+    const int integers = layers[0]->integers;
+    int wide = dtype != MX_DT_BF16; /* needs float32 */
+    for (int i = 0; i < count; i++) wide |= layers[i]->bits == 32;
+    if (path == MX_AVX512_BF16 && wide && !integers) path = MX_AVX512F;
+    /* Rows that lie a power of two apart fall into few places of a cache; block by block they lie together. */
+    *in = (mx_input){.x = x, .row = path == MX_AVX2 ? MX_BLOCK : k, .block = path == MX_AVX2 ? m * MX_BLOCK : MX_BLOCK, .path = path};
+    if (integers ? path >= MX_AVX2 : path == MX_AVX512_BF16 && m > 1) {
+        in->own = malloc((size_t)(integers ? m * k / MX_BLOCK * 40 : m * k * 2));
+        if (!in->own) return 1;
+        const packing whole = {x, in->own, m, k, dtype, integers ? layers[0] : NULL, path};
+        mx_share(pack, &whole, (m + 7) / 8, m > MANY_ROWS ? threads : 1);
+    } else if (path != MX_AVX512_BF16 && (dtype != MX_DT_F32 || integers || (path == MX_AVX2 && m > 1))) {
+        in->own = widened(x, dtype, m, k, in->row, in->block, integers);
+        if (!in->own) return 1;
+    }
+    if (in->own) in->x = in->own;
+    return 0;
+}
+
+mx_run mx_make_job(mx_job *job, const mx_layer *layer, const mx_input *in, void *out, int64_t m, int dtype) {
+    *job = (mx_job){.layer = layer, .x = in->x, .x_row = in->row, .x_block = in->block, .out = out, .m = m, .out_dtype = dtype};
+    if (in->path >= MX_AVX512F && layer->bits < 16)
+        for (int j = 0; j < 128; j++) job->table[j] = (uint16_t)(mx_bits(layer->values[j & ((1 << layer->bits) - 1)]) >> 16);
+    return runner(in->path, layer->bits, layer->integers);
+}
+
+/* A few long pieces a thread, handed out as threads come free: a processor that is busy with something else delays
+ * one piece, and each piece is read in one go. An even number of groups, which are multiplied two at a time. */
+int64_t mx_piece_groups(int64_t groups, int64_t m, int threads) {
+    return threads < 2 ? groups : groups <= 2 * threads ? 1 : m > MANY_ROWS ? 2 : ((groups - 1) / (PIECES * threads) + 2) & ~1;
+}
+
 /* out[i] [m, n_i] = x [m, k] @ W_i^T + bias_i for at most MX_MANY layers. x and out have the dtype `dtype` and are contiguous. Returns 0, or
  * 1 for no memory. bfloat16 takes the dot-product path only if `path` is that one and
  * no layer has float32 weights; everything else is computed in float32. */
 int mx_linears(const mx_layer *const *layers, void *const *outs, int count, const void *x, int64_t m, int dtype, int path, int threads) {
-    const int64_t k = layers[0]->k;
-    void *own = NULL; /* x as the path wants it */
-    const int integers = layers[0]->integers;
-    int wide = dtype != MX_DT_BF16, alike = 1; /* needs float32; all of them take the same x */
-    for (int i = 0; i < count; i++) {
-        wide |= layers[i]->bits == 32;
-        alike &= layers[i]->integers == integers && (!integers || layers[i]->bits == layers[0]->bits);
-    }
+    int alike = 1; /* all of them take the same x */
+    for (int i = 0; i < count; i++)
+        alike &= layers[i]->integers == layers[0]->integers && (!layers[0]->integers || layers[i]->bits == layers[0]->bits);
     if (!alike) {
         int failed = 0;
         for (int i = 0; i < count; i++) failed |= mx_linears(layers + i, outs + i, 1, x, m, dtype, path, threads);
         return failed;
     }
-    if (path == MX_AVX512_BF16 && wide && !integers) path = MX_AVX512F;
-    /* Rows that lie a power of two apart fall into few places of a cache; block by block they lie together. */
-    const int64_t x_row = path == MX_AVX2 ? MX_BLOCK : k, x_block = path == MX_AVX2 ? m * MX_BLOCK : MX_BLOCK;
-    if (integers ? path >= MX_AVX2 : path == MX_AVX512_BF16 && m > 1) {
-        own = malloc((size_t)(integers ? m * k / MX_BLOCK * 40 : m * k * 2));
-        if (!own) return 1;
-        const packing whole = {x, own, m, k, dtype, integers ? layers[0] : NULL, path};
-        mx_share(pack, &whole, (m + 7) / 8, m > MANY_ROWS ? threads : 1);
-        x = own;
-    } else if (path != MX_AVX512_BF16 && (dtype != MX_DT_F32 || integers || (path == MX_AVX2 && m > 1))) {
-        x = own = widened(x, dtype, m, k, x_row, x_block, integers);
-        if (!own) return 1;
-    }
+    mx_input in;
+    if (mx_make_input(&in, layers, count, x, m, dtype, path, threads)) return 1;
     jobs all;
     int64_t groups = 0;
     for (int i = 0; i < count; i++) {
-        const mx_layer *layer = layers[i];
-        all.job[i] = (mx_job){.layer = layer, .x = x, .x_row = x_row, .x_block = x_block, .out = outs[i], .m = m, .out_dtype = dtype};
-        all.run[i] = runner(path, layer->bits, integers);
-        if (path >= MX_AVX512F && layer->bits < 16)
-            for (int j = 0; j < 128; j++)
-                all.job[i].table[j] = (uint16_t)(mx_bits(layer->values[j & ((1 << layer->bits) - 1)]) >> 16);
-        groups += (layer->n + MX_ROWS - 1) / MX_ROWS;
+        all.run[i] = mx_make_job(&all.job[i], layers[i], &in, outs[i], m, dtype);
+        groups += (layers[i]->n + MX_ROWS - 1) / MX_ROWS;
     }
-    /* A few long pieces a thread, handed out as threads come free: a processor that is busy with something else delays
-     * one piece, and each piece is read in one go. An even number of groups, which are multiplied two at a time. */
     all.first[0] = 0;
-    all.groups = threads < 2 ? groups : groups <= 2 * threads ? 1 : m > MANY_ROWS ? 2 : ((groups - 1) / (PIECES * threads) + 2) & ~1;
+    all.groups = mx_piece_groups(groups, m, threads);
     for (int i = 0; i < count; i++)
         all.first[i + 1] = all.first[i] + ((layers[i]->n + MX_ROWS - 1) / MX_ROWS + all.groups - 1) / all.groups;
     mx_next(layers, count);
     mx_share(piece, &all, all.first[count], threads);
-    free(own);
+    free(in.own);
     return 0;
 }
 

@@ -44,6 +44,14 @@ typedef struct {
     uint16_t table[128]; /* the values of the codes (without their sign, if they have 8 bits) as bfloat16, repeated */
 } mx_job;
 
+/* x as a path takes it: as it was given, or in memory of its own, which is the caller's to free. */
+typedef struct {
+    const void *x;
+    void *own;
+    int64_t row, block; /* as mx_job's */
+    int path;           /* which may not be the one that was asked for */
+} mx_input;
+
 /* Attention: q [batch, heads, queries, dk], k and v [batch, kv_heads, slots, dk or dv], mask [batch, heads, queries, slots], each
  * with its strides, in elements; the last dimension of q, k and v is contiguous. */
 typedef struct {
@@ -61,6 +69,12 @@ int mx_linears(const mx_layer *const *layers, void *const *outs, int count, cons
 int mx_attention_rows(const mx_attention *a, int path, int threads);
 
 typedef void (*mx_run)(const mx_job *, int64_t first_group, int64_t last_group);
+
+/* The parts that products are made of: x [m, k] for layers that take it alike (1: no memory), what a layer does to it, and how many row groups make a piece of work. */
+int mx_make_input(mx_input *in, const mx_layer *const *layers, int count, const void *x, int64_t m, int dtype, int path, int threads);
+mx_run mx_make_job(mx_job *job, const mx_layer *layer, const mx_input *in, void *out, int64_t m, int dtype);
+int64_t mx_piece_groups(int64_t groups, int64_t m, int threads);
+
 void mx_run_portable(const mx_job *, int64_t, int64_t);
 void mx_run_avx2(const mx_job *, int64_t, int64_t);
 void mx_run_avx2_integers(const mx_job *, int64_t, int64_t);

@@ -9,6 +9,7 @@
 static int omp_get_max_threads(void) { return 1; }
 #endif
 
+#include "experts.h"
 #include "recurrence_jobs.h"
 #include "team.h"
 
@@ -20,13 +21,13 @@ static struct {
     int32_t (*strides)(tensor, int64_t **);
     int32_t (*dtype)(tensor, int32_t *);
     int32_t (*empty)(int64_t, const int64_t *, const int64_t *, int32_t, int32_t, int32_t, tensor *);
-    int32_t dtypes[3], truth, cpu; /* torch's numbers: of the dtypes in the order of mx_dtype, of bool, of the device */
+    int32_t dtypes[3], truth, whole, cpu; /* torch's numbers: of the dtypes in the order of mx_dtype, of bool, of int64, of the device */
     int path;
 } torch;
 
 void mx_torch(void *const *functions, const int32_t *numbers) {
     __builtin_memcpy(&torch, functions, 6 * sizeof(void *));
-    __builtin_memcpy(torch.dtypes, numbers, 5 * sizeof(int32_t));
+    __builtin_memcpy(torch.dtypes, numbers, 6 * sizeof(int32_t));
 }
 
 void mx_set_path(int path) { torch.path = path; }
@@ -35,7 +36,7 @@ void mx_set_path(int path) { torch.path = path; }
 typedef struct {
     void *data;
     int64_t dim, *sizes, *strides;
-    int dtype; /* an mx_dtype; 3 for bool, -1 for another */
+    int dtype; /* an mx_dtype; 3 for bool, 4 for int64, -1 for another */
 } view;
 
 static int look(tensor handle, view *v) {
@@ -43,7 +44,7 @@ static int look(tensor handle, view *v) {
     if (torch.data(handle, &v->data) || torch.dim(handle, &v->dim) || torch.sizes(handle, &v->sizes) ||
         torch.strides(handle, &v->strides) || torch.dtype(handle, &dtype))
         return 1;
-    v->dtype = dtype == torch.truth ? 3 : -1;
+    v->dtype = dtype == torch.truth ? 3 : dtype == torch.whole ? 4 : -1;
     for (int i = 0; i < 3; i++)
         if (dtype == torch.dtypes[i]) v->dtype = i;
     return v->dtype < 0 || v->dim > MOST;
@@ -67,7 +68,7 @@ static int32_t products(tensor x, tensor table, const int64_t *places, const int
     void *start, *data[MX_MANY];
     const mx_layer *layers[MX_MANY];
     int64_t sizes[MOST], rows = 1;
-    if (look(x, &v) || v.dtype == 3 || !contiguous(&v) || torch.data(table, &start)) return 1;
+    if (look(x, &v) || v.dtype >= 3 || !contiguous(&v) || torch.data(table, &start)) return 1;
     for (int64_t i = 0; i < v.dim; i++) sizes[i] = v.sizes[i];
     for (int64_t i = 0; i < v.dim - 1; i++) rows *= sizes[i];
     for (int i = 0; i < count; i++) {
@@ -91,11 +92,25 @@ int32_t aoti_torch_cpu_mx_tiles3(tensor x, tensor layers, int64_t i0, int64_t i1
     return products(x, layers, (int64_t[]){i0, i1, i2}, (int64_t[]){n0, n1, n2}, 3, (tensor *[]){out0, out1, out2});
 }
 
+/* x [rows, K], index int64 [.., S] for all rows, or for each of the S shares of them: as kernels.experts.multiply. */
+int32_t aoti_torch_cpu_mx_experts(tensor x, tensor table, int64_t i, int64_t experts, tensor index, int64_t n, tensor *out) {
+    view v, chosen;
+    void *start, *data;
+    if (look(x, &v) || v.dtype >= 3 || v.dim != 2 || !contiguous(&v) || look(index, &chosen) || chosen.dtype != 4 || !contiguous(&chosen)) return 1;
+    int64_t pairs = 1;
+    for (int64_t d = 0; d < chosen.dim; d++) pairs *= chosen.sizes[d];
+    const int64_t sizes[2] = {pairs, n};
+    if (torch.data(table, &start) || fresh(sizes, 2, v.dtype, out, &data)) return 1;
+    const mx_experts_job job = {.layer = (const mx_layer *)start + i, .x = v.data, .index = chosen.data, .out = data, .experts = experts, .pairs = pairs,
+                                .share = v.sizes[0] ? pairs / v.sizes[0] : 1, .dtype = v.dtype, .path = torch.path};
+    return pairs ? mx_experts(&job, omp_get_max_threads()) : 0;
+}
+
 /* query [B, H, Q, D], key and value [B, G, S, D], mask broadcastable to [B, H, Q, S]: as attention.rows_attention, of one dtype. */
 int32_t aoti_torch_cpu_rows_attention(tensor query, tensor key, tensor value, tensor *mask, double scale, int32_t causal, double softcap,
                                       tensor *sinks, tensor *out) {
     view q, k, v, m, s;
-    if (look(query, &q) || look(key, &k) || look(value, &v) || q.dtype == 3 || k.dtype != q.dtype || v.dtype != q.dtype) return 1;
+    if (look(query, &q) || look(key, &k) || look(value, &v) || q.dtype >= 3 || k.dtype != q.dtype || v.dtype != q.dtype) return 1;
     if (q.strides[3] != 1 || k.strides[3] != 1 || v.strides[3] != 1) return 1;
     if (sinks && (look(*sinks, &s) || s.dtype != MX_DT_F32 || !contiguous(&s))) return 1;
     mx_attention a = {.q = q.data, .k = k.data, .v = v.data, .sinks = sinks ? s.data : NULL, .batch = q.sizes[0], .heads = q.sizes[1],
@@ -105,7 +120,7 @@ int32_t aoti_torch_cpu_rows_attention(tensor query, tensor key, tensor value, te
     if (mask) {
         const int64_t shape[4] = {a.batch, a.heads, a.queries, a.slots};
         static const float half[3] = {-1.7014117e38f, -1.6947657e38f, -32752.0f}; /* half the smallest number of each dtype */
-        if (look(*mask, &m) || m.dim > 4) return 1;
+        if (look(*mask, &m) || m.dim > 4 || m.dtype > 3) return 1;
         a.mask = m.data, a.mask_dtype = m.dtype;
         if (m.dtype < 3) a.nothing = half[m.dtype];
         for (int64_t i = 0; i < m.dim; i++) {

@@ -1,0 +1,171 @@
+"""Experts of a mixture (MoE) whose weights are one three-dimensional parameter for each projection, as transformers holds them: their matrices go into MX formats and
+tiles, too, and a pass reads those of the chosen experts alone, each once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from .beneath import Beneath, put_beneath
+from .codec import round_to_integers
+from .expert_ops import by_expert, expert_weights, mx_expert_linear, mx_experts
+from .formats import DEFAULT_FORMAT
+from .kernels import experts
+from .linear import MXLinear
+from .packed import PackedMatrix
+
+PREFIX = "mx_"  # of the names of packed matrices: transformers would take those of the parameters apart, by expert, when it saves them
+_MARKS = ("num_experts", "has_gate", "has_bias", "is_transposed", "_apply_gate")  # of transformers' `use_experts_implementation`
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """One projection of a module of experts that is dense as yet: what stands for an `nn.Linear` where layers are chosen and compressed."""
+
+    owner: nn.Module
+    name: str
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """`[experts * n, K]`: the rows of the first expert, those of the second, and so on. A copy, if the parameter lies otherwise."""
+        whole = self.owner._parameters[self.name].detach()
+        whole = whole.transpose(1, 2) if self.owner.is_transposed else whole
+        return whole.reshape(-1, whole.shape[-1])
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Experts, outputs of each, inputs."""
+        count, n, k = self.owner._parameters[self.name].shape
+        return (count, k, n) if self.owner.is_transposed else (count, n, k)
+
+    @property
+    def in_features(self) -> int:
+        return self.shape[2]
+
+    def put(self, layer: ExpertMatrix) -> None:
+        """Put the packed matrix in the place of the parameter."""
+        del self.owner._parameters[self.name]
+        self.take(layer)
+
+    def take(self, layer: ExpertMatrix) -> None:
+        self.owner.add_module(PREFIX + self.name, layer)
+        if not isinstance(self.owner, Experts):
+            put_beneath(self.owner, Experts)
+
+
+def expert_projections(module: nn.Module) -> tuple[ExpertWeights, ...]:
+    """The dense matrices of a module of experts; none of a module of any other kind."""
+    if not all(hasattr(module, mark) for mark in _MARKS):
+        return ()
+    names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+    parts = {name: module._parameters.get(name) for name in names}
+    return tuple(ExpertWeights(module, name) for name, part in parts.items() if part is not None and part.dim() == 3 and part.shape[0] == module.num_experts)
+
+
+class ExpertMatrix(MXLinear):
+    """One projection of all experts of a layer: an `MXLinear` whose rows are those of the first expert, of the second, and so on; `out_features` counts all of them."""
+
+    def __init__(self, in_features, out_features, format=DEFAULT_FORMAT, device=None, activations=None, experts: int = 1):
+        super().__init__(in_features, out_features, False, format, device, None, activations)
+        self.experts = experts
+
+    @classmethod
+    def for_weights(cls, weights: ExpertWeights, format, activations=None) -> ExpertMatrix:
+        """A matrix of this shape, still without numbers."""
+        count, n, k = weights.shape
+        return cls(k, count * n, format, "meta", activations, count)
+
+    @classmethod
+    def from_packed(cls, packed: PackedMatrix, linear: ExpertWeights, activations=None) -> ExpertMatrix:
+        layer = cls.for_weights(linear, packed.format, activations)
+        layer.set_packed(packed)
+        return layer.train(linear.owner.training)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Experts, outputs of each, inputs."""
+        return self.experts, self.out_features // self.experts, self.in_features
+
+    def prepare(self) -> ExpertMatrix:
+        """As `MXLinear.prepare`; on a GPU the bytes stay in the stored order."""
+        if self.weight.device.type == "cpu":
+            self._cpu_kernel()
+        return self
+
+    def forward(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """`[pairs, n]`: for pair i of `index` (int64, any shape) row i // S of x `[rows, K]`, S = pairs / rows, times the weights of expert index[i]; zeros where there is
+        no such expert."""
+        self._check_input(x)
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        count, n, _ = self.shape
+        traced, index = torch.compiler.is_compiling(), index.long()
+        if traced and self._place is not None and not torch.is_grad_enabled() and not torch.compiler._is_exporting_flag:
+            return mx_experts(x, *self._place, count, index, n)
+        if traced or type(x) is not torch.Tensor or torch.jit.is_tracing() or torch.is_grad_enabled() and x.requires_grad:
+            layer = self if traced else self.prepare()
+            return mx_expert_linear(x, index, layer.weight, layer.weight_scale, self.format.name, count, n, layer.layout, self.activations is not None)
+        kernel = self._cpu_kernel()
+        if kernel is not None:
+            return experts.multiply(kernel.address, count, x, index, n)
+        return by_expert(round_to_integers(x) if self.activations else x, index, lambda number: self.expert(number, x.dtype), count, n)
+
+    def expert(self, number: int, dtype: torch.dtype) -> torch.Tensor:
+        """The weights `[n, K]` of one expert."""
+        rows, kernel = slice(number * self.shape[1], (number + 1) * self.shape[1]), self._cpu_kernel()
+        if kernel is not None:
+            return expert_weights(kernel, number, self.shape[1], dtype)
+        if self.weight.device.type == "cpu":
+            return self._dense(dtype)[rows]
+        return PackedMatrix(self.weight[rows], self.weight_scale[rows], self.format).dequantize(dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.experts} experts, {super().extra_repr()}"
+
+
+class Experts(Beneath):
+    """What lies beneath a class of experts: their projections, packed or dense, in the order of transformers' own functions for experts."""
+
+    mx_by_kernels = False
+
+    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        """`[tokens, H]` from hidden_states `[tokens, H]` and, for each token, the experts of its router `[tokens, S]` (int64) and what they weigh."""
+        tokens, top = top_k_index.shape
+        if self.has_gate:
+            x = self._apply_gate(self._project("gate_up_proj", hidden_states, top_k_index))
+        else:
+            x = self.act_fn(self._project("up_proj", hidden_states, top_k_index))
+        x = self._project("down_proj", x, top_k_index)
+        if getattr(self, "has_post_expert_norm", False):
+            x = self.post_expert_norm(x)
+        x = x * top_k_weights.reshape(-1, 1)
+        return x.view(tokens, top, -1).sum(1).to(hidden_states.dtype)
+
+    def _project(self, name: str, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        layer = self._modules.get(PREFIX + name)
+        if layer is not None:
+            out = layer(x, index)
+        else:
+            whole = self._parameters[name].transpose(1, 2) if self.is_transposed else self._parameters[name]
+            out = by_expert(x.to(whole.dtype), index, whole.__getitem__, *whole.shape[:2])
+        if self.has_bias:
+            out = out + self._parameters[f"{name}_bias"][index.reshape(-1).clamp(max=self.num_experts - 1)]
+        return out
+
+
+def matrices(model: nn.Module) -> Iterator[tuple[Experts, str, ExpertMatrix]]:
+    """The packed matrices of a model's experts, with the modules that they are in and the names of the parameters that they stand for."""
+    for module in model.modules():
+        for name, child in list(module._modules.items()):
+            if isinstance(child, ExpertMatrix):
+                yield module, name.removeprefix(PREFIX), child
+
+
+def unpack(owner: Experts, name: str, layer: ExpertMatrix, dtype: torch.dtype) -> None:
+    """Put the parameter back in the place of its packed matrix, as numbers of this dtype."""
+    whole = layer.dequantize(dtype).view(layer.shape)
+    del owner._modules[PREFIX + name]
+    owner.register_parameter(name, nn.Parameter(whole.transpose(1, 2).contiguous() if owner.is_transposed else whole))
