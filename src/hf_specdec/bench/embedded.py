@@ -57,9 +57,10 @@ def load_model(name: str, dtype="float32", device=None, encoder_decoders: bool =
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-    from .. import mx  # noqa: F401  (makes transformers know the quantisation method)
+    from .. import mx
     from ..assistants import auto_class
     from ..folders import check_model_folder, from_whole
+    from ..mx.blocks import is_blocks
 
     check_dtype(dtype)
     source = _source(name)
@@ -71,11 +72,12 @@ def load_model(name: str, dtype="float32", device=None, encoder_decoders: bool =
                 config = AutoConfig.from_pretrained(source)
                 both, auto = config.is_encoder_decoder, auto_class(config)
             except ValueError:  # an adapter has no config of its own; of anything else the model's loader says what is wrong
-                both, auto = False, AutoModelForCausalLM
+                config, both, auto = None, False, AutoModelForCausalLM
             if both and not encoder_decoders:
                 raise ValueError(f"{name} is an encoder-decoder, which generate and bench take on the command line; the rest goes through Python: "
                                  "hf_specdec.enable(AutoModelForSeq2SeqLM.from_pretrained(...)).generate(speculative=True).")
-            model = from_whole(name, AutoModelForSeq2SeqLM if both else auto, source, dtype=dtype)
+            blocks = config is not None and is_blocks(config) and not torch.cuda.is_available()
+            model = mx.load(auto, source, dtype=dtype) if blocks else from_whole(name, AutoModelForSeq2SeqLM if both else auto, source, dtype=dtype)
         except ValueError as error:
             if "Unrecognized configuration class" not in str(error):
                 raise

@@ -17,7 +17,8 @@ from .kernels.cpu import set_kernel_path as set_kernel_path
 from .linear import MXLinear
 from .packed import quantize
 from .quality import compare
-from .quantizer import MXConfig, load
+from .loading import load
+from .quantizer import MXConfig
 from .row_invariant import row_invariant
 from .swap import dequantize
 from .tiles import to_tiles

@@ -89,6 +89,10 @@ class ExpertMatrix(MXLinear):
         """Experts, outputs of each, inputs."""
         return self.experts, self.out_features // self.experts, self.in_features
 
+    @property
+    def packed_bytes(self) -> int:
+        return self.weight.numel() + self.weight_scale.numel()
+
     def prepare(self) -> ExpertMatrix:
         """As `MXLinear.prepare`; on a GPU the bytes stay in the stored order."""
         if self.weight.device.type == "cpu":

@@ -10,8 +10,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..folders import check_model_folder, from_whole
-from ..hints import check_bool, check_path, first_line, what
+from ..hints import check_bool
 from ..method import METHOD, make_way
 from .beside import use_kernels
 from .calibration import token_ids
@@ -49,6 +48,8 @@ class MXConfig(QuantizationConfigMixin):
     or goes with `dequantize`; TypeError for calibration that is no sequences of token ids. Whether they are the model's is asked before its weights are read.
     """
 
+    experts_packed = False  # in the checkpoint, whatever its other layers are
+
     def __init__(
         self,
         format: str = DEFAULT_FORMAT,
@@ -85,6 +86,10 @@ class MXConfig(QuantizationConfigMixin):
         self.calibration = None if calibration is None else token_ids(calibration)
         if self.dequantize and calibration is not None:
             raise ValueError("calibration has no meaning with dequantize=True, which reads a compressed checkpoint: leave one of them out.")
+
+    def conversions(self) -> list:
+        """How tensors of a checkpoint that other names are stored under become this package's."""
+        return []
 
     def note_experts(self, choices: Iterable[Choice]) -> None:
         """Experts among what is compressed are what older versions of this package cannot read."""
@@ -129,10 +134,15 @@ class MXQuantizer(HfQuantizer):
     def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:
         module_name, _, tensor = param_name.rpartition(".")
         module = model.get_submodule(module_name)
+        if isinstance(module, ExpertMatrix):
+            return False
         return tensor == "weight" and isinstance(module, MXLinear) or tensor in module._parameters and PREFIX + tensor in module._modules
 
     def get_quantize_ops(self) -> Compress:
         return Compress(self)
+
+    def get_weight_conversions(self) -> list:
+        return self.quantization_config.conversions()
 
     def _process_model_before_weight_loading(self, model, checkpoint_files=None, device_map=None, **kwargs):
         config = self.quantization_config
@@ -173,10 +183,13 @@ class MXQuantizer(HfQuantizer):
     def _swap_experts(self, weights: ExpertWeights, layer: ExpertMatrix) -> None:
         """A checkpoint of dense experts is read into the parameter, and what it becomes into the matrix (`Compress`)."""
         layer._is_hf_initialized = weights.owner._is_hf_initialized = True
-        (weights.put if self.pre_quantized else weights.take)(layer)
+        (weights.put if self.pre_quantized or self.quantization_config.experts_packed else weights.take)(layer)
 
     def _process_model_after_weight_loading(self, model, **kwargs):
         check_whole(model)
+        own = {name for each in self.get_weight_conversions() for name in each._original_target_patterns}
+        if own:  # saving would undo them
+            model._weight_conversions = [each for each in model._weight_conversions or () if own.isdisjoint(each._original_target_patterns)]
         if self.calibrating is not None:
             return self._calibrate(model)
         if self.failure:
@@ -187,6 +200,7 @@ class MXQuantizer(HfQuantizer):
             elif isinstance(module, MXLinear):
                 check_loaded(name, module, self.pre_quantized)
                 module.prepare()
+                self._note_published(name.replace(f".{PREFIX}", "."), module)
         if self.tied_head is not None:
             head, self.tied_head = self.tied_head, None
             self.reports[head.name] = compress_layer(
@@ -209,6 +223,11 @@ class MXQuantizer(HfQuantizer):
                 part.config.quantization_config = self.quantization_config
         compress_in_place(model, choices, self.quantization_config.scale_rule, self.quantization_config.activations, sequences)
         return model
+
+    def _note_published(self, name: str, layer: MXLinear) -> None:
+        if self.quantization_config.experts_packed and isinstance(layer, ExpertMatrix):
+            size = layer.packed_bytes
+            self.reports[name] = LayerReport(name, layer.shape, layer.format.name, size, size, note="as it was published")
 
     def _compress_new(self, name: str, layer: MXLinear) -> None:
         """A layer that the checkpoint lacks (a new cross-attention): transformers has made its weight, and says so."""
@@ -248,32 +267,3 @@ def attach(model, config: MXConfig) -> None:
     model.hf_quantizer, model.config.quantization_config = quantizer, quantizer.quantization_config
     model.is_quantized, model.quantization_method = True, METHOD
     model.config._is_quantized = True
-
-
-# arguments of from_pretrained that say where the config is, too
-_WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
-
-
-def load(auto_class, folder, dequantize: bool = False, **kwargs):
-    """`auto_class.from_pretrained(folder, **kwargs)` for a compressed checkpoint, dense if `dequantize`.
-
-    Raises ValueError for a folder that holds no MX checkpoint, and for one that is damaged or lacks weights.
-    """
-    from transformers import AutoConfig
-
-    if not hasattr(auto_class, "from_pretrained"):
-        raise TypeError(f"auto_class: expected a class with from_pretrained, such as AutoModelForCausalLM, got {what(auto_class)}.")
-    check_model_folder(check_path("folder", folder) / (kwargs.get("subfolder") or ""))
-    where = {name: kwargs[name] for name in _WHERE if name in kwargs}
-    try:
-        config = copy.deepcopy(kwargs.pop("config", None)) or AutoConfig.from_pretrained(folder, **where)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"folder={str(folder)!r}: no model's config can be read there ({first_line(error)}). Name a folder that a compressed model was saved to.") from error
-    stored = getattr(config, "quantization_config", None)
-    method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
-    if method != METHOD:
-        found = "no quantisation" if method is None else f"quantisation by {getattr(method, 'value', method)!r}"
-        raise ValueError(f"{folder} is not an MX checkpoint: its config has {found}. Load it with {auto_class.__name__}.from_pretrained; "
-                         "for a dense model, quantization_config=MXConfig() compresses it on the way.")
-    config.quantization_config = {**(stored if isinstance(stored, dict) else stored.to_dict()), "dequantize": dequantize}
-    return from_whole(f"folder={str(folder)!r}", auto_class, folder, config=config, **kwargs)

@@ -142,7 +142,7 @@ def _forget(model: nn.Module) -> None:
 
 def detach(model) -> None:
     """Undo `attach`."""
-    for owner, name in ((model, "hf_quantizer"), (model, "quantization_method"), (model.config, "quantization_config")):
+    for owner, name in ((model, "hf_quantizer"), (model, "quantization_method"), (model, "_weight_conversions"), (model.config, "quantization_config")):
         if hasattr(owner, name):
             delattr(owner, name)
     model.is_quantized = model.config._is_quantized = False

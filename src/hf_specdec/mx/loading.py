@@ -1,0 +1,45 @@
+"""`load`: a model of a compressed checkpoint, or of one whose experts were published in MXFP4."""
+
+from __future__ import annotations
+
+import copy
+
+from ..folders import check_model_folder, from_whole
+from ..hints import check_path, first_line, what
+from ..method import METHOD
+from .blocks import BlocksConfig, is_blocks
+
+# arguments of from_pretrained that say where the config is, too
+_WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
+
+
+def load(auto_class, folder, dequantize: bool = False, **kwargs):
+    """`auto_class.from_pretrained(folder, **kwargs)` for a compressed checkpoint, dense if `dequantize`; for one whose experts were published in MXFP4 (gpt-oss), with
+    these as they are, and everything else in tiles (on a CPU: on a GPU from_pretrained has kernels for them).
+
+    Raises ValueError for a folder that holds no MX checkpoint, and for one that is damaged or lacks weights.
+    """
+    from transformers import AutoConfig
+
+    if not hasattr(auto_class, "from_pretrained"):
+        raise TypeError(f"auto_class: expected a class with from_pretrained, such as AutoModelForCausalLM, got {what(auto_class)}.")
+    check_model_folder(check_path("folder", folder) / (kwargs.get("subfolder") or ""))
+    where = {name: kwargs[name] for name in _WHERE if name in kwargs}
+    try:
+        config = copy.deepcopy(kwargs.pop("config", None)) or AutoConfig.from_pretrained(folder, **where)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"folder={str(folder)!r}: no model's config can be read there ({first_line(error)}). Name a folder that a compressed model was saved to.") from error
+    if is_blocks(config):
+        if dequantize:
+            raise ValueError(f"{folder}: its experts are MXFP4 of transformers' own kind; for a dense model call "
+                             f"{auto_class.__name__}.from_pretrained with quantization_config=Mxfp4Config(dequantize=True).")
+        del config.quantization_config
+        return from_whole(f"folder={str(folder)!r}", auto_class, folder, config=config, quantization_config=BlocksConfig(), **kwargs)
+    stored = getattr(config, "quantization_config", None)
+    method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
+    if method != METHOD:
+        found = "no quantisation" if method is None else f"quantisation by {getattr(method, 'value', method)!r}"
+        raise ValueError(f"{folder} is not an MX checkpoint: its config has {found}. Load it with {auto_class.__name__}.from_pretrained; "
+                         "for a dense model, quantization_config=MXConfig() compresses it on the way.")
+    config.quantization_config = {**(stored if isinstance(stored, dict) else stored.to_dict()), "dequantize": dequantize}
+    return from_whole(f"folder={str(folder)!r}", auto_class, folder, config=config, **kwargs)
