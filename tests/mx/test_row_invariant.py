@@ -15,7 +15,7 @@ from hf_specdec.mx.activation import RowActivation, needs_table
 from hf_specdec.mx.kernels import cpu
 
 from ..helpers import FULL, OLD_TORCH, VOCAB, build, perturbed
-from .models import SIZE, mx_layers, tiny
+from .models import MOE, SIZE, mx_layers, tiny
 
 pytestmark = pytest.mark.skipif(cpu.library() is None, reason="no kernels here")
 GEMMA = dict(SIZE, head_dim=16, sliding_window=8, query_pre_attn_scalar=16)
@@ -26,6 +26,8 @@ KINDS = {
     "mistral": dict(SIZE, sliding_window=8),
     "gemma2": GEMMA,
     "gemma3_text": dict(GEMMA, layer_types=["sliding_attention", "full_attention"]),
+    "qwen3_moe": MOE,
+    "gpt_oss": dict(SIZE, head_dim=16, num_local_experts=4, num_experts_per_tok=2),
 }
 DRAFTS = {
     "lookup": lambda target: PromptLookupDraft(),
@@ -215,7 +217,7 @@ def test_copies_stay_row_invariant():
     (lambda: tiny("llama"), "torch.float32 on cpu"),
     (lambda: tiny("llama", dtype=torch.bfloat16).to("meta"), "bfloat16 on meta"),
     (lambda: tiny("gpt2", dtype=torch.bfloat16), "Conv1D is no nn.Linear"),
-    (lambda: tiny("qwen3_moe", dtype=torch.bfloat16), "not row-invariant, such as"),
+    (lambda: tiny("qwen3_moe", dtype=torch.bfloat16, moe_intermediate_size=40), "not row-invariant, such as .*down_proj: 40 inputs"),
     (lambda: tiny("llama", dtype=torch.bfloat16, hidden_size=72), "72 inputs are no multiple of 32"),
     (lambda: mx.compress(tiny("llama", dtype=torch.bfloat16), skip=("down_proj",)), "without skip="),
     (lambda: torch.nn.Linear(32, 32), "a transformers model is wanted"),

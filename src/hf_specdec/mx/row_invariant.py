@@ -9,12 +9,13 @@ from ..compat import traits_of
 from ..parts import read_once
 from .activation import RowActivation, needs_table
 from .attention import NAME
-from .experts import Experts, expert_projections
 from .interface import check_attention, set_attention
+from .beneath import put_beneath
 from .kernels import cpu
 from .linear import MXLinear
 from .plan import SEES, Choice, plan
 from .quantizer import MXConfig, attach
+from .routers import SteadyRouter, routers, steady_dims
 from .swap import compress_layer, replace, untie
 from .tiles import to_tiles
 
@@ -40,8 +41,22 @@ def row_invariant(model: PreTrainedModel) -> PreTrainedModel:
             module.alike = True
         elif id(module) not in held and needs_table(module):
             replace(model, name, RowActivation(module))
+    for router, dims in _routers(model).values():
+        put_beneath(router, SteadyRouter, dims=dims)
     set_attention(model, NAME)
     return model
+
+
+def _routers(model: PreTrainedModel) -> dict[str, tuple[torch.nn.Module, tuple[int, ...]]]:
+    """Those of experts that can be made row-invariant, by name, with the numbers of dimensions that they take."""
+    size, tiled = model.config.get_text_config().hidden_size, {choice.name for choice in _dense(model)}
+    found = {name: (router, steady_dims(router, size)) for name, router in routers(model, tiled).items()}
+    return {name: each for name, each in found.items() if each[1]}
+
+
+def _left(model: PreTrainedModel) -> list[Choice]:
+    """Layers of the text model that neither are in tiles nor go there."""
+    return [choice for choice in plan(model, "bf16", (), "bf16") if choice.format is None and not isinstance(choice.module, MXLinear) and choice.reason != SEES]
 
 
 def _into_tiles(model: PreTrainedModel) -> None:
@@ -77,11 +92,10 @@ def _check(model: PreTrainedModel) -> None:
         raise RuntimeError(f"row_invariant needs the compiled kernels: {cpu.kernel_info()['reason']}")
     if traits_of(model, "model").states:
         raise ValueError(f"model: the layers of {type(model).__name__} that carry states do not compute a token alike alone and among others.")
-    routed = next((name for name, module in model.named_modules() if isinstance(module, Experts) or expert_projections(module)), None)
-    if routed is not None:
-        raise ValueError(f"model has layers whose products are not row-invariant, such as the router of {routed}, which torch multiplies.")
     check_attention(model, NAME)
-    left = [choice for choice in plan(model, "bf16", (), "bf16") if choice.format is None and not isinstance(choice.module, MXLinear) and choice.reason != SEES]
+    left = _left(model)
+    routing = _routers(model)
+    left = [choice for choice in left if not any(f"{choice.name}.".startswith(f"{name}.") for name in routing)]
     if left:
         first = left[0]
         raise ValueError(f"model has {len(left)} layers whose products are not row-invariant, such as {first.name}: {first.reason}.")
