@@ -19,8 +19,13 @@ def by_expert(x: torch.Tensor, index: torch.Tensor, weight_of: Callable[[int], t
     is none of the `count` experts."""
     out = x.new_zeros(index.numel(), n)
     for number, pairs, rows in _groups(x.shape[0], index, count):
-        out[pairs] = F.linear(x[rows], weight_of(number))
+        out[pairs] = F.linear(x[rows], weight_of(number)).to(x.dtype)  # of another one under autocast
     return out
+
+
+def without_numbers(x: torch.Tensor) -> bool:
+    """Whether x is traced, or stands for a tensor: nothing can be looked up in it, and its address means nothing."""
+    return torch.compiler.is_compiling() or type(x) is not torch.Tensor or x.is_meta or torch.jit.is_tracing()
 
 
 def _groups(rows: int, index: torch.Tensor, count: int):
@@ -109,3 +114,37 @@ def _backward(ctx, gradient):
 
 
 mx_expert_linear.register_autograd(_backward, setup_context=_setup)
+
+
+@torch.library.custom_op("hf_specdec::dense_expert_linear", mutates_args=())
+def dense_expert_linear(x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`by_expert`, of weights `[experts, n, K]` as they are: for what traces it, which cannot ask for the experts that are chosen. Differentiable."""
+    return by_expert(x, index, weight.__getitem__, *weight.shape[:2])
+
+
+@dense_expert_linear.register_fake
+def _(x, index, weight):
+    return x.new_empty((index.numel(), weight.shape[1]))
+
+
+@torch.library.custom_op("hf_specdec::dense_expert_gradients", mutates_args=())
+def dense_expert_gradients(gradient: torch.Tensor, x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of x and of the weights, given that of the result."""
+    of_x, of_weight = torch.zeros_like(x), torch.zeros_like(weight)
+    for number, pairs, of in _groups(x.shape[0], index, weight.shape[0]):
+        of_x.index_add_(0, of, gradient[pairs] @ weight[number])
+        of_weight[number] = gradient[pairs].T @ x[of]
+    return of_x, of_weight
+
+
+@dense_expert_gradients.register_fake
+def _(gradient, x, index, weight):
+    return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _backward_dense(ctx, gradient):
+    of_x, of_weight = dense_expert_gradients(gradient, *ctx.saved_tensors)
+    return of_x, None, of_weight
+
+
+dense_expert_linear.register_autograd(_backward_dense, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))

@@ -11,7 +11,7 @@ from torch import nn
 
 from .beneath import Beneath, put_beneath
 from .codec import round_to_integers
-from .expert_ops import by_expert, expert_weights, mx_expert_linear, mx_experts
+from .expert_ops import by_expert, dense_expert_linear, expert_weights, mx_expert_linear, mx_experts, without_numbers
 from .formats import DEFAULT_FORMAT
 from .kernels import experts
 from .linear import MXLinear
@@ -103,13 +103,15 @@ class ExpertMatrix(MXLinear):
         """`[pairs, n]`: for pair i of `index` (int64, any shape) row i // S of x `[rows, K]`, S = pairs / rows, times the weights of expert index[i]; zeros where there is
         no such expert."""
         self._check_input(x)
-        if torch.is_autocast_enabled(x.device.type):
+        if x.dim() != 2 or (index.numel() % x.shape[0] if x.shape[0] else index.numel()):
+            raise ValueError(f"x has shape {tuple(x.shape)} and index {tuple(index.shape)}: rows are wanted, and as many experts for each.")
+        if torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         count, n, _ = self.shape
         traced, index = torch.compiler.is_compiling(), index.long()
         if traced and self._place is not None and not torch.is_grad_enabled() and not torch.compiler._is_exporting_flag:
-            return mx_experts(x, *self._place, count, index, n)
-        if traced or type(x) is not torch.Tensor or torch.jit.is_tracing() or torch.is_grad_enabled() and x.requires_grad:
+            return mx_experts(x.contiguous(), *self._place, count, index.contiguous(), n)
+        if without_numbers(x) or torch.is_grad_enabled() and x.requires_grad:
             layer = self if traced else self.prepare()
             return mx_expert_linear(x, index, layer.weight, layer.weight_scale, self.format.name, count, n, layer.layout, self.activations is not None)
         kernel = self._cpu_kernel()
@@ -146,7 +148,7 @@ class Experts(Beneath):
         if getattr(self, "has_post_expert_norm", False):
             x = self.post_expert_norm(x)
         x = x * top_k_weights.reshape(-1, 1)
-        return x.view(tokens, top, -1).sum(1).to(hidden_states.dtype)
+        return x.view(tokens, top, x.shape[-1]).sum(1).to(hidden_states.dtype)
 
     def _project(self, name: str, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         layer = self._modules.get(PREFIX + name)
@@ -154,7 +156,8 @@ class Experts(Beneath):
             out = layer(x, index)
         else:
             whole = self._parameters[name].transpose(1, 2) if self.is_transposed else self._parameters[name]
-            out = by_expert(x.to(whole.dtype), index, whole.__getitem__, *whole.shape[:2])
+            x = x.to(whole.dtype)
+            out = dense_expert_linear(x, index, whole) if without_numbers(x) else by_expert(x, index, whole.__getitem__, *whole.shape[:2])
         if self.has_bias:
             out = out + self._parameters[f"{name}_bias"][index.reshape(-1).clamp(max=self.num_experts - 1)]
         return out
