@@ -15,6 +15,7 @@ from ..lockstep import shared_by_processes
 from .beside import use_kernels
 from .calibrate import calibrated, loses
 from .calibration import sequences_of
+from .experts import ExpertWeights
 from .plan import Choice
 from .report import CompressionReport
 from .swap import FLOAT64, NOT_FINITE, compress_layer, own_config, untie
@@ -82,12 +83,12 @@ def check_weights(choices: list[Choice], on_meta: str = ON_META) -> None:
     for choice in choices:
         if choice.format is None:
             continue
-        weight = choice.module.weight
+        weight, name = choice.module.weight, choice.name if isinstance(choice.module, ExpertWeights) else f"{choice.name}.weight"
         if type(weight.data) is not torch.Tensor:
-            raise ValueError(f"{choice.name}.weight is a {type(weight.data).__name__}, which another library has made of it: compress the model as it was loaded.")
+            raise ValueError(f"{name} is a {type(weight.data).__name__}, which another library has made of it: compress the model as it was loaded.")
         if weight.is_meta:
             raise ValueError(on_meta.format(choice.name))
         if weight.dtype == torch.float64:
-            raise ValueError(FLOAT64.format(f"{choice.name}.weight is {weight.dtype}"))
+            raise ValueError(FLOAT64.format(f"{name} is {weight.dtype}"))
         if not bool(weight.isfinite().all()):
-            raise ValueError(NOT_FINITE.format(f"{choice.name}.weight"))
+            raise ValueError(NOT_FINITE.format(name))

@@ -9,6 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..folders import check_file
+from .experts import PREFIX, expert_projections
 from .in_place import OFFLOADED
 from .linear import MXLinear
 
@@ -29,6 +30,9 @@ def check_files(model: torch.nn.Module, files: Iterable[str | os.PathLike]) -> N
                 _check(f"{name}.{tensor}", tuple(getattr(layer, tensor).shape), stored)
         elif isinstance(layer, torch.nn.Linear) and stored.get(f"{name}.weight", ("",))[0] == "U8":
             raise ValueError(f"{name}.weight is packed in the checkpoint, but a dense layer's by the config: it does not fit the config's lm_head and skip.")
+        for part in expert_projections(layer):
+            if f"{name}.{PREFIX}{part.name}.weight" in stored:
+                raise ValueError(f"{name}.{part.name} is packed in the checkpoint, but dense by the config: it does not fit the config's skip and version.")
 
 
 def _check(name: str, shape: tuple[int, ...], stored: dict[str, tuple[str, tuple[int, ...]]]) -> None:
