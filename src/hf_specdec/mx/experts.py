@@ -171,8 +171,19 @@ def matrices(model: nn.Module) -> Iterator[tuple[Experts, str, ExpertMatrix]]:
                 yield module, name.removeprefix(PREFIX), child
 
 
+def dense_weights(owner: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The parameters that the packed matrices of a module of experts stand for, by name; none of any other module."""
+    layers = {name.removeprefix(PREFIX): layer for name, layer in owner._modules.items() if isinstance(layer, ExpertMatrix)}
+    return {name: _as_parameter(owner, layer, dtype) for name, layer in layers.items()}
+
+
 def unpack(owner: Experts, name: str, layer: ExpertMatrix, dtype: torch.dtype) -> None:
     """Put the parameter back in the place of its packed matrix, as numbers of this dtype."""
-    whole = layer.dequantize(dtype).view(layer.shape)
+    whole = _as_parameter(owner, layer, dtype)
     del owner._modules[PREFIX + name]
-    owner.register_parameter(name, nn.Parameter(whole.transpose(1, 2).contiguous() if owner.is_transposed else whole))
+    owner.register_parameter(name, nn.Parameter(whole))
+
+
+def _as_parameter(owner: Experts, layer: ExpertMatrix, dtype: torch.dtype) -> torch.Tensor:
+    whole = layer.dequantize(dtype).view(layer.shape)
+    return whole.transpose(1, 2).contiguous() if owner.is_transposed else whole

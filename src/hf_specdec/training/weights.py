@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..lockstep import shared_by_processes
+from ..mx.experts import ExpertMatrix, dense_weights
 from ..mx.linear import MXLinear
 
 
@@ -23,15 +24,15 @@ def make_ready(target: PreTrainedModel) -> None:
 
 
 def dense(model: nn.Module, dtype: torch.dtype, but: Sequence[nn.Module] = ()) -> dict[str, torch.Tensor]:
-    """A module's state with the weights of its Linear layers as numbers: from MX, from what another library has quantised, and with its adapters in them. dtype: of
+    """A module's state with the weights of its Linear layers and experts as numbers: from MX, from what another library has quantised, and with its adapters in them. dtype: of
     what it computes with; but: parts that are left out. ValueError for weights that are offloaded."""
     found, inside = {}, "."
     for name, module in model.named_modules():
-        if name.startswith(inside):
+        if name.startswith(inside) or isinstance(module, ExpertMatrix):  # of these the module that they are in knows what they stand for
             continue
         left_out, linear = any(module is part for part in but), _sizes(module) is not None and not _is_plain(module)
         inside = f"{name}." if left_out or linear else inside
-        own = {} if left_out else numbers(module, dtype) if linear else _own(module)
+        own = {} if left_out else numbers(module, dtype) if linear else _own(module) | dense_weights(module, torch.float32)
         if any(part.is_meta for part in own.values()):
             raise ValueError(f"target: the weights of {name} are offloaded; load it without that to make a draft of its parts.")
         found |= {f"{name}.{key}" if name else key: part for key, part in own.items()}
