@@ -72,7 +72,7 @@ def check_weights(model: PreTrainedModel, role: str) -> None:
     """ValueError naming `role` if `model` comes from a folder of MX weights and has none: codes have then been read as numbers, or nothing at all."""
     quantised = getattr(getattr(model, "config", None), "quantization_config", None)
     method = quantised.get("quant_method") if isinstance(quantised, dict) else getattr(quantised, "quant_method", None)
-    if method == METHOD and not any(type(part).__name__ == "MXLinear" for part in modules(model)):  # the core does not import mx
+    if method == METHOD and not any(type(part).__name__ in ("MXLinear", "ExpertMatrix") for part in modules(model)):  # the core does not import mx
         raise ValueError(f"{role}: {type(model).__name__} was saved with MX weights and loaded without them: import hf_specdec.mx before from_pretrained, and "
                          f"load it again.")
 

@@ -229,9 +229,9 @@ def environment(model) -> dict[str, Any]:
 
 def _parameters(model) -> int:
     """All weights, shared ones once; of an MX layer those that its bytes stand for."""
-    from ..mx import MXLinear
+    from ..mx.linear import MXMatrix
 
-    layers = [module for module in model.modules() if isinstance(module, MXLinear)]
+    layers = [module for module in model.modules() if isinstance(module, MXMatrix)]
     stored = {id(tensor) for layer in layers for tensor in (layer.weight, layer.weight_scale)}
     return sum(p.numel() for p in model.parameters() if id(p) not in stored) + sum(layer.out_features * layer.in_features for layer in layers)
 

@@ -104,7 +104,7 @@ def in_tiles(target: str, draft: str | None, dtype: str):
     model, tokenizer = load_target(target, dtype, encoder_decoders=True)
     mx.to_tiles(model)
     assistant = load_draft(draft, dtype, model, tokenizer)
-    if hasattr(assistant, "generate") and not any(isinstance(module, mx.MXLinear) for module in assistant.modules()):
+    if hasattr(assistant, "generate") and not any(isinstance(module, mx.linear.MXMatrix) for module in assistant.modules()):
         mx.to_tiles(assistant)
     return enable(model), assistant
 

@@ -163,9 +163,9 @@ def _tokenizer(target: str, needed: str | None):
 
 def _bytes(model) -> int:
     """Bytes of all weights, shared ones once; an MX layer's as they are stored."""
-    from ..mx import MXLinear
+    from ..mx.linear import MXMatrix
 
-    layers = [module for module in model.modules() if isinstance(module, MXLinear)]
+    layers = [module for module in model.modules() if isinstance(module, MXMatrix)]
     own = {id(tensor) for layer in layers for tensor in (layer.weight, layer.weight_scale)}
     dense = sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in own)
     return dense + sum(int(layer.out_features * layer.in_features * layer.format.bits_per_weight) // 8 for layer in layers)

@@ -201,11 +201,11 @@ def weights_of(model) -> str | None:
         return None
     import torch
 
-    from ..mx import MXLinear
+    from ..mx.linear import MXMatrix
 
     digest = hashlib.sha256()
     for prefix, module in model.named_modules():
-        if isinstance(module, MXLinear):
+        if isinstance(module, MXMatrix):
             continue  # laid out as the machine at hand likes it
         for name, weight in module.named_parameters(prefix, recurse=False):
             if type(weight) is not torch.nn.Parameter or not weight.is_floating_point():

@@ -10,7 +10,7 @@ from torch import nn
 from ..hints import check_bool, what
 from .formats import DEFAULT_FORMAT, DEFAULT_RULE, Format, check_activations, check_rule
 from .in_place import calibration_for, check_weights, check_whole, compress_in_place
-from .linear import MXLinear
+from .linear import MXMatrix
 from .plan import Choice, check_skip, check_some, plan, recorded
 from .quantizer import MXConfig, attach
 
@@ -74,7 +74,7 @@ def check_is_model(model: Any) -> None:
 
 def check_model(model: nn.Module, choices: list[Choice]) -> None:
     """ValueError for a model that cannot be compressed as these choices say."""
-    formats = {choice.module.format for choice in choices if isinstance(choice.module, MXLinear)}
+    formats = {choice.module.format for choice in choices if isinstance(choice.module, MXMatrix)}
     if formats:
         what = "is in tiles" if all(fmt.is_dense for fmt in formats) else "has MX layers"
         raise ValueError(f"model {what} already ({', '.join(sorted(fmt.name for fmt in formats))}); mx.dequantize(model) makes it dense again.")

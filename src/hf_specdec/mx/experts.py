@@ -14,7 +14,7 @@ from .codec import round_to_integers
 from .expert_ops import by_expert, dense_expert_linear, expert_weights, mx_expert_linear, mx_experts, without_numbers
 from .formats import DEFAULT_FORMAT
 from .kernels import experts
-from .linear import MXLinear
+from .linear import MXMatrix
 from .packed import PackedMatrix
 
 PREFIX = "mx_"  # of the names of packed matrices: transformers would take those of the parameters apart, by expert, when it saves them
@@ -65,8 +65,8 @@ def expert_projections(module: nn.Module) -> tuple[ExpertWeights, ...]:
     return tuple(ExpertWeights(module, name) for name, part in parts.items() if part is not None and part.dim() == 3 and part.shape[0] == module.num_experts)
 
 
-class ExpertMatrix(MXLinear):
-    """One projection of all experts of a layer: an `MXLinear` whose rows are those of the first expert, of the second, and so on; `out_features` counts all of them."""
+class ExpertMatrix(MXMatrix):
+    """One projection of all experts of a layer: a matrix whose rows are those of the first expert, of the second, and so on; `out_features` counts all of them."""
 
     def __init__(self, in_features, out_features, format=DEFAULT_FORMAT, device=None, activations=None, experts: int = 1):
         super().__init__(in_features, out_features, False, format, device, None, activations)

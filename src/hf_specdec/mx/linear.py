@@ -18,8 +18,8 @@ from .packed import PackedMatrix, check_own, quantize
 _turning = Lock()  # two threads that call a fresh layer at once must not both put its bytes into tiles
 
 
-class MXLinear(nn.Linear):
-    """`y = x @ W^T + b` with W in an MX format.
+class MXMatrix(nn.Module):
+    """`y = x @ W^T + b` with W in an MX format: what `MXLinear` is, and the experts of a mixture, which tools that look for Linear layers must not take for one.
 
     `weight` is uint8 `[out_features, in_features * bits / 8]` and `weight_scale` uint8 `[out_features, in_features / 32]`.
     They are saved in the stored order (least significant bit first). In use they lie as the kernels read them (`layout`): on a
@@ -36,9 +36,7 @@ class MXLinear(nn.Linear):
         if in_features % BLOCK:
             raise ValueError(f"in_features={in_features} is no multiple of the MX block of {BLOCK}.")
         self.in_features, self.out_features = in_features, out_features
-        self.weight, self.weight_scale = (
-            self._bytes(torch.zeros(shape, dtype=torch.uint8, device=device)) for shape in self._shapes()
-        )
+        self.weight, self.weight_scale = (self._bytes(torch.zeros(shape, dtype=torch.uint8, device=device)) for shape in self._shapes())
         self.register_parameter("bias", nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None)
         self.layout = STORED
         self._forget()
@@ -64,7 +62,7 @@ class MXLinear(nn.Linear):
         return (self.out_features, self.in_features * self.format.bits // 8), (self.out_features, columns)
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, format=DEFAULT_FORMAT, scale_rule: str = DEFAULT_RULE, activations=None) -> MXLinear:
+    def from_linear(cls, linear: nn.Linear, format=DEFAULT_FORMAT, scale_rule: str = DEFAULT_RULE, activations=None) -> MXMatrix:
         """The layer, compressed. It keeps the bias as it is; `linear` is left alone. Raises what `quantize` raises."""
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"linear: expected an nn.Linear, got {what(linear)}; mx.compress takes a whole model.")
@@ -72,7 +70,7 @@ class MXLinear(nn.Linear):
         return cls.from_packed(quantize(weight.clone() if get_format(format).is_dense else weight, format, scale_rule), linear, activations)
 
     @classmethod
-    def from_packed(cls, packed: PackedMatrix, linear: nn.Linear, activations=None) -> MXLinear:
+    def from_packed(cls, packed: PackedMatrix, linear: nn.Linear, activations=None) -> MXMatrix:
         """A layer with these weights, and the bias and mode of `linear`. The matrix's memory becomes the layer's."""
         layer = cls(linear.in_features, linear.out_features, bias=False, format=packed.format, device="meta", activations=activations)
         layer.bias = linear.bias
@@ -87,7 +85,7 @@ class MXLinear(nn.Linear):
         self._forget()
         self.prepare()
 
-    def prepare(self) -> MXLinear:
+    def prepare(self) -> MXMatrix:
         """Put the bytes into the order of the kernels, if there are any: once, in place. `forward` does it otherwise, but not
         while a compiler traces it."""
         if self.weight.device.type == "cpu":
@@ -201,7 +199,7 @@ class MXLinear(nn.Linear):
         return self._kept
 
     @staticmethod
-    def gather(layers: Sequence[MXLinear]) -> None:
+    def gather(layers: Sequence[MXMatrix]) -> None:
         """Put what the kernels know of the layers into one table: a compiled pass then has one input for all of them, and may make the
         products of one x at once."""
         layers = [layer for layer in layers if layer._cpu_kernel() is not None]
@@ -275,10 +273,8 @@ class MXLinear(nn.Linear):
         self.to_stored()
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
         if local_metadata.get("assign_to_params_buffers"):  # the caller's own tensors, which are not to change their order
-            self.weight, self.weight_scale = (
-                self._bytes(part.detach().clone(memory_format=torch.contiguous_format))
-                for part in (self.weight, self.weight_scale)
-            )
+            own = (part.detach().clone(memory_format=torch.contiguous_format) for part in (self.weight, self.weight_scale))
+            self.weight, self.weight_scale = map(self._bytes, own)
         self.prepare()
 
     def __getstate__(self):
@@ -297,3 +293,7 @@ class MXLinear(nn.Linear):
     def extra_repr(self) -> str:
         rounded = f", activations={self.activations}" if self.activations else ""
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, format={self.format.name}{rounded}"
+
+
+class MXLinear(MXMatrix, nn.Linear):
+    """An `nn.Linear` whose weights are in an MX format (`MXMatrix`)."""

@@ -15,7 +15,7 @@ from torch import nn
 
 from .beneath import Beneath, put_beneath
 from .kernels import cpu
-from .linear import MXLinear
+from .linear import MXMatrix
 
 KINDS = ("rounded", "one more", "wide")  # of RMS norms: w * round(y), round((1 + w) * y), round(w * y), as in csrc/norm.c
 EPSILONS = ("variance_epsilon", "eps")
@@ -25,7 +25,7 @@ _JOB = struct.Struct("3Q 2q f 3i").pack  # mx_norm_job of csrc/norm.c
 
 def use_kernel_norms(model: nn.Module) -> None:
     """Give a model's RMS norms the short way, where it has MX layers and is on a CPU with kernels."""
-    if cpu.library() is None or not any(isinstance(module, MXLinear) for module in model.modules()):
+    if cpu.library() is None or not any(isinstance(module, MXMatrix) for module in model.modules()):
         return
     for module in model.modules():
         kind = None if isinstance(module, KernelNorm) else norm_kind(module)

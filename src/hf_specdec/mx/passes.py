@@ -18,7 +18,7 @@ from ..parts import decoder_layers, modules
 from ..passes import ADDITIONS, PassAddition
 from .attention import FEW, FEW_NAME, NAME
 from .kernels import cpu
-from .linear import MXLinear
+from .linear import MXMatrix
 from .ops import mx_tiles, mx_tiles2, mx_tiles3
 
 TOKENS = 16  # of a pass in which torch's own operators have no use for threads, and whose compiled loops (`passes.FEW`) have none
@@ -71,7 +71,7 @@ class KernelPasses(PassAddition):
         if config._attn_implementation not in (NAME, FEW_NAME) or model.device.type != "cpu" or torch.get_num_threads() < 2 or cpu.library() is None:
             return None
         parts = modules(model)
-        ours = any(isinstance(part, MXLinear) for part in parts)
+        ours = any(isinstance(part, MXMatrix) for part in parts)
         dense = any(_is_large(part) for part in parts)
         most = TOKENS if compiled else max(TOKENS, min(2 * GRAIN // getattr(config, "hidden_size", GRAIN), FEW))
         if not compiled and torch.get_num_threads() <= THREADS and self.crowded():
@@ -88,9 +88,9 @@ class KernelPasses(PassAddition):
             blocks = []
         seen: set[int] = set()
         for part in (*blocks, model):
-            own = [layer for layer in modules(part) if isinstance(layer, MXLinear) and id(layer) not in seen]
+            own = [layer for layer in modules(part) if isinstance(layer, MXMatrix) and id(layer) not in seen]
             seen.update(map(id, own))
-            MXLinear.gather(own)
+            MXMatrix.gather(own)
 
     def rewrite(self, graph):
         merge_products(graph)
@@ -101,7 +101,7 @@ class KernelPasses(PassAddition):
 
 def _is_large(part: nn.Module) -> bool:
     """Whether torch multiplies by a large matrix of this module's own (a dense layer's, or that of experts)."""
-    if isinstance(part, (MXLinear, nn.Embedding)):
+    if isinstance(part, (MXMatrix, nn.Embedding)):
         return False
     return any(own is not None and own.dim() > 1 and own.numel() > LARGE for own in part._parameters.values())
 

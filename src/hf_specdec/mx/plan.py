@@ -13,7 +13,7 @@ from ..parts import read_once
 from .experts import Experts, ExpertWeights, expert_projections
 from .formats import BLOCK, Format, get_format
 from .kernels.cpu import ROWS
-from .linear import MXLinear
+from .linear import MXMatrix
 from .readers import looks_at_ties, weights_read_by
 
 READ = "the model reads its weight itself"
@@ -117,7 +117,7 @@ def recorded(choices: Iterable[Choice], skip: Iterable[str]) -> list[str]:
 
 
 def _choose(name, module, fmt, patterns, heads, head_format, bound) -> Choice:
-    if isinstance(module, MXLinear):
+    if isinstance(module, MXMatrix):
         return Choice(name, module, None, f"already {module.format.name}")
     experts = isinstance(module, ExpertWeights)
     if bound.get(id(module.owner if experts else module)) == SEES:
@@ -159,7 +159,7 @@ def _choose_experts(name: str, module: ExpertWeights, fmt: Format, patterns: Ite
 def _weighs(module: nn.Module) -> bool:
     """Linear layers, and modules with weight matrices of their own (experts, convolutions, what another library has quantised), but no embeddings, and no experts of
     which nothing is dense."""
-    if isinstance(module, (nn.Linear, MXLinear)):
+    if isinstance(module, (nn.Linear, MXMatrix)):
         return True
     if isinstance(module, nn.Embedding) or isinstance(module, Experts) and not expert_projections(module):
         return False
@@ -216,7 +216,7 @@ def check_some(choices: list[Choice]) -> None:
     """ValueError with the reasons, if nothing would be compressed; that of the head alone is said where there is no other."""
     if any(choice.format for choice in choices):
         return
-    known = nn.Linear, MXLinear, ExpertWeights
+    known = nn.Linear, MXMatrix, ExpertWeights
     others = sorted({type(choice.module).__name__ for choice in choices if not isinstance(choice.module, known)})
     reasons = {choice.reason for choice in choices if isinstance(choice.module, known)}
     parts = [f"its layers are {' and '.join(others)}, which is not supported (nn.Linear is)"] if others else []

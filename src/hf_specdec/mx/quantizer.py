@@ -18,7 +18,7 @@ from .experts import PREFIX, ExpertMatrix, ExpertWeights
 from .formats import DEFAULT_FORMAT, DEFAULT_RULE, check_activations, check_rule, get_format
 from .in_place import OFFLOADED, calibration_for, check_devices, check_weights, check_whole, compress_in_place
 from .interface import take_loading_options
-from .linear import MXLinear
+from .linear import MXLinear, MXMatrix
 from .packed import PackedMatrix, quantize
 from .plan import Choice, check_layer_formats, check_skip, check_some, plan, recorded
 from .reading import Compress
@@ -136,7 +136,7 @@ class MXQuantizer(HfQuantizer):
         module = model.get_submodule(module_name)
         if isinstance(module, ExpertMatrix):
             return False
-        return tensor == "weight" and isinstance(module, MXLinear) or tensor in module._parameters and PREFIX + tensor in module._modules
+        return tensor == "weight" and isinstance(module, MXMatrix) or tensor in module._parameters and PREFIX + tensor in module._modules
 
     def get_quantize_ops(self) -> Compress:
         return Compress(self)
@@ -195,9 +195,9 @@ class MXQuantizer(HfQuantizer):
         if self.failure:
             raise ValueError(self.failure)
         for name, module in model.named_modules():
-            if isinstance(module, MXLinear) and not self.pre_quantized and module.weight.is_floating_point() and not module.weight.is_meta:
+            if isinstance(module, MXMatrix) and not self.pre_quantized and module.weight.is_floating_point() and not module.weight.is_meta:
                 self._compress_new(name, module)
-            elif isinstance(module, MXLinear):
+            elif isinstance(module, MXMatrix):
                 check_loaded(name, module, self.pre_quantized)
                 module.prepare()
                 self._note_published(name.replace(f".{PREFIX}", "."), module)
@@ -224,12 +224,12 @@ class MXQuantizer(HfQuantizer):
         compress_in_place(model, choices, self.quantization_config.scale_rule, self.quantization_config.activations, sequences)
         return model
 
-    def _note_published(self, name: str, layer: MXLinear) -> None:
+    def _note_published(self, name: str, layer: MXMatrix) -> None:
         if self.quantization_config.experts_packed and isinstance(layer, ExpertMatrix):
             size = layer.packed_bytes
             self.reports[name] = LayerReport(name, layer.shape, layer.format.name, size, size, note="as it was published")
 
-    def _compress_new(self, name: str, layer: MXLinear) -> None:
+    def _compress_new(self, name: str, layer: MXMatrix) -> None:
         """A layer that the checkpoint lacks (a new cross-attention): transformers has made its weight, and says so."""
         layer.set_packed(self.pack(name, layer.weight.detach()))
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 from ..recurrences import global_names, with_names
 from .beneath import Beneath, put_beneath
 from .kernels.recurrence import MOST, TAPS, takes
-from .linear import MXLinear
+from .linear import MXMatrix
 from .readers import SHORT_CUTS
 from .recurrence_ops import convolution, delta_rule, state_space
 
@@ -25,7 +25,7 @@ WHOLE = 64  # numbers that torch takes at once, or a multiple of them
 def use_kernel_recurrences(model: nn.Module) -> None:
     """Give the layers of a model that carry states the kernels, where it has MX layers. They run on a CPU with kernels; everywhere else the model's own functions do,
     but for those that take weights out of layers."""
-    if not any(isinstance(module, MXLinear) for module in model.modules()):
+    if not any(isinstance(module, MXMatrix) for module in model.modules()):
         return
     for module in model.modules():
         if not isinstance(module, KernelStates) and hasattr(module, "layer_idx") and _forward(type(module)) is not None:

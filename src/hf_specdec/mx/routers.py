@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from .beneath import Beneath, beneath
 from .experts import Experts, expert_projections
-from .linear import MXLinear
+from .linear import MXMatrix
 
 ROWS = 16
 WIDTHS = (1, 2, 3, 7, 8, 16, 17, 33)  # that are tried
@@ -48,7 +48,7 @@ def routers(model: nn.Module, tiled: Iterable[str]) -> dict[str, nn.Module]:
     known, found = dict(model.named_modules()), {}
     places = [name.rpartition(".")[0] for name, module in known.items() if isinstance(module, Experts) or expert_projections(module)]
     for name, module in known.items():
-        dense = not isinstance(module, (MXLinear, Experts)) and name not in tiled and any(part is not None and part.dim() == 2 for part in module._parameters.values())
+        dense = not isinstance(module, (MXMatrix, Experts)) and name not in tiled and any(part is not None and part.dim() == 2 for part in module._parameters.values())
         place = next((place for place in places if name.startswith(f"{place}.")), None)
         if dense and place is not None and not expert_projections(module):
             own = f"{place}.{name[len(place) + 1 :].partition('.')[0]}"

@@ -12,7 +12,7 @@ from .attention import NAME
 from .interface import check_attention, set_attention
 from .beneath import put_beneath
 from .kernels import cpu
-from .linear import MXLinear
+from .linear import MXMatrix
 from .plan import SEES, Choice, plan
 from .quantizer import MXConfig, attach
 from .routers import SteadyRouter, routers, steady_dims
@@ -37,7 +37,7 @@ def row_invariant(model: PreTrainedModel) -> PreTrainedModel:
         _into_tiles(model)
     held = {id(module.original) for module in model.modules() if isinstance(module, RowActivation)} | read_once(model)
     for name, module in list(model.named_modules()):
-        if isinstance(module, MXLinear):
+        if isinstance(module, MXMatrix):
             module.alike = True
         elif id(module) not in held and needs_table(module):
             replace(model, name, RowActivation(module))
@@ -56,7 +56,7 @@ def _routers(model: PreTrainedModel) -> dict[str, tuple[torch.nn.Module, tuple[i
 
 def _left(model: PreTrainedModel) -> list[Choice]:
     """Layers of the text model that neither are in tiles nor go there."""
-    return [choice for choice in plan(model, "bf16", (), "bf16") if choice.format is None and not isinstance(choice.module, MXLinear) and choice.reason != SEES]
+    return [choice for choice in plan(model, "bf16", (), "bf16") if choice.format is None and not isinstance(choice.module, MXMatrix) and choice.reason != SEES]
 
 
 def _into_tiles(model: PreTrainedModel) -> None:
@@ -75,7 +75,7 @@ def _into_tiles(model: PreTrainedModel) -> None:
 
 
 def _has_mx(model: PreTrainedModel) -> bool:
-    return any(isinstance(module, MXLinear) for module in model.modules())
+    return any(isinstance(module, MXMatrix) for module in model.modules())
 
 
 def _dense(model: PreTrainedModel) -> list[Choice]:

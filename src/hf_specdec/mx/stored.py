@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from ..folders import check_file
 from .experts import PREFIX, expert_projections
 from .in_place import OFFLOADED
-from .linear import MXLinear
+from .linear import MXMatrix
 
 
 def check_files(model: torch.nn.Module, files: Iterable[str | os.PathLike]) -> None:
@@ -25,7 +25,7 @@ def check_files(model: torch.nn.Module, files: Iterable[str | os.PathLike]) -> N
         if str(file).endswith(".safetensors"):
             stored |= _tensors(file)
     for name, layer in model.named_modules():
-        if isinstance(layer, MXLinear):
+        if isinstance(layer, MXMatrix):
             for tensor in ("weight", "weight_scale"):
                 _check(f"{name}.{tensor}", tuple(getattr(layer, tensor).shape), stored)
         elif isinstance(layer, torch.nn.Linear) and stored.get(f"{name}.weight", ("",))[0] == "U8":
@@ -55,7 +55,7 @@ def _tensors(file: str | os.PathLike) -> dict[str, tuple[str, tuple[int, ...]]]:
         raise ValueError(f"{file} is damaged or cut short ({error}): copy or write the checkpoint again.") from error
 
 
-def check_loaded(name: str, module: MXLinear, pre_quantized: bool) -> None:
+def check_loaded(name: str, module: MXMatrix, pre_quantized: bool) -> None:
     """ValueError for a layer that transformers has not read, or read as something else. pre_quantized: from a compressed checkpoint."""
     for tensor, value in module.named_parameters(recurse=False):
         if tensor == "bias" and not pre_quantized:

@@ -108,7 +108,7 @@ def dequantize(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     """Swap a model's MX layers for dense ones, in place, and return the model: in its own dtype, or all that a checkpoint of it holds in `dtype`."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a model, got {what(model)}; load one with from_pretrained.")
-    experts, names = list(matrices(model))[::-1], [name for name, module in model.named_modules() if isinstance(module, MXLinear) and not isinstance(module, ExpertMatrix)]
+    experts, names = list(matrices(model))[::-1], [name for name, module in model.named_modules() if isinstance(module, MXLinear)]
     if not names and not experts:
         raise ValueError("model has no MX layers to dequantise: it is dense as it is. A folder of MX weights is read as one after import hf_specdec.mx.")
     given, dtype = dtype, getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
