@@ -53,9 +53,7 @@ def adapted(model):
     return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)).eval()
 
 
-
-
-WAYS = {"int8": quantised, "LoRA": adapted, "MX": mx.compress}
+WAYS = {"int8": quantised, "LoRA": adapted, "MX": mx.compress, "MX experts": lambda _: mx.compress(tiny("qwen3_moe"), skip=["0.mlp.experts.down_proj"])}
 every_way = pytest.mark.parametrize("way", list(WAYS))
 
 
