@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_specdec import mx
 from hf_specdec.drafts import EarlyExitDraft, PromptLookupDraft
+from hf_specdec.mx import passes
 from hf_specdec.mx.codec import round_to_integers
 from hf_specdec.mx.experts import ExpertMatrix, expert_projections, matrices
 from hf_specdec.mx.formats import DENSE
@@ -374,6 +375,13 @@ def test_greedy_text_is_plain_generates(family, way):
     assert all(generated(speculate(model, rows, draft), rows) == expected for draft in drafts)
     assert generated(speculate(model, rows[:1], k="auto"), rows[:1]) == expected[:1]
     assert [len(row) for row in generated(speculate(model, rows, seed=0, do_sample=True), rows)] == [20] * 3
+
+
+@pytest.mark.skipif("GPT-OSS" not in FAMILY, reason="not in this transformers")
+def test_biases_of_packed_experts_are_no_matrices_that_torch_multiplies_by(monkeypatch):
+    monkeypatch.setattr(passes, "LARGE", 100)
+    assert not passes._is_large(mx.compress(wide("GPT-OSS")).model.layers[0].mlp.experts)
+    assert passes._is_large(mx.compress(wide("GPT-OSS"), skip=("down_proj",)).model.layers[0].mlp.experts)
 
 
 @needs_the_compiler

@@ -103,7 +103,7 @@ def _is_large(part: nn.Module) -> bool:
     """Whether torch multiplies by a large matrix of this module's own (a dense layer's, or that of experts)."""
     if isinstance(part, (MXMatrix, nn.Embedding)):
         return False
-    return any(own is not None and own.dim() > 1 and own.numel() > LARGE for own in part._parameters.values())
+    return any(own is not None and own.dim() > 1 and own.numel() > LARGE and not name.endswith("_bias") for name, own in part._parameters.items())  # experts' biases
 
 
 def merge_products(graph: GraphModule) -> None:
