@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from hf_specdec import mx
 from hf_specdec.mx import attention
-from hf_specdec.mx.attention import FEW, FEW_NAME, rows_attention
+from hf_specdec.mx.attention import EAGER_NAME, FEW, FEW_NAME, rows_attention
 from hf_specdec.mx.interface import set_attention_from
 from hf_specdec.mx.kernels import attention as kernel
 from hf_specdec.mx.kernels import cpu
@@ -265,3 +265,31 @@ def test_texts_with_and_without_it_are_the_same_in_float32(kind):
         inputs = {"input_ids": torch.tensor([[1, 5, 9, 2, 7], [0, 0, 0, 3, 4]]), "attention_mask": torch.tensor([[1] * 5, [0] * 3 + [1] * 2])}
         texts.append(model.generate(**inputs, max_new_tokens=20, do_sample=False, pad_token_id=0).tolist())
     assert texts[0] == texts[1]
+
+
+@needs_kernels
+@pytest.mark.parametrize(("kind", "own"), [
+    ("gemma2", dict(ONE_TO_ONE, head_dim=16, sliding_window=8, query_pre_attn_scalar=16, attn_logit_softcapping=2.0)),
+    ("gpt_oss", dict(ONE_TO_ONE, head_dim=16, sliding_window=8, num_local_experts=4, num_experts_per_tok=2)),
+])  # fmt: skip
+def test_models_that_know_eager_alone_use_the_kernel_for_few_queries_and_get_it_back(kind, own, monkeypatch):
+    """Capped scores and sinks, which sdpa would leave out."""
+    stock = build(kind, 0, "eager", **own)
+    for name, parameter in stock.named_parameters():
+        if "sinks" in name:
+            parameter.data.normal_()
+    model, widths = copy.deepcopy(stock), []
+    set_attention_from(model, "eager", EAGER_NAME)
+    monkeypatch.setattr(attention, "rows_attention", lambda query, *rest: widths.append(query.shape[2]) or rows_attention(query, *rest))
+    ids, mask = torch.arange(2 * (FEW + 6)).view(2, -1) % 20, torch.ones(2, FEW + 6, dtype=torch.long)
+    mask[1, :5] = 0
+    for width in (1, 9, FEW, FEW + 6):
+        with torch.no_grad():
+            found, wanted = (each(ids[:, -width:], attention_mask=mask[:, -width:]).logits for each in (model, stock))
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    assert set(widths) == {1, 9, FEW}
+    widths.clear()
+    torch.testing.assert_close(model(ids).logits, stock(ids).logits, rtol=1e-4, atol=1e-5)  # gradients are wanted
+    assert not widths
+    tiles = mx.to_tiles(copy.deepcopy(stock))
+    assert attention_of(tiles) == EAGER_NAME and attention_of(mx.dequantize(tiles)) == "eager"

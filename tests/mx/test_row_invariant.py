@@ -39,7 +39,7 @@ DRAFTS = {
 
 
 def bfloat16(kind: str, seed: int = 0):
-    model = build(kind, seed, "eager" if kind == "gemma2" else "sdpa", **KINDS[kind])
+    model = build(kind, seed, "eager" if kind in ("gemma2", "gpt_oss") else "sdpa", **KINDS[kind])
     for parameter in model.parameters():  # and no buffer: the rotary frequencies are float32 in every loaded model
         parameter.data = parameter.data.to(torch.bfloat16)
     return model

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from .interface import by_sdpa, register_attention, set_attention_from
+from .interface import by_eager, by_sdpa, has_eager_alone, register_attention, set_attention_from
 from .kernels import attention as kernel
 from .kernels import cpu
 
-NAME, FEW_NAME = "hf_specdec_rows", "hf_specdec_few"
+NAME, FEW_NAME, EAGER_NAME = "hf_specdec_rows", "hf_specdec_few", "hf_specdec_few_eager"
 FEW = 64  # queries per row up to which the kernel is the faster one; of products of pairs, for any number
 
 
@@ -138,16 +140,31 @@ def forward_few(module, query, key, value, attention_mask, dropout=0.0, scaling=
     return by_sdpa(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs)
 
 
+def forward_eager(module, query, key, value, attention_mask, scaling=None, dropout=0.0, softcap=None, s_aux=None, **kwargs) -> tuple[torch.Tensor, Any]:
+    """What the "eager" of a model without "sdpa" computes: by the kernel on a CPU (capped scores and sinks, too), else by the model's own function."""
+    few = kernel.by_pairs(query.dtype) or query.shape[2] <= FEW
+    few = few and query.device.type == "cpu" and query.dtype in cpu.DTYPES and attention_mask is not None
+    if few and not dropout and not kwargs.get("output_attentions") and not torch.is_grad_enabled():
+        return forward(module, query, key, value, attention_mask, scaling=scaling, is_causal=False, softcap=softcap, s_aux=s_aux)
+    more = {name: part for name, part in (("softcap", softcap), ("s_aux", s_aux)) if part is not None}
+    return by_eager(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **more, **kwargs)
+
+
 def use_for_few(model: torch.nn.Module) -> None:
-    """Give a model on a CPU that runs "sdpa" the attention `hf_specdec_few`, where the kernels are there and the model lets it be chosen."""
+    """Give a model on a CPU that runs "sdpa" the attention `hf_specdec_few`, and one that knows "eager" alone `hf_specdec_few_eager`, where the kernels are there and the
+    model lets it be chosen."""
     if cpu.library() is not None and getattr(model, "device", torch.device("cpu")).type == "cpu":
         set_attention_from(model, "sdpa", FEW_NAME)
+        if has_eager_alone(model):
+            set_attention_from(model, "eager", EAGER_NAME)
 
 
-def use_sdpa_again(model: torch.nn.Module) -> None:
+def use_own_attention(model: torch.nn.Module) -> None:
     """Undo `use_for_few`."""
     set_attention_from(model, FEW_NAME, "sdpa")
+    set_attention_from(model, EAGER_NAME, "eager")
 
 
 register_attention(NAME, forward)
 register_attention(FEW_NAME, forward_few)
+register_attention(EAGER_NAME, forward_eager, masks="eager")

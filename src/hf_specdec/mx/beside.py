@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from .attention import use_for_few, use_sdpa_again
+from .attention import use_for_few, use_own_attention
 from .beneath import use_own_classes
 from .norms import use_kernel_norms
 from .recurrences import use_kernel_recurrences
@@ -18,5 +18,5 @@ def use_kernels(model: nn.Module) -> None:
 
 def use_none(model: nn.Module) -> None:
     """Undo `use_kernels`."""
-    use_sdpa_again(model)
+    use_own_attention(model)
     use_own_classes(model)

@@ -11,10 +11,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.quantizers import auto as quantizers
 
 
-def register_attention(name: str, forward: Callable) -> None:
-    """Make `attn_implementation=name` known to transformers, with the masks that sdpa gets."""
+def register_attention(name: str, forward: Callable, masks: str = "sdpa") -> None:
+    """Make `attn_implementation=name` known to transformers, with the masks that `masks` gets."""
     AttentionInterface.register(name, forward)
-    AttentionMaskInterface.register(name, AttentionMaskInterface()["sdpa"])
+    AttentionMaskInterface.register(name, AttentionMaskInterface()[masks])
 
 
 def check_attention(model: PreTrainedModel, name: str) -> None:
@@ -44,15 +44,32 @@ def _takes_any(kind: type[PreTrainedModel], text_alone: bool) -> bool:
     return kind._can_set_attn_implementation() and not _treats_sdpa_apart(kind.__module__, text_alone)
 
 
+def _source_of(module: str) -> str:
+    try:
+        return inspect.getsource(sys.modules[module])
+    except (OSError, TypeError, KeyError):
+        return ""
+
+
 @lru_cache
 def _treats_sdpa_apart(module: str, text_alone: bool) -> bool:
     """text_alone: what blocks that read images run by default (`attn_implementation: str = "sdpa"`) does not count."""
-    try:
-        source = inspect.getsource(sys.modules[module])
-    except (OSError, TypeError, KeyError):
+    source = _source_of(module)
+    if not source:
         return True
     source = source.replace(': str = "sdpa"', "") if text_alone else source
     return '"sdpa"' in source or "AttentionInterface()" in source
+
+
+def has_eager_alone(model) -> bool:
+    """Whether a transformers model knows no "sdpa" (capped scores, sinks), and calls its "eager" by that function's name alone."""
+    source = _source_of(type(model).__module__)
+    return isinstance(model, PreTrainedModel) and not model._supports_sdpa and "def eager_attention_forward" in source and '"eager"' not in source
+
+
+def by_eager(module, *args, **kwargs):
+    """What an attention layer of such a model computes itself."""
+    return vars(sys.modules[type(module).__module__])["eager_attention_forward"](module, *args, **kwargs)
 
 
 def by_sdpa(*args, **kwargs):

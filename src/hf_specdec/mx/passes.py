@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 from .. import compat
 from ..parts import decoder_layers, modules
 from ..passes import ADDITIONS, PassAddition
-from .attention import FEW, FEW_NAME, NAME
+from .attention import EAGER_NAME, FEW, FEW_NAME, NAME
 from .kernels import cpu
 from .linear import MXMatrix
 from .ops import mx_tiles, mx_tiles2, mx_tiles3
@@ -68,7 +68,7 @@ class KernelPasses(PassAddition):
 
     def runner(self, model, compiled):
         config = model.config.get_text_config()
-        if config._attn_implementation not in (NAME, FEW_NAME) or model.device.type != "cpu" or torch.get_num_threads() < 2 or cpu.library() is None:
+        if config._attn_implementation not in (NAME, FEW_NAME, EAGER_NAME) or model.device.type != "cpu" or torch.get_num_threads() < 2 or cpu.library() is None:
             return None
         parts = modules(model)
         ours = any(isinstance(part, MXMatrix) for part in parts)
