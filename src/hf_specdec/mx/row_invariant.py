@@ -10,12 +10,11 @@ from ..parts import read_once
 from .activation import RowActivation, needs_table
 from .attention import NAME
 from .interface import check_attention, set_attention
-from .beneath import put_beneath
 from .kernels import cpu
 from .linear import MXMatrix
 from .plan import SEES, Choice, plan
 from .quantizer import MXConfig, attach
-from .routers import SteadyRouter, routers, steady_dims
+from .routers import steady_routers, use_steady_routers
 from .swap import compress_layer, replace, untie
 from .tiles import to_tiles
 
@@ -41,17 +40,9 @@ def row_invariant(model: PreTrainedModel) -> PreTrainedModel:
             module.alike = True
         elif id(module) not in held and needs_table(module):
             replace(model, name, RowActivation(module))
-    for router, dims in _routers(model).values():
-        put_beneath(router, SteadyRouter, dims=dims)
+    use_steady_routers(model)
     set_attention(model, NAME)
     return model
-
-
-def _routers(model: PreTrainedModel) -> dict[str, tuple[torch.nn.Module, tuple[int, ...]]]:
-    """Those of experts that can be made row-invariant, by name, with the numbers of dimensions that they take."""
-    size, tiled = model.config.get_text_config().hidden_size, {choice.name for choice in _dense(model)}
-    found = {name: (router, steady_dims(router, size)) for name, router in routers(model, tiled).items()}
-    return {name: each for name, each in found.items() if each[1]}
 
 
 def _left(model: PreTrainedModel) -> list[Choice]:
@@ -94,7 +85,7 @@ def _check(model: PreTrainedModel) -> None:
         raise ValueError(f"model: the layers of {type(model).__name__} that carry states do not compute a token alike alone and among others.")
     check_attention(model, NAME)
     left = _left(model)
-    routing = _routers(model)
+    routing = steady_routers(model, {choice.name for choice in _dense(model)})
     left = [choice for choice in left if not any(f"{choice.name}.".startswith(f"{name}.") for name in routing)]
     if left:
         first = left[0]
