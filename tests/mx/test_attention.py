@@ -293,3 +293,15 @@ def test_models_that_know_eager_alone_use_the_kernel_for_few_queries_and_get_it_
     assert not widths
     tiles = mx.to_tiles(copy.deepcopy(stock))
     assert attention_of(tiles) == EAGER_NAME and attention_of(mx.dequantize(tiles)) == "eager"
+
+
+@needs_kernels
+def test_weights_that_the_config_of_an_eager_model_asks_for_are_given():
+    model = build("gemma2", 0, "eager", **ONE_TO_ONE, head_dim=16, sliding_window=8, query_pre_attn_scalar=16)
+    model.config.output_attentions = True
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        wanted, found = model(ids).attentions, mx.to_tiles(copy.deepcopy(model))(ids).attentions
+    assert len(wanted) == len(found) == 2
+    for a, b in zip(found, wanted):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

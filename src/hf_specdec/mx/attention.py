@@ -144,7 +144,8 @@ def forward_eager(module, query, key, value, attention_mask, scaling=None, dropo
     """What the "eager" of a model without "sdpa" computes: by the kernel on a CPU (capped scores and sinks, too), else by the model's own function."""
     few = kernel.by_pairs(query.dtype) or query.shape[2] <= FEW
     few = few and query.device.type == "cpu" and query.dtype in cpu.DTYPES and attention_mask is not None
-    if few and not dropout and not kwargs.get("output_attentions") and not torch.is_grad_enabled():
+    weights = kwargs.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False)  # the kernel has none to give
+    if few and not dropout and not weights and not torch.is_grad_enabled():
         return forward(module, query, key, value, attention_mask, scaling=scaling, is_causal=False, softcap=softcap, s_aux=s_aux)
     more = {name: part for name, part in (("softcap", softcap), ("s_aux", s_aux)) if part is not None}
     return by_eager(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **more, **kwargs)
