@@ -208,6 +208,13 @@ def test_an_mx_model_keeps_the_formats_of_its_layers_in_what_is_saved(tmp_path):
     assert {name: layer.format.name for name, layer in mx_layers(again).items()} == formats
 
 
+def test_once_more_changes_nothing():
+    """A router that is a Linear of its own kind is no dense layer any more."""
+    model = mx.row_invariant(build("phimoe", 0, **dict(SIZE, sliding_window=8, num_local_experts=4, num_experts_per_tok=2)).to(torch.bfloat16))
+    classes = [type(module) for module in model.modules()]
+    assert mx.row_invariant(model) is model and classes == [type(module) for module in model.modules()]
+
+
 def test_copies_stay_row_invariant():
     model = copy.deepcopy(mx.row_invariant(bfloat16("gemma2")))
     assert all(layer.alike for layer in mx_layers(model).values()) and model.config._attn_implementation == "hf_specdec_rows"

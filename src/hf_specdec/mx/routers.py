@@ -75,6 +75,8 @@ def routers(model: nn.Module, tiled: Iterable[str]) -> dict[str, nn.Module]:
 def steady_dims(router: nn.Module, size: int, dtype: torch.dtype) -> tuple[int, ...]:
     """For which numbers of dimensions (2 or 3) of its input, of width `size`, a router that is filled up gives what its own class gives, every row the same
     bits at every number of rows. None for what is no router."""
+    if isinstance(router, SteadyRouter):
+        return router.dims
     if isinstance(router, Beneath) or any(isinstance(part, Experts) for part in router.modules()):
         return ()
     made = beneath(type(router), SteadyRouter, (("dims", (2, 3)),))
