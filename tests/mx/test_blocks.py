@@ -9,12 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Mxfp4Config
+from typer.testing import CliRunner
 
 from hf_specdec import mx
 from hf_specdec.bench.embedded import load_model
+from hf_specdec.cli import app
 from hf_specdec.mx.experts import ExpertMatrix
 
-from ..helpers import build, generated, plain, prompts, speculate
+from ..helpers import VOCAB, build, generated, plain, prompts, speculate, word_tokenizer
 from .models import SIZE, logits, same
 
 WEIGHTS = "model.safetensors"
@@ -35,6 +37,7 @@ def published(tmp_path_factory):
         weights[f"{name}_scales"] = packed.scales.view(count, n, k // 32)
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
     dense = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    word_tokenizer(range(VOCAB)).save_pretrained(folder)
     edit(folder, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": dense})
     return folder
 
@@ -82,6 +85,19 @@ def test_it_generates_and_is_what_the_command_line_loads(published):
 def test_a_dense_model_is_left_to_transformers(published):
     with pytest.raises(ValueError, match="Mxfp4Config.dequantize=True"):
         mx.load(AutoModelForCausalLM, published, dequantize=True)
+
+
+def test_the_config_takes_arguments_and_another_quantisation_is_refused(published):
+    model = mx.load(AutoModelForCausalLM, published, sliding_window=4, dtype="auto")
+    assert model.config.sliding_window == 4 and model.dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="^quantization_config: the experts of .* were published in MXFP4"):
+        mx.load(AutoModelForCausalLM, published, quantization_config=mx.MXConfig())
+
+
+def test_the_command_line_does_not_compress_it_again(published, tmp_path):
+    for arguments in (["compress", str(published), "--out", str(tmp_path / "out")], ["generate", str(published), "--prompt", "a", "--mx", "mxint8"]):
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 2 and "its experts were published in MXFP4" in " ".join(result.stderr.split())
 
 
 def test_missing_blocks_are_named(published, tmp_path):

@@ -69,11 +69,18 @@ def apply_mx(model, format: str | None, target: str):
     compress(model, format)
 
 
-def refuse_compressed(target: str, config: Any, remedy: str) -> None:
-    """ValueError where a model's config, or what its config.json says, has the weights of `target` in an MX format already."""
+def refuse_compressed(target: str, config: Any, remedy: str, published: bool = False) -> None:
+    """ValueError where a model's config, or what its config.json says, has the weights of `target` in an MX format already. published: or experts in MXFP4 of transformers'
+    own kind, of which vLLM, say, knows; those that a loaded model has are refused anyway."""
+    from ..mx.blocks import BLOCKS, BlocksConfig
+
     method = config.get("quantization_config") if isinstance(config, dict) else getattr(config, "quantization_config", None)
-    method = method.to_dict() if hasattr(method, "to_dict") else method
-    if isinstance(method, dict) and method.get("quant_method") == "mx":
+    experts, method = isinstance(method, BlocksConfig), method.to_dict() if hasattr(method, "to_dict") else method
+    kind = method.get("quant_method") if isinstance(method, dict) else None
+    if experts or published and kind == BLOCKS:
+        raise ValueError(f"{target}: its experts were published in MXFP4, and generate and bench read them as they are; for other formats save a dense copy "
+                         "(from_pretrained with quantization_config=Mxfp4Config(dequantize=True)), and name that.")
+    if kind == "mx":
         raise ValueError(f"{target} is compressed already ({method.get('format')}): {remedy}.")
 
 

@@ -52,7 +52,7 @@ def compress(
         raise ValueError(f"--calibrate has no meaning with --format {format}: nothing is rounded.")
     words = _words(text, "--text")
     lesson = None if calibrate == GENERATED else _words(calibrate, "--calibrate")
-    refuse_compressed(target, stored_config(target), "name the original checkpoint")
+    refuse_compressed(target, stored_config(target), "name the original checkpoint", published=True)
     needed = "--report" if report else "--calibrate" if calibrate else None
     model, tokenizer = load_model(target, dtype), _tokenizer(target, needed)
     refuse_compressed(target, model.config, "name the original checkpoint")

@@ -11,6 +11,7 @@ from .blocks import BlocksConfig, is_blocks
 
 # arguments of from_pretrained that say where the config is, too
 _WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
+_OF_MODEL = ("dtype", "torch_dtype", "attn_implementation", "quantization_config")  # what a config has, too, and from_pretrained reads otherwise
 
 
 def load(auto_class, folder, dequantize: bool = False, **kwargs):
@@ -26,10 +27,17 @@ def load(auto_class, folder, dequantize: bool = False, **kwargs):
     check_model_folder(check_path("folder", folder) / (kwargs.get("subfolder") or ""))
     where = {name: kwargs[name] for name in _WHERE if name in kwargs}
     try:
-        config = copy.deepcopy(kwargs.pop("config", None)) or AutoConfig.from_pretrained(folder, **where)
+        config = copy.deepcopy(kwargs.pop("config", None))
+        if config is None:  # as from_pretrained does, which is handed a config here: what is left are the model's own arguments
+            own = {name: each for name, each in kwargs.items() if name not in (*_WHERE, *_OF_MODEL)}
+            config, unused = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **where, **own)
+            kwargs = {name: each for name, each in kwargs.items() if name not in own or name in unused}
     except (OSError, ValueError) as error:
         raise ValueError(f"folder={str(folder)!r}: no model's config can be read there ({first_line(error)}). Name a folder that a compressed model was saved to.") from error
     if is_blocks(config):
+        if kwargs.pop("quantization_config", None) is not None:
+            raise ValueError(f"quantization_config: the experts of {folder} were published in MXFP4, and are read as they are; leave it out, or for a dense model call "
+                             f"{auto_class.__name__}.from_pretrained with Mxfp4Config(dequantize=True).")
         if dequantize:
             raise ValueError(f"{folder}: its experts are MXFP4 of transformers' own kind; for a dense model call "
                              f"{auto_class.__name__}.from_pretrained with quantization_config=Mxfp4Config(dequantize=True).")
