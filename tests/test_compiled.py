@@ -261,6 +261,17 @@ def test_hooks_that_are_gone_are_no_reason_in_the_next_call(traced):
     assert compiled._functions[target].made
 
 
+def test_hooks_that_transformers_leaves_behind_are_no_reason(traced):
+    """It installs them in the first call with output_hidden_states=True, for good."""
+    target, rows = one_layer("Llama"), prompts(9)
+    target(torch.tensor(rows), output_hidden_states=True)
+    texts = plain(target, rows)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert run(target, rows, PromptLookupDraft()) == texts
+    assert compiled._functions[target].made
+
+
 def test_running_out_of_memory_is_no_reason_in_the_next_call(traced, monkeypatch):
     target, rows = one_layer("Llama"), prompts(9)
     texts = plain(target, rows)

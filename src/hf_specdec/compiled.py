@@ -35,6 +35,7 @@ AGREES = {torch.float32: 0.01, torch.float64: 1e-6}  # relative error of the log
 MOST_CHANGES = 3  # of what guards look at in prompts, after which these are not compiled any more
 KEPT = ("cuda",)  # kinds of devices on which buffers are kept from call to call
 WAYS = ("layers", "model")
+CAPTURING = "transformers.utils.output_capturing"  # its hooks stay after a call with output_hidden_states=True, and do nothing in others
 FLAT = 4  # layers up to which a model is compiled whole in any case
 _functions: WeakKeyDictionary = WeakKeyDictionary()
 _by_layers: WeakKeyDictionary = WeakKeyDictionary()  # model -> what `Layerwise` has made, and the passes that were tried
@@ -103,7 +104,8 @@ class CompiledPasses:
         """The places of the compiled block that takes `width` tokens; None where there is none."""
         if self.usable is None:
             apart = read_once(compat.unwrap(self.model))  # transformers leaves hooks on what reads images
-            self.usable = not any(part._forward_hooks or part._forward_pre_hooks for part in modules(self.model) if id(part) not in apart)
+            hooks = [hook for part in modules(self.model) if id(part) not in apart for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())]
+            self.usable = all(getattr(hook, "__module__", None) == CAPTURING for hook in hooks)
             if not self.usable:
                 self.give_up("it has forward hooks", for_good=False)
         return next((places for places in WIDTHS if width <= places), None) if self.usable else None
