@@ -108,3 +108,13 @@ def test_missing_blocks_are_named(published, tmp_path):
     save_file(weights, tmp_path / WEIGHTS, metadata={"format": "pt"})
     with pytest.raises(ValueError, match="layers.0.mlp.experts.mx_down_proj.weight_scale"):
         mx.load(AutoModelForCausalLM, tmp_path)
+
+
+@pytest.mark.parametrize("change", [lambda part: part.to(torch.int8), lambda part: part.transpose(0, 1).contiguous(), lambda part: part.flatten(2)], ids=["int8", "turned", "flat"])
+def test_blocks_of_another_kind_are_refused(published, tmp_path, change):
+    for file in published.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights, name = load_file(tmp_path / WEIGHTS), "model.layers.1.mlp.experts.gate_up_proj_blocks"
+    save_file(weights | {name: change(weights[name])}, tmp_path / WEIGHTS, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="layers.1.mlp.experts.gate_up_proj_blocks is .* not as gpt-oss was published"):
+        mx.load(AutoModelForCausalLM, tmp_path)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
-from .experts import PREFIX
+from .experts import PREFIX, matrices
+from .formats import BLOCK
 from .quantizer import MXConfig
+from .stored import stored_tensors
 
 BLOCKS = "mxfp4"  # transformers' method: `gate_up_proj_blocks` uint8 [experts, n, K/32, 16], two codes a byte, the first one low; `_scales` [experts, n, K/32]
 PARTS = {"blocks": "weight", "scales": "weight_scale"}
@@ -30,6 +34,17 @@ class BlocksConfig(MXConfig):
 
     def __init__(self, **unknown):
         super().__init__("bf16", lm_head="bf16", layer_formats={"experts": "mxfp4_e2m1"})
+
+    def check_stored(self, model: torch.nn.Module, files: Iterable[str | os.PathLike]) -> None:
+        """ValueError for blocks and scales of another type or order: the number of bytes would not tell."""
+        stored = stored_tensors(files)
+        for owner, name, layer in matrices(model):
+            own = next(path for path, module in model.named_modules() if module is owner)
+            count, n, k = layer.shape
+            for part, shape in (("blocks", (count, n, k // BLOCK, BLOCK // 2)), ("scales", (count, n, k // BLOCK))):
+                kind, found = stored.get(f"{own}.{name}_{part}", ("U8", shape))
+                if (kind, found) != ("U8", shape):
+                    raise ValueError(f"{own}.{name}_{part} is {kind} {list(found)} in the checkpoint, not U8 (uint8) {list(shape)}: not as gpt-oss was published.")
 
     def conversions(self) -> list[WeightConverter]:
         return [WeightConverter([f"experts.{name}_{part}"], [f"experts.{PREFIX}{name}.{tensor}"], [Rows()])

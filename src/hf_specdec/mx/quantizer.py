@@ -87,6 +87,9 @@ class MXConfig(QuantizationConfigMixin):
         if self.dequantize and calibration is not None:
             raise ValueError("calibration has no meaning with dequantize=True, which reads a compressed checkpoint: leave one of them out.")
 
+    def check_stored(self, model, files: Iterable) -> None:
+        """ValueError for tensors of a checkpoint that are not what `conversions` takes."""
+
     def conversions(self) -> list:
         """How tensors of a checkpoint that other names are stored under become this package's."""
         return []
@@ -178,6 +181,7 @@ class MXQuantizer(HfQuantizer):
             replace(model, choice.name, layer)
         if self.pre_quantized:
             check_files(model, checkpoint_files or ())
+        config.check_stored(model, checkpoint_files or ())
         return model
 
     def _swap_experts(self, weights: ExpertWeights, layer: ExpertMatrix) -> None:

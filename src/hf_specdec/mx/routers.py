@@ -54,7 +54,7 @@ def use_steady_routers(model: nn.Module) -> None:
 def steady_routers(model: nn.Module, tiled: Iterable[str] = ()) -> dict[str, tuple[nn.Module, tuple[int, ...]]]:
     """Routers that can be filled up, or are, by name, with the numbers of dimensions that they take. tiled: as in `routers`."""
     size = model.config.get_text_config().hidden_size
-    found = {name: (router, router.dims if isinstance(router, SteadyRouter) else steady_dims(router, size, model.dtype)) for name, router in routers(model, tiled).items()}
+    found = {name: (router, steady_dims(router, size, model.dtype)) for name, router in routers(model, tiled).items()}
     return {name: each for name, each in found.items() if each[1]}
 
 
@@ -92,7 +92,7 @@ def steady_dims(router: nn.Module, size: int, dtype: torch.dtype) -> tuple[int, 
 
 def _is_steady(own: Callable, filled: Callable, x: torch.Tensor, others: list[torch.Tensor]) -> bool:
     whole, stock = _tensors(filled(x, *others)), _tensors(own(x, *others))
-    if not whole or [(a.shape, a.dtype) for a in whole] != [(a.shape, a.dtype) for a in stock]:
+    if not whole or [(a.shape, a.dtype) for a in whole] != [(a.shape, a.dtype) for a in stock] or any(x.shape[-2] not in a.shape[:2] for a in stock):
         return False
     axis = 0 if whole[0].shape[0] == x.shape[-2] else 1
     return all(torch.equal(a, b.narrow(axis, 0, width)) for width in WIDTHS for a, b in zip(_tensors(filled(x.narrow(-2, 0, width), *others)), whole))

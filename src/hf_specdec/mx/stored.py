@@ -20,10 +20,7 @@ def check_files(model: torch.nn.Module, files: Iterable[str | os.PathLike]) -> N
     transformers would convert the type in silence, and does not compare the shapes of quantised layers in every version. Names
     that the checkpoint has otherwise (a base model's, renamed ones) are left to what happens when they are read.
     """
-    stored = {}
-    for file in files:
-        if str(file).endswith(".safetensors"):
-            stored |= _tensors(file)
+    stored = stored_tensors(files)
     for name, layer in model.named_modules():
         if isinstance(layer, MXMatrix):
             for tensor in ("weight", "weight_scale"):
@@ -43,6 +40,15 @@ def _check(name: str, shape: tuple[int, ...], stored: dict[str, tuple[str, tuple
         raise ValueError(
             f"{name} has shape {list(own)} in the checkpoint, not {list(shape)}: it does not fit the config's format and sizes."
         )
+
+
+def stored_tensors(files: Iterable[str | os.PathLike]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """What safetensors files hold, by name: the type, by their name for it, and the shape."""
+    stored = {}
+    for file in files:
+        if str(file).endswith(".safetensors"):
+            stored |= _tensors(file)
+    return stored
 
 
 def _tensors(file: str | os.PathLike) -> dict[str, tuple[str, tuple[int, ...]]]:
