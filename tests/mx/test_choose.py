@@ -90,6 +90,21 @@ def test_costs_are_the_divergence_of_the_model_with_that_layer_compressed(kind):
     assert all(small > 3 * large for small, large in found.values())
 
 
+def test_experts_have_costs_and_formats_too():
+    """Of the last layer's: what changes before a router may change the choice of experts, which the second order does not know."""
+    model, sequences = uneven("qwen3_moe"), [ids[None] for ids in TEXT] * 4
+    options = [get_format(name) for name in (FOUR, SIX)]
+    found = costs(model, rounded(model, plan(model, FOUR, (), None), options, sequences, "even"), sequences)
+    text, kind = torch.cat(TEXT), type(model.model.layers[1].mlp.experts)
+    for place, name in itertools.product((0, 1), (f"model.layers.1.mlp.experts.{part}_proj" for part in ("gate_up", "down"))):
+        one = mx.compress(copy.deepcopy(model), options[place].name, skip=[other for other in found if other != name], measure=False)
+        assert 0.75 < found[name][place] / mx.compare(model, one, text, window=len(TEXT[0])).kl < 1.33, (name, place)
+    assert type(model.model.layers[1].mlp.experts) is kind and "_project" not in vars(model.model.layers[1].mlp.experts)
+    chosen = mx.choose_formats(model, 5.0, TEXT, (FOUR, SIX))
+    made = mx.compress(model, FOUR, layer_formats=chosen)
+    assert chosen.keys() == {layer.name for layer in made.mx_report.compressed} and 4.75 < bits_of(made) <= 5.0
+
+
 @pytest.mark.share(1 / 3)
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 @pytest.mark.parametrize("bits", [4.6, 5.0, 5.75])

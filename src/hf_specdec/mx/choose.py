@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -17,11 +18,11 @@ from .calibrate import calibrated, read
 from .calibration import sequences_of
 from .compress import check_model
 from .formats import DEFAULT_RULE, Format, check_activations, check_rule, get_format
-from .experts import ExpertWeights
+from .experts import ExpertMatrix, ExpertWeights, expert_projections, watched
 from .gptq import compensated
-from .linear import MXLinear
+from .linear import MXLinear, MXMatrix
 from .packed import quantize
-from .plan import Choice, plan
+from .plan import Choice, plan, projections
 from .quality import evaluating
 
 CHOICES = ("mxfp4_e2m1", "mxfp6_e2m3", "mxint8")
@@ -36,7 +37,7 @@ def choose_formats(
     skip: Iterable[str] = (),
     activations: str | None = None,
 ) -> dict[str, str]:
-    """A format for each layer that `compress` would compress but the head and experts, for its `layer_formats`: at most `bits` per weight on average, scales included,
+    """A format for each layer that `compress` would compress but the head, for its `layer_formats`: at most `bits` per weight on average, scales included,
     with as little expected loss as may be.
 
     calibration, scale_rule, skip, activations: as in `compress`, which is to be called with the same ones. formats: what there is to choose from. The model, dense,
@@ -60,7 +61,8 @@ def choose_formats(
     with torch.no_grad(), evaluating(model):
         _logits(model, sequences[0][:, :1])
     found = costs(model, rounded(model, choices, options, sequences, scale_rule, activations), sequences)
-    sizes = {name: model.get_submodule(name).weight.numel() for name in found}
+    experts = _experts(model)
+    sizes = {name: math.prod(experts[name].shape) if name in experts else model.get_submodule(name).weight.numel() for name in found}
     return {name: options[at].name for name, at in allot(found, sizes, [each.bits_per_weight for each in options], bits).items()}
 
 
@@ -109,18 +111,19 @@ def _hull(costs: Sequence[float], bits: Sequence[float], size: int) -> Iterator[
 
 def rounded(
     model: nn.Module, choices: list[Choice], options: Sequence[Format], sequences: list[torch.Tensor], rule: str, activations: str | None = None
-) -> dict[str, list[MXLinear]]:
+) -> dict[str, list[MXMatrix]]:
     """Each layer in each format, by name, as `compress` rounds it with this calibration where it measures all layers in one stage."""
     forms = {}
     for choice, inputs, _ in calibrated(model, choices, sequences, activations, _shown):
-        if choice.format is not None and not isinstance(choice.module, ExpertWeights):
-            weight = choice.module.weight.detach()
-            packed = (quantize(weight.clone(), each, rule) if inputs is None or each.is_dense else compensated(weight, each, rule, inputs) for each in options)
-            forms[choice.name] = [MXLinear.from_packed(each, choice.module) for each in packed]
+        if choice.format is None:
+            continue
+        weight, kind = choice.module.weight.detach(), ExpertMatrix if isinstance(choice.module, ExpertWeights) else MXLinear
+        packed = (quantize(weight.clone(), each, rule) if inputs is None or each.is_dense else compensated(weight, each, rule, inputs) for each in options)
+        forms[choice.name] = [kind.from_packed(each, choice.module) for each in packed]
     return forms
 
 
-def costs(model: nn.Module, forms: dict[str, list[MXLinear]], sequences: list[torch.Tensor]) -> dict[str, list[float]]:
+def costs(model: nn.Module, forms: dict[str, list[MXMatrix]], sequences: list[torch.Tensor]) -> dict[str, list[float]]:
     """What each layer costs in each form it is given in, by name: nats per token of `sequences` (int64 `[1, n]` each), with all the other layers dense.
 
     1/2 sum over the rows of (sum over the columns of G E)^2, with E the weight's error and G the gradient, with respect to the weight, of the loss of labels
@@ -128,16 +131,18 @@ def costs(model: nn.Module, forms: dict[str, list[MXLinear]], sequences: list[to
     the second derivative of the KL divergence (Martens 2020, New insights and perspectives on the natural gradient method, arXiv 1412.1193). The rows of a weight
     are rounded independently of one another, so that the products of different rows are zero in the mean: without them, few sequences do.
     """
-    sums = {name: torch.zeros(len(own), dtype=torch.float64) for name, own in forms.items()}
-    changes: dict[str, torch.Tensor] = {}
+    sums, experts = {name: torch.zeros(len(own), dtype=torch.float64) for name, own in forms.items()}, _experts(model)
+    changes: dict[tuple[str, int | None], torch.Tensor] = {}
 
-    def add(name: str, x: torch.Tensor, gradient: torch.Tensor) -> None:
-        weight = model.get_submodule(name).weight.detach().float()
-        whole = gradient.float().flatten(0, -2).T @ x.flatten(0, -2)
-        changes[name] = changes.get(name, 0) + torch.stack([(whole * (weight - each.dequantize())).sum(1, dtype=torch.float64) for each in forms[name]])
+    def add(name: str, x: torch.Tensor, gradient: torch.Tensor, number: int | None = None) -> None:
+        weight = (model.get_submodule(name).weight.detach() if number is None else experts[name].expert(number)).float()
+        whole = gradient.float().flatten(0, -2).T @ x.float().flatten(0, -2)
+        rounded = (each.dequantize() if number is None else each.expert(number, torch.float32) for each in forms[name])
+        own = torch.stack([(whole * (weight - each)).sum(1, dtype=torch.float64) for each in rounded])
+        changes[name, number] = changes.get((name, number), 0) + own
 
     for _ in _gradients(model, list(forms), add, _shown(sequences, "Measuring")):
-        for name, change in changes.items():
+        for (name, _), change in changes.items():
             sums[name] += change.square().sum(1).cpu()
         changes.clear()
     tokens = sum(ids.numel() for ids in sequences)
@@ -145,15 +150,19 @@ def costs(model: nn.Module, forms: dict[str, list[MXLinear]], sequences: list[to
 
 
 def _gradients(
-    model: nn.Module, names: list[str], hook: Callable[[str, torch.Tensor, torch.Tensor], None], sequences: Iterable[torch.Tensor]
+    model: nn.Module, names: list[str], hook: Callable[..., None], sequences: Iterable[torch.Tensor]
 ) -> Iterator[None]:
-    """For each sequence `hook` on each layer's name, input and gradient of the loss with respect to its output."""
+    """For each sequence `hook` on each layer's name, input and gradient of the loss with respect to its output; of experts on those of each one's tokens, and its number."""
     generator, start = torch.Generator().manual_seed(0), []  # start: where gradients may end, all that comes from token ids
     embeddings = {model.get_input_embeddings(), *(module for module in model.modules() if isinstance(module, nn.Embedding))}
     with ExitStack() as stack, torch.enable_grad(), evaluating(model):
         for embedding in embeddings:
             stack.callback(embedding.register_forward_hook(lambda module, args, out: start.append(out.requires_grad_())).remove)
-        for name in names:
+        experts = _experts(model).keys() & set(names)
+        for path, module in model.named_modules():
+            if any(f"{path}.{part.name}" in experts for part in expert_projections(module)):
+                stack.enter_context(watched(module, partial(_tell, hook, path, experts)))
+        for name in [name for name in names if name not in experts]:
             stack.callback(model.get_submodule(name).register_forward_hook(partial(_watch, hook, name), with_kwargs=True).remove)
         for ids in sequences:
             start.clear()
@@ -161,6 +170,15 @@ def _gradients(
             labels = torch.multinomial(logits.detach().softmax(-1).cpu(), 1, generator=generator)[:, 0]
             torch.autograd.grad(F.cross_entropy(logits, labels.to(logits.device), reduction="sum"), start, allow_unused=True)
             yield
+
+
+def _experts(model: nn.Module) -> dict[str, ExpertWeights]:
+    return {own: part for name, module in model.named_modules() for own, part in projections(name, module).items()}
+
+
+def _tell(hook, path: str, experts, name: str, number: int, x: torch.Tensor, gradient: torch.Tensor) -> None:
+    if f"{path}.{name}" in experts:
+        hook(f"{path}.{name}", x, gradient, number)
 
 
 def _logits(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:

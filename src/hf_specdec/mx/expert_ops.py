@@ -18,7 +18,7 @@ def by_expert(x: torch.Tensor, index: torch.Tensor, weight_of: Callable[[int], t
     """`[pairs, n]`: for pair i of `index` (int64, any shape) row i // S of x `[rows, K]`, S = pairs / rows, times weight_of(index[i]) `[n, K]`. Zeros where index[i]
     is none of the `count` experts."""
     out = x.new_zeros(index.numel(), n)
-    for number, pairs, rows in _groups(x.shape[0], index, count):
+    for number, pairs, rows in groups(x.shape[0], index, count):
         out[pairs] = F.linear(x[rows], weight_of(number)).to(x.dtype)  # of another one under autocast
     return out
 
@@ -28,7 +28,7 @@ def without_numbers(x: torch.Tensor) -> bool:
     return torch.compiler.is_compiling() or type(x) is not torch.Tensor or x.is_meta or torch.jit.is_tracing()
 
 
-def _groups(rows: int, index: torch.Tensor, count: int):
+def groups(rows: int, index: torch.Tensor, count: int):
     """Every expert that is chosen, with its pairs and their rows."""
     index, share = index.reshape(-1), index.numel() // max(rows, 1)
     for number in index.unique().tolist():
@@ -92,7 +92,7 @@ def mx_expert_gradient(
 ) -> torch.Tensor:
     """Of x `[rows, k]`, given that of the result."""
     out, weight_of = gradient.new_zeros(rows, k), _weights_of(weight, weight_scale, format, gradient.shape[1], layout, gradient.dtype)
-    for number, pairs, of in _groups(rows, index, count):
+    for number, pairs, of in groups(rows, index, count):
         out.index_add_(0, of, gradient[pairs] @ weight_of(number))
     return out
 
@@ -131,7 +131,7 @@ def _(x, index, weight):
 def dense_expert_gradients(gradient: torch.Tensor, x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Of x and of the weights, given that of the result."""
     of_x, of_weight = torch.zeros_like(x), torch.zeros_like(weight)
-    for number, pairs, of in _groups(x.shape[0], index, weight.shape[0]):
+    for number, pairs, of in groups(x.shape[0], index, weight.shape[0]):
         of_x.index_add_(0, of, gradient[pairs] @ weight[number])
         of_weight[number] = gradient[pairs].T @ x[of]
     return of_x, of_weight

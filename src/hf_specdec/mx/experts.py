@@ -3,7 +3,8 @@ tiles, too, and a pass reads those of the chosen experts alone, each once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 from .beneath import Beneath, put_beneath
 from .codec import round_to_integers
-from .expert_ops import by_expert, dense_expert_linear, expert_weights, mx_expert_linear, mx_experts, without_numbers
+from .expert_ops import by_expert, dense_expert_linear, expert_weights, mx_expert_linear, mx_experts, without_numbers, groups
 from .formats import DEFAULT_FORMAT
 from .kernels import experts
 from .linear import MXMatrix
@@ -34,6 +35,11 @@ class ExpertWeights:
         whole = self.owner._parameters[self.name].detach()
         whole = whole.transpose(1, 2) if self.owner.is_transposed else whole
         return whole.reshape(-1, whole.shape[-1])
+
+    def expert(self, number: int) -> torch.Tensor:
+        """The weights `[n, K]` of one expert."""
+        own = self.owner._parameters[self.name].detach()[number]
+        return own.T if self.owner.is_transposed else own
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -161,6 +167,30 @@ class Experts(Beneath):
         if self.has_bias:
             out = out + self._parameters[f"{name}_bias"][index.reshape(-1).clamp(max=self.num_experts - 1)]
         return out
+
+
+@contextmanager
+def watched(owner: nn.Module, seen: Callable[[str, int, torch.Tensor, torch.Tensor], None]) -> Iterator[None]:
+    """While it lasts, seen(projection's name, expert's number, its rows of x, the gradient of their products) for all experts that tokens choose, as gradients are made."""
+    own = type(owner)
+
+    def project(name: str, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        def tell(gradient: torch.Tensor) -> None:
+            for number, pairs, rows in groups(x.shape[0], index, owner.num_experts):
+                seen(name, number, x.detach()[rows], gradient[pairs])
+
+        out = Experts._project(owner, name, x, index)
+        if out.requires_grad:
+            out.register_hook(tell)
+        return out
+
+    put_beneath(owner, Experts)
+    owner._project = project
+    try:
+        yield
+    finally:
+        del owner._project
+        owner.__class__ = own
 
 
 def matrices(model: nn.Module) -> Iterator[tuple[Experts, str, ExpertMatrix]]:

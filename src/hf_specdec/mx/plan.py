@@ -57,14 +57,14 @@ def plan(
         patterns = [each for name in patterns for each in _as_saved(name, model)]
         own_formats = _in_order((each, own) for name, own in own_formats.items() for each in _as_saved(name, model))
     else:
-        experts_of = {own: part for name, module in modules.items() for own, part in _projections(name, module).items()}
+        experts_of = {own: part for name, module in modules.items() for own, part in projections(name, module).items()}
         _check_names(patterns, own_formats, modules | experts_of, heads)
     bound = {} if stored else _bound(model, heads)
-    weighing = {own: part for name, module in modules.items() if _weighs(module) for own, part in (_projections(name, module) if experts else {}).items() or [(name, module)]}
+    weighing = {own: part for name, module in modules.items() if _weighs(module) for own, part in (projections(name, module) if experts else {}).items() or [(name, module)]}
     return [_choose(name, part, _last(name, own_formats, fmt), patterns, heads, head_format, bound) for name, part in weighing.items()]
 
 
-def _projections(name: str, module: nn.Module) -> dict[str, ExpertWeights]:
+def projections(name: str, module: nn.Module) -> dict[str, ExpertWeights]:
     """The matrices of a module of experts, by name."""
     return {f"{name}.{part.name}" if name else part.name: part for part in expert_projections(module)}
 
