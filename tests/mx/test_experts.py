@@ -23,8 +23,10 @@ from hf_specdec.mx import passes
 from hf_specdec.mx.codec import round_to_integers
 from hf_specdec.mx.experts import ExpertMatrix, expert_projections, matrices
 from hf_specdec.mx.formats import DENSE
+from hf_specdec.mx.in_place import leave_experts_dense
 from hf_specdec.mx.kernels import cpu
 from hf_specdec.mx.packed import quantize
+from hf_specdec.mx.plan import ON_GPU, plan, recorded
 
 from ..architectures import FAMILIES
 from ..helpers import OLD_TORCH, KnowingTreeDraft, generated, perturbed, plain, repetitive, speculate, torch_threads
@@ -388,3 +390,12 @@ def test_biases_of_packed_experts_are_no_matrices_that_torch_multiplies_by(monke
 def test_compiled_greedy_text_is_plain_generates(strict):
     model, rows = mx.compress(moe(), skip=("0.mlp.experts.down_proj",)), repetitive(20, 13)
     assert generated(speculate(model, rows, PromptLookupDraft(), speculative={"compile": True}), rows) == plain(model, rows)
+
+
+@pytest.mark.parametrize(("device_map", "dense"), [("cpu", False), ({"": "cpu"}, False), (None, False), ({"": 0}, True), ("cuda:1", True), ({"": "cpu", "model.layers.1": 0}, "1")], ids=str)
+def test_experts_that_a_device_map_sends_to_a_gpu_stay_dense(device_map, dense):
+    """They have no kernel there."""
+    choices = leave_experts_dense(plan(moe(), "mxfp6_e2m3", (), None), device_map)
+    left = {choice.name for choice in choices if choice.reason == ON_GPU}
+    assert left == {f"model.layers.{i}.mlp.experts.{name}_proj" for i in range(2) for name in ("gate_up", "down") if dense is True or dense == str(i)}
+    assert left <= set(recorded(choices, ()))

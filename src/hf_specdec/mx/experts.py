@@ -3,9 +3,11 @@ tiles, too, and a pass reads those of the chosen experts alone, each once."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import nn
@@ -50,6 +52,11 @@ class ExpertWeights:
     @property
     def in_features(self) -> int:
         return self.shape[2]
+
+    @property
+    def device(self) -> str:
+        """The kind of it."""
+        return self.owner._parameters[self.name].device.type
 
     def put(self, layer: ExpertMatrix) -> None:
         """Put the packed matrix in the place of the parameter."""
@@ -123,6 +130,8 @@ class ExpertMatrix(MXMatrix):
         kernel = self._cpu_kernel()
         if kernel is not None:
             return experts.multiply(kernel.address, count, x, index, n)
+        if not x.is_cpu:
+            _say_slow(x.device.type)
         return by_expert(round_to_integers(x) if self.activations else x, index, lambda number: self.expert(number, x.dtype), count, n)
 
     def expert(self, number: int, dtype: torch.dtype) -> torch.Tensor:
@@ -136,6 +145,12 @@ class ExpertMatrix(MXMatrix):
 
     def extra_repr(self) -> str:
         return f"{self.experts} experts, {super().extra_repr()}"
+
+
+@lru_cache
+def _say_slow(device: str) -> None:
+    warnings.warn(f"packed experts have no kernel on {device!r}: torch multiplies by one after another, slowly. Leave them dense there (skip=('experts',)), or run the model on a CPU.",
+                  stacklevel=6)
 
 
 class Experts(Beneath):

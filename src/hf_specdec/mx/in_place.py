@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -16,10 +17,11 @@ from .beside import use_kernels
 from .calibrate import calibrated, loses
 from .calibration import sequences_of
 from .experts import ExpertWeights
-from .plan import Choice
+from .plan import ON_GPU, Choice
 from .report import CompressionReport
 from .swap import FLOAT64, NOT_FINITE, compress_layer, own_config, untie
 
+AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
 ON_META = "{}.weight is on the meta device: load the model's weights before compressing it."
 OFFLOADED = "{} would be offloaded, which MX layers cannot be: pass a device_map with devices alone."
 
@@ -71,11 +73,25 @@ def check_whole(model: nn.Module) -> None:
 
 def check_devices(choices: list[Choice], device_map) -> None:
     """ValueError for layers that a `device_map` of names sends to disk; of others, such as "auto", nothing is known yet."""
-    places = list(device_map.items()) if isinstance(device_map, dict) else []
     for choice in choices:
-        device = next((device for place, device in reversed(places) if not place or f"{choice.name}.".startswith(f"{place}.")), None)
-        if choice.format is not None and str(device) in ("disk", "meta"):
+        if choice.format is not None and isinstance(device_map, dict) and _place(choice.name, device_map) in ("disk", "meta"):
             raise ValueError(OFFLOADED.format(choice.name))
+
+
+def leave_experts_dense(choices: list[Choice], device_map) -> list[Choice]:
+    """The choices, but that experts stay dense which a `device_map` sends to a GPU."""
+    return [replace(choice, format=None, reason=ON_GPU) if isinstance(choice.module, ExpertWeights) and choice.format is not None and _on_gpu(_place(choice.name, device_map)) else choice
+            for choice in choices]
+
+
+def _place(name: str, device_map) -> str | None:
+    if isinstance(device_map, dict):
+        device_map = next((device for place, device in reversed(device_map.items()) if not place or f"{name}.".startswith(f"{place}.")), None)
+    return None if device_map is None else str(device_map)
+
+
+def _on_gpu(place: str | None) -> bool:
+    return torch.cuda.is_available() if place in AUTOMATIC else place not in (None, "cpu", "disk", "meta")
 
 
 def check_weights(choices: list[Choice], on_meta: str = ON_META) -> None:

@@ -20,6 +20,7 @@ READ = "the model reads its weight itself"
 SHARED = "its weight is another layer's, too"
 SEES = "it reads images or sounds, once a prompt"
 HEAD = "the output head: pass lm_head=FORMAT to compress it"
+ON_GPU = "experts have kernels on a CPU alone"
 TIED = "the model computes something else where its head is not the embedding"
 
 
@@ -111,8 +112,8 @@ def _bound(model: nn.Module, heads: set[int]) -> dict[int, str]:
 
 
 def recorded(choices: Iterable[Choice], skip: Iterable[str]) -> list[str]:
-    """`skip` with the layers that stay dense because the model reads their weights: another version of the model may not."""
-    return [*skip, *(choice.name for choice in choices if choice.reason in (READ, SHARED, TIED, SEES) and isinstance(choice.module, (nn.Linear, ExpertWeights))
+    """`skip` with the layers that stay dense because the model reads their weights, or for where they are: another version of the model, elsewhere, may not."""
+    return [*skip, *(choice.name for choice in choices if choice.reason in (READ, SHARED, TIED, SEES, ON_GPU) and isinstance(choice.module, (nn.Linear, ExpertWeights))
              and choice.name not in skip)]
 
 
@@ -153,6 +154,8 @@ def _choose_experts(name: str, module: ExpertWeights, fmt: Format, patterns: Ite
         return Choice(name, module, None, f"{k} inputs are no multiple of {BLOCK}")
     if n % ROWS:
         return Choice(name, module, None, f"{n} outputs of an expert are no multiple of {ROWS}")
+    if module.device not in ("cpu", "meta"):
+        return Choice(name, module, None, ON_GPU)
     return Choice(name, module, fmt)
 
 

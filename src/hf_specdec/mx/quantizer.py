@@ -16,7 +16,7 @@ from .beside import use_kernels
 from .calibration import token_ids
 from .experts import PREFIX, ExpertMatrix, ExpertWeights
 from .formats import DEFAULT_FORMAT, DEFAULT_RULE, check_activations, check_rule, get_format
-from .in_place import OFFLOADED, calibration_for, check_devices, check_weights, check_whole, compress_in_place
+from .in_place import OFFLOADED, calibration_for, check_devices, check_weights, check_whole, compress_in_place, leave_experts_dense
 from .interface import take_loading_options
 from .linear import MXLinear, MXMatrix
 from .packed import PackedMatrix, quantize
@@ -152,6 +152,7 @@ class MXQuantizer(HfQuantizer):
         experts = not self.pre_quantized or config.version >= EXPERTS
         choices = plan(model, config.format, config.skip, config.lm_head, self.pre_quantized, config.layer_formats, experts)
         if not self.pre_quantized:
+            choices = choices if config.experts_packed else leave_experts_dense(choices, device_map)
             check_some(choices)
             config.skip = recorded(choices, config.skip)
             config.note_experts(choices)
