@@ -292,7 +292,8 @@ def test_models_that_know_eager_alone_use_the_kernel_for_few_queries_and_get_it_
     torch.testing.assert_close(model(ids).logits, stock(ids).logits, rtol=1e-3, atol=1e-4)  # gradients are wanted
     assert not widths
     tiles = mx.to_tiles(copy.deepcopy(stock))
-    assert attention_of(tiles) == EAGER_NAME and attention_of(mx.dequantize(tiles)) == "eager"
+    known = stock._supports_sdpa  # of Gemma 2, in older versions of transformers
+    assert attention_of(tiles) == ("eager" if known else EAGER_NAME) and attention_of(mx.dequantize(tiles)) == "eager"
 
 
 @needs_kernels

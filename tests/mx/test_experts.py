@@ -165,6 +165,8 @@ def wide(name: str):
     sizes = {key: size for key, size in {"moe_intermediate_size": 32, "intermediate_size": 64}.items() if key in settings}
     model = replace(FAMILY[name], settings=settings | sizes | {"tie_word_embeddings": False}).model("eager" if name in ("GPT-OSS", "HY v4") else "sdpa")
     [nn.init.normal_(parameter, 0.0, 0.3) for key, parameter in model.named_parameters() if key.endswith("bias")]
+    if not any(map(expert_projections, model.modules())):
+        pytest.skip("this version of transformers holds its experts otherwise")
     return model
 
 
