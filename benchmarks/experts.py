@@ -7,7 +7,7 @@ are no guide to it: with --routing apart tokens choose nearly independently of o
 choose much the same (embeddings as they begin). Trained models lie between. The arms take turns in one process: plain generate and prompt passes of the stock
 model, in tiles (the same numbers), in MXFP6 with a head in MXINT8, and in MXFP4 experts with everything else in tiles, which is how gpt-oss was published. Acceptance is
 SIMULATED: at each place a draft that costs nothing proposes the arm's own next token with probability --rate, else another one; the passes, which read the experts that any
-of their tokens needs, cost what they cost. Medians; every text is compared with the arm's own plain text (random weights: in bfloat16 near-ties fork where a product depends
+of their tokens needs, cost what they cost. Medians; every text is compared with the arm's own plain text, with --compile with the compiled one of which no draft was accepted (random weights: in bfloat16 near-ties fork where a product depends
 on what is around it, as the stock model's do). Ends with exit code 1 where one differs that is float32's, or in tiles.
 """
 
@@ -146,6 +146,9 @@ def generated(arms: dict, given: argparse.Namespace) -> tuple[dict, dict, dict]:
             begin = perf_counter()
             text = model.generate(ids, **settings)
             plain[name].append(perf_counter() - begin)
+            if given.compile:  # whose bits may be others: the text of which no draft was accepted
+                wrong = SimulatedTable(text[:, 64:].tolist(), 0.0, seed=0)
+                text = model.generate(ids, speculative={"compile": True}, assistant_model=wrong, num_assistant_tokens=given.k[0], **settings)
             for k in given.k:
                 draft = SimulatedTable(text[:, 64:].tolist(), given.rate, seed=repetition)
                 begin = perf_counter()
