@@ -144,7 +144,7 @@ class Forward:
         kept = nullcontext() if self.states is None else self.states.during(starts, width)
         told = nullcontext() if self.cache.plan.columns is None else counted_by_row(self.counting, starts, width)
         with kept, told, watched(read_at(compat.unwrap(self.model), layers)) as states:
-            reference = (self.runner(self.run, **inputs) if tokens.numel() <= self.most else self.run(**inputs)).logits
+            reference = (self.runner(self.run, **inputs) if tokens.numel() <= self.most and not seen else self.run(**inputs)).logits
         show(self.taps, states, starts)
         reference = reference if keep or wanted is None else reference[:, wanted.to(reference.device)]
         if logits is not None:

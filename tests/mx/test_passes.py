@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 import threading
 
@@ -19,6 +20,7 @@ from hf_specdec.mx.kernels import cpu
 from hf_specdec.mx.ops import mx_tiles, mx_tiles2, mx_tiles3
 from hf_specdec.proposal import Proposal
 
+from ..seeing import FAMILIES
 from ..helpers import FULL, OLD_TORCH, VOCAB, build, generated, plain, prompts, speculate, torch_threads
 
 needs_the_compiler = pytest.mark.skipif(OLD_TORCH, reason="this torch does not compile the model: docs/performance.md")
@@ -228,6 +230,23 @@ def test_a_pass_with_few_tokens_runs_in_the_team_and_a_prompt_beside_other_work_
         model.commit([1])
         model.score([text[:71]])
     assert seen == ([70, 1] if beside else [1])
+
+
+def test_what_reads_images_keeps_no_pass_over_text_from_the_team(threads, monkeypatch, crowded):
+    """Its layers stay dense; the pass that runs them, the prompt's, is torch's own."""
+    line, seen, answer = next(line for line in FAMILIES if line.name == "Qwen2-VL"), [], dict(do_sample=False, max_new_tokens=8, min_new_tokens=8, pad_token_id=0)
+    model = copy.deepcopy(line.model())
+    model.set_attn_implementation("sdpa")
+    mx.to_tiles(model)
+    crowded(True)
+    monkeypatch.setattr(kernel_passes, "LARGE", 600)
+    assert any(kernel_passes._is_large(part) for part in model.modules())
+    monkeypatch.setattr(cpu, "together", lambda run, **inputs: (seen.append(inputs), run(**inputs))[1])
+    assert passes.runner(model, compiled=False) == (kernel_passes.CROWDED, cpu.together)
+    shown = line.prompts(1)
+    expected = model.generate(**shown, **answer)
+    assert torch.equal(enable(model).generate(**shown, **answer, speculative=True, num_assistant_tokens=2), expected)
+    assert seen and not any("pixel_values" in inputs or inputs.get("inputs_embeds") is not None for inputs in seen)
 
 
 # --- products of one input --------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from .. import compat
-from ..parts import decoder_layers, modules
+from ..parts import decoder_layers, modules, text_part
 from ..passes import ADDITIONS, PassAddition
 from .attention import EAGER_NAME, FEW, FEW_NAME, NAME
 from .kernels import cpu
@@ -70,7 +70,7 @@ class KernelPasses(PassAddition):
         config = model.config.get_text_config()
         if config._attn_implementation not in (NAME, FEW_NAME, EAGER_NAME) or model.device.type != "cpu" or torch.get_num_threads() < 2 or cpu.library() is None:
             return None
-        parts = modules(model)
+        parts = _read_by_text(model)
         ours = any(isinstance(part, MXMatrix) for part in parts)
         dense = any(_is_large(part) for part in parts)
         most = TOKENS if compiled else max(TOKENS, min(2 * GRAIN // getattr(config, "hidden_size", GRAIN), FEW))
@@ -97,6 +97,13 @@ class KernelPasses(PassAddition):
 
     def options(self):
         return {} if c_interface() is None else {"aot_inductor.custom_ops_to_c_shims": c_interface()}
+
+
+def _read_by_text(model) -> list[nn.Module]:
+    """The modules that a pass over text runs: what reads images is not for a team to wait for."""
+    name, text = text_part(compat.unwrap(model))
+    head = compat.unwrap(model).get_output_embeddings() if name else None
+    return [*modules(text if name else model), *([] if head is None else modules(head))]
 
 
 def _is_large(part: nn.Module) -> bool:
