@@ -1,5 +1,6 @@
 """Mixtures of experts (MoE): what a pass costs in tiles and MX formats, and what speculation makes of it.
 
+    OMP_NUM_THREADS=2 python benchmarks/experts.py --layer          # one layer's experts for one token, beside a plain read of as many bytes
     OMP_NUM_THREADS=2 python benchmarks/experts.py [--shape qwen3_moe gpt_oss ...] [--routing apart alike] [--dtype float32] [--compile] [--k 3 7]
 
 Layers of the sizes of these models, fewer of them, random weights. How many experts the tokens of a pass need between them decides what speculation costs, and random weights
@@ -28,6 +29,8 @@ import hf_specdec
 from hf_specdec import mx
 from hf_specdec.bench.simulated import SimulatedTable
 from hf_specdec.cached_model import CachedModel
+from hf_specdec.mx.experts import ExpertMatrix
+from hf_specdec.mx.kernels import cpu
 from hf_specdec.proposal import Proposal
 from hf_specdec.theory import expected_tokens
 
@@ -40,6 +43,8 @@ SHAPES = {
     "olmoe": ("OLMoE-1B-7B, 6 of 16 layers", dict(hidden_size=2048, intermediate_size=1024, num_hidden_layers=6, num_attention_heads=16, num_key_value_heads=16,
                                                  num_experts=64, num_experts_per_tok=8)),
 }
+LAYERS = ((8, 128), 1536, 2048), ((4, 32), 5760, 2880), ((8, 64), 1024, 1024)  # experts that a token chooses, of how many; outputs and inputs
+LAYER_FORMATS = ("mxfp6_e2m3", "mxfp4_e2m1", "bf16")
 ARMS = {
     "stock": lambda model: model,
     "tiles": mx.to_tiles,
@@ -60,8 +65,12 @@ def main() -> None:
     parser.add_argument("--k", type=int, nargs="+", default=[3, 7])
     parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--layer", action="store_true", help="only how fast one projection of a layer's experts is read")
     given = parser.parse_args()
     console, wrong = Console(width=170), 0
+    if given.layer:
+        console.print(layers())
+        return
     for shape, routing in ((shape, routing) for shape in given.shape for routing in given.routing):
         arms = built(shape, routing, given)
         title = f"{SHAPES[shape][0]}, routing {routing}: 8 tokens need {needed(next(iter(arms.values()))):.0f} experts a layer"
@@ -83,6 +92,32 @@ def main() -> None:
         console.print(table)
         del arms
     sys.exit(int(wrong > 0))
+
+
+@torch.no_grad()
+def layers() -> Table:
+    """Of a projection: the bytes per second of the experts that one token has chosen, over those of a plain read of as many bytes, in turns; medians of 50."""
+    table = Table("experts", "inputs x outputs of each", *LAYER_FORMATS, title="one token in bfloat16: speed of its experts' weights over a plain read's, and their largest error over sum |x||w|")
+    for (chosen, count), n, k in LAYERS:
+        weight, x, cells = torch.randn(count * n, k).to(torch.bfloat16), torch.randn(1, k).to(torch.bfloat16), []
+        for name in LAYER_FORMATS:
+            matrix = ExpertMatrix(k, count * n, name, "meta", experts=count)
+            matrix.set_packed(mx.quantize(weight.clone(), name))
+            words = (matrix.weight.numel() + matrix.weight_scale.numel()) * chosen // count // 8
+            memory, seconds = torch.zeros(20 * words, dtype=torch.int64), {"experts": [], "read": []}
+            for turn in range(50):
+                index = torch.randperm(count)[None, :chosen]
+                begin = perf_counter()
+                out = matrix(x, index)
+                seconds["experts"].append(perf_counter() - begin)
+                begin = perf_counter()
+                cpu.library().mx_read(memory.data_ptr() + turn % 20 * words * 8, words, torch.get_num_threads())
+                seconds["read"].append(perf_counter() - begin)
+            exact = torch.stack([matrix.expert(i, torch.float32).double() for i in index[0].tolist()])
+            error = ((out.double() - exact @ x[0].double()).abs() / (exact.abs() @ x[0].double().abs())).max()
+            cells.append(f"{statistics.median(seconds['read']) / statistics.median(seconds['experts']):.2f} ({error:.0e})")
+        table.add_row(f"{chosen} of {count}", f"{k} x {n}", *cells)
+    return table
 
 
 def built(shape: str, routing: str, given: argparse.Namespace) -> dict:

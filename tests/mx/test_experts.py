@@ -49,15 +49,6 @@ def path(request):
     cpu.set_kernel_path(None)
 
 
-@pytest.fixture(params=["kernels", "torch"])
-def kernels(request, monkeypatch):
-    """With the kernels, and as on a machine that has none."""
-    if request.param == "torch":
-        monkeypatch.setattr(cpu, "library", lambda: None)
-    elif cpu.library() is None:
-        pytest.skip("no compiled kernels here")
-
-
 def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 

@@ -25,16 +25,6 @@ each_format = pytest.mark.parametrize("name", ALL)
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 
 
-@pytest.fixture(params=["kernels", "torch"])
-def kernels(request, monkeypatch):
-    """With the kernels, and as on a machine that has none."""
-    if request.param == "torch":
-        monkeypatch.setattr(cpu, "library", lambda: None)
-    elif cpu.library() is None:
-        pytest.skip("no compiled kernels here")
-    return request.param
-
-
 def dense(n: int = 40, k: int = 96, bias: bool = True, seed: int = 0) -> nn.Linear:
     torch.manual_seed(seed)
     return nn.Linear(k, n, bias=bias)

@@ -21,7 +21,7 @@ from hf_specdec.mx.packed import PackedMatrix, quantize
 
 from ..helpers import OLD_TORCH
 from .reference import FULL
-from .test_linear import decoded, dense, each_dtype, each_format, kernels, layer_and_input
+from .test_linear import decoded, dense, each_dtype, each_format, layer_and_input
 
 __all__ = ["kernels"]  # the fixture
 

@@ -15,9 +15,9 @@ from .formats import FORMATS as FORMATS
 from .kernels.cpu import kernel_info
 from .kernels.cpu import set_kernel_path as set_kernel_path
 from .linear import MXLinear
+from .loading import load
 from .packed import quantize
 from .quality import compare
-from .loading import load
 from .quantizer import MXConfig
 from .row_invariant import row_invariant
 from .swap import dequantize
