@@ -23,8 +23,6 @@ from ..helpers import OLD_TORCH
 from .reference import FULL
 from .test_linear import decoded, dense, each_dtype, each_format, layer_and_input
 
-__all__ = ["kernels"]  # the fixture
-
 
 # --- autograd -----------------------------------------------------------------------------------------------------------------
 

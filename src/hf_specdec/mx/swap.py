@@ -46,7 +46,8 @@ def compress_layer(model: nn.Module, choice: Choice, scale_rule: str, measure: b
 def dense_report(name: str, module: nn.Module | ExpertWeights, reason: str) -> LayerReport:
     """A module that stays as it is, for that reason."""
     if isinstance(module, ExpertWeights):
-        size = module.weight.numel() * module.weight.element_size()
+        part = module.owner._parameters[module.name]
+        size = part.numel() * part.element_size()
         return LayerReport(name, module.shape, None, size, size, note=reason)
     weights = [p for p in module._parameters.values() if p is not None and p.dim() >= 2] or [module.weight]  # a parametrised one computes it
     size = sum(p.numel() * p.element_size() for p in weights)
