@@ -1,5 +1,5 @@
 """A stand-in for a GPU: tensors that are on the host, say that they are on "cuda:0" or "cuda:1", refuse what CUDA refuses of tensors on several devices, and
-count what would make the host wait.
+count what would make the host wait. PretendGpu("mps") stands for Apple's, and refuses numbers of float64, too.
 
     with PretendGpu() as gpu:
         model = gpu.put(model)                  # in place
@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 aten = torch.ops.aten
 WAITS = {aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten._unique2, aten.unique_consecutive, aten.unique_dim, aten.repeat_interleave,
          aten.is_nonzero, aten.item}  # fmt: skip
+KINDS = ("cuda", "mps")
 INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
 
 
@@ -33,6 +34,8 @@ class GpuTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, held: torch.Tensor, device: torch.device):
+        if device.type == "mps" and held.dtype in (torch.float64, torch.complex128):
+            raise TypeError("Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64. Please use float32 instead.")
         made = torch.Tensor._make_wrapper_subclass(cls, held.size(), strides=held.stride(), storage_offset=held.storage_offset(), dtype=held.dtype, layout=held.layout,
                                                    device="meta", requires_grad=False)  # fmt: skip
         made.held, made.on = held, device
@@ -44,7 +47,11 @@ class GpuTensor(torch.Tensor):
 
     @property
     def is_cuda(self) -> bool:
-        return True
+        return self.on.type == "cuda"
+
+    @property
+    def is_mps(self) -> bool:
+        return self.on.type == "mps"
 
     @property
     def is_meta(self) -> bool:
@@ -76,7 +83,7 @@ def _device(given) -> torch.device | None:
     if given is None:
         return None
     device = torch.device(given)
-    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+    return torch.device(device.type, device.index or 0) if device.type in KINDS else device
 
 
 class _FromNumbers(TorchFunctionMode):
@@ -84,6 +91,9 @@ class _FromNumbers(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
+        if func is torch.Tensor.to:  # without an index, torch asks the devices of the kind, of which there are none
+            args = tuple(_device(value) if isinstance(value, (str, torch.device)) else value for value in args)
+            kwargs |= {"device": _device(kwargs["device"])} if kwargs.get("device") is not None else {}
         if func is torch.Tensor.pin_memory:
             pinned = args[0].clone()
             pinned.pinned = True
@@ -93,7 +103,7 @@ class _FromNumbers(TorchFunctionMode):
             parts = tuple(_sent(torch.tensor(part) if len(part) else torch.empty(0, dtype=torch.long), args[0].device) if isinstance(part, (list, range)) else part for part in whole)
             return func(args[0], parts if isinstance(args[1], tuple) else parts[0], *args[2:])
         device = args[0].device if func is torch.Tensor.new_tensor else kwargs.get("device")
-        if func not in (torch.tensor, torch.as_tensor, torch.Tensor.new_tensor) or _device(device) is None or _device(device).type != "cuda":
+        if func not in (torch.tensor, torch.as_tensor, torch.Tensor.new_tensor) or _device(device) is None or _device(device).type not in KINDS:
             return func(*args, **kwargs)
         if func is torch.as_tensor and isinstance(args[0], torch.Tensor):
             return args[0].to(**kwargs)
@@ -113,9 +123,9 @@ class PretendGpu(TorchDispatchMode):
 
     active: "PretendGpu | None" = None
 
-    def __init__(self):
+    def __init__(self, kind: str = "cuda"):
         super().__init__()
-        self.last = torch.device("cuda", 0)  # of the last operation: what torch makes inside of one is there, too
+        self.kind, self.last = kind, torch.device(kind, 0)  # of the last operation: what torch makes inside of one is there, too
         self.made: dict[int, tuple] = {}
         self.waits, self.sent, self.patches = Counter(), Counter(), ExitStack()
 
@@ -144,8 +154,9 @@ class PretendGpu(TorchDispatchMode):
         yield found
         found.update(getattr(self, of) - before)
 
-    def put(self, thing, device: str = "cuda:0"):
+    def put(self, thing, device: str | None = None):
         """A tensor, a dict of tensors, or a module, in place."""
+        device = device or f"{self.kind}:0"
         if isinstance(thing, torch.nn.Module):
             for module in thing.modules():
                 self._put_module(module, _device(device))
@@ -180,7 +191,7 @@ class PretendGpu(TorchDispatchMode):
         packet = func.overloadpacket
         if packet in (aten._to_copy, aten.to) or packet is aten.copy_:
             return self._copied(func, args, kwargs, wanted)
-        if not devices and (wanted is None or wanted.type != "cuda"):
+        if not devices and (wanted is None or wanted.type not in KINDS):
             return func(*args, **kwargs)
         if packet is aten.scalar_tensor and getattr(kwargs.get("device"), "type", None) == "meta":  # torch's own, of a number among tensors
             return func(*args, **{**kwargs, "device": "cpu"})
@@ -203,9 +214,9 @@ class PretendGpu(TorchDispatchMode):
     def _copied(self, func, args, kwargs, wanted):
         source = args[1] if func.overloadpacket is aten.copy_ else args[0]
         to = args[0].device if func.overloadpacket is aten.copy_ else wanted or source.device
-        if source.device.type == "cuda" and to.type == "cpu":
+        if source.device.type in KINDS and to.type == "cpu":
             self.waits[_place()] += 1
-        elif source.device.type == "cpu" and to.type == "cuda" and not (kwargs.get("non_blocking") and hasattr(source, "pinned")):
+        elif source.device.type == "cpu" and to.type in KINDS and not (kwargs.get("non_blocking") and hasattr(source, "pinned")):
             self.sent[_place()] += 1
         return self._wrapped(func, args, kwargs, to)
 
@@ -218,7 +229,7 @@ class PretendGpu(TorchDispatchMode):
             bare[1]["device"] = "cpu"
         bare[1].pop("pin_memory", None)
         out = func(*bare[0], **bare[1])
-        if on.type != "cuda":
+        if on.type not in KINDS:
             return out
         return tree_map(lambda value: held.get(id(value)) if id(value) in held else GpuTensor(value, on) if isinstance(value, torch.Tensor) else value, out)
 

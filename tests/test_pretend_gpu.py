@@ -43,7 +43,7 @@ def modules_of(thing, seen: set | None = None):
         yield from modules_of(part, seen)
 
 
-def call(gpu, target, rows, draft=None, k=4, seed=3, draft_device="cuda:0", **options):
+def call(gpu, target, rows, draft=None, k=4, seed=3, draft_device=None, **options):
     """Ours, all of it on the stand-in."""
     gpu.put(target)
     for module in modules_of(draft):

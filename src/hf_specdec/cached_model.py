@@ -226,10 +226,10 @@ class CachedModel(Forward):
             if nodes.device.type == "cpu":  # elsewhere looking costs more than moving
                 moved = (nodes != target).any(0).tolist()
                 first = moved.index(True) if any(moved) else len(moved)
-            source, target = starts + nodes[:, first:], starts + target[first:]
+            source, target = (starts + at[..., first:] for at in (nodes, target))
             for layer in self.cache.layers if first < steps - 1 else ():
                 if layer.is_initialized:
-                    layer.gather(source, target)
+                    layer.gather(source.to(self.device), target.to(self.device))
         self._keep([length + own - 1 + step for length, own, step in zip(self.lengths, self.fresh, advance)], settled=self.role == "target")
 
     def crop(self, lengths: list[int]) -> None:

@@ -15,6 +15,7 @@ from .arguments import check_call, check_draft_stop
 from .caches import cached_tokens, counts_tokens, write_cache
 from .cached_model import CachedModel
 from .config import MAX_ASSISTANT_TOKENS
+from .devices import seat_of
 from .distributions import Sampler
 from .draft_stop import StopRule
 from .drafts.base import Context, Draft
@@ -112,9 +113,8 @@ class Call:
         return "several rows of a model that carries states" if len(self.prompts) > 1 else "a model of states alone, which does not say how many tokens it has seen,"
 
     def run(self, criteria: list) -> Any:
-        generation, decoder = self.generation, self.decoder
+        generation, decoder, as_dict = self.generation, self.decoder, self.generation.return_dict_in_generate
         device, batch = compat.device_of(self.model), len(self.prompts)
-        as_dict = generation.return_dict_in_generate
         scores, logits = (bool(as_dict and wanted) for wanted in (generation.output_scores, generation.output_logits))
         rule = self._acceptance()
         self.max_new = _new_tokens(criteria, self.ids.shape[1], self.max_new)
@@ -129,10 +129,11 @@ class Call:
         target.look(self.media)
         target.reader = decoder.draft.read if decoder.draft.reads_prompt else None
         seeds = self._seeds(batch)
-        noise, gumbel = Noise(seeds, device), Gumbel(seeds, device) if rule.coupled else None
+        noise, gumbel = Noise(seeds, seat_of(device)), Gumbel(seeds, seat_of(device)) if rule.coupled else None
         hidden = list(map(len, self.prompts)) if self.hidden else ()
-        sampler = Sampler(self.processors, rule.samples, scores, gumbel, sequences.eos, hidden)
-        context = Context(sequences.tokens, longest, self.traits.vocab_size, device, sampler, noise.uniform, self.source, self._stop(),
+        sampler = Sampler(self.processors, rule.samples, scores, gumbel, sequences.eos, hidden, device)
+        seat = noise.device if generation.do_sample else device  # of proposals, laws and verdicts
+        context = Context(sequences.tokens, longest, self.traits.vocab_size, seat, sampler, noise.uniform, self.source, self._stop(),
                           target, self.config.seed is None, media=self.media, agree=self.agree)
         trace = SpeculationTrace(decoder.settings(self.rule_name), rule.lossless)
         loop = SpeculativeLoop(

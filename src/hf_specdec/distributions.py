@@ -15,6 +15,7 @@ from transformers import (EpsilonLogitsWarper, LogitsProcessor, MinLengthLogitsP
                           PrefixConstrainedLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, TypicalLogitsWarper)
 
 from . import compat
+from .devices import has_float64
 from .law import Law, draw, likeliest, wide
 from .lazy_law import LazyLaw
 from .noise import Gumbel
@@ -41,11 +42,12 @@ class Sampler:
     do_sample:  whether tokens are drawn from the law; False where its argmax is taken, in greedy decoding and in coupled sampling.
     gumbel:     the noise of coupled sampling, else None.
     hidden:     per row, how many of its first tokens stand for embeddings, which processors do not see; () for none.
+    device:     where processors run; None: where the logits are.
     """
 
     def __init__(self, processors: Sequence[Sequence[LogitsProcessor]], do_sample: bool, keep_scores: bool = False, gumbel: Gumbel | None = None,
-                 eos: Collection[int] = (), hidden: Sequence[int] = ()):
-        self.rows, self.eos, self.hidden = list(processors), frozenset(eos), list(hidden)
+                 eos: Collection[int] = (), hidden: Sequence[int] = (), device: torch.device | None = None):
+        self.rows, self.eos, self.hidden, self.device = list(processors), frozenset(eos), list(hidden), device
         self.ends: dict[tuple[int, int], tuple[LogitsProcessor, torch.Tensor]] = {}
         self.do_sample, self.gumbel = do_sample, gumbel
         self.needs_prefix = any(not compat.is_prefix_free(p) for p in self.rows[0]) if self.rows else False
@@ -68,6 +70,7 @@ class Sampler:
         """int64 [1, L]: the tokens of row b, a list or int64 [1, n], and those drafted after them; None where one of these ends the text."""
         if self.eos.intersection(drafted):
             return None
+        device = self.device or device
         begin = row if torch.is_tensor(row) else upload([row], device)
         begin = begin[:, self.hidden[b] :] if self.hidden else begin
         return torch.cat([begin, upload([drafted], device)], dim=1) if drafted else begin
@@ -88,6 +91,8 @@ class Sampler:
     def traceable(self, device: torch.device) -> "Drawing | None":
         """What draws, or takes the argmax, inside a compiled function; None where more than a few operations on scores decide."""
         processors = self.rows[0] if self.rows else ()
+        if self.do_sample and not has_float64(device):
+            return None
         if self.gumbel is not None or any(type(processor) not in TRACEABLE or not self.do_sample for processor in processors):
             return None
         return Drawing(processors, self.do_sample, device)
@@ -101,7 +106,8 @@ class Sampler:
         count = len(processors) - (LazyLaw.takes(processors) if lazy else 0)
         if self.exact_scores and (count or not lazy):
             logits = wide(logits)
-        logits = self._processed(logits, sizes, prefix, parents, count)
+        if count:
+            logits = self._processed(logits.to(self.device or logits.device), sizes, prefix, parents, count).to(logits.device)
         if lazy:
             return LazyLaw(logits, processors[count:], free=draft)
         return Law(logits, None if self.gumbel is None else self._noise(logits.shape[-1], sizes, prefix))

@@ -134,7 +134,9 @@ class EmptyCache(Cache):
 
 
 def why_not_compiled(model: PreTrainedModel) -> str | None:
-    """What the cache of a compiled pass, keys and values of every layer, does not fit."""
+    """What the cache of a compiled pass, keys and values of every layer, does not fit, and a device that these passes are not made for."""
+    if model.device.type not in ("cpu", "cuda", "meta"):
+        return f"its device is {model.device.type!r}, and compiled passes are made for \"cpu\" and \"cuda\""
     config = model.config.get_text_config()
     if getattr(config, "cross_attention_layers", None):
         return "it passes over layers where there is no image"

@@ -11,6 +11,8 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from .devices import has_float64
+
 LONG, BLOCK = 4096, 256  # a vocabulary that is drawn from block by block, and its blocks
 INFINITE = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}  # the bits of infinity
 
@@ -107,6 +109,8 @@ def draw(law: torch.Tensor, uniform: torch.Tensor, none: int = 0) -> torch.Tenso
     """
     if not law.is_floating_point():
         return law
+    if not has_float64(law.device):
+        return draw(law.cpu(), uniform.cpu().double(), none).to(law.device)
     if law.device.type == "cpu" and law.shape[-1] >= LONG and law.dtype not in INFINITE and not torch.compiler.is_compiling():
         return torch.tensor([drawn(weights, u, none) for weights, u in zip(law.detach().numpy(), uniform.tolist())], dtype=torch.long, device="cpu")
     cdf = law.cumsum(-1, dtype=torch.float64)

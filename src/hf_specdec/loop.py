@@ -74,9 +74,10 @@ class SpeculativeLoop:
 
     def _prefix(self, proposal: Proposal):
         """prefix(b, i): row b up to and including node i, as `Sampler.text` has it."""
-        text = cache(lambda b: upload([self.sequences.tokens[b]], self.context.device))
+        device = self.sampler.device or self.context.device
+        text = cache(lambda b: upload([self.sequences.tokens[b]], device))
         drafted = cache(lambda b: [0, *proposal.listed()[b]])
-        ended, device, path = [row.ended for row in self.sequences.active], self.context.device, proposal.tree.path
+        ended, path = [row.ended for row in self.sequences.active], proposal.tree.path
         return lambda b, node: None if ended[b] else self.sampler.text(b, text(b), [drafted(b)[step] for step in path(node)], device)
 
     def _emit(self, proposal: Proposal, on_path: torch.Tensor, token: torch.Tensor, law: Law, logits: torch.Tensor, packed: list[list[int]]) -> list[int]:
@@ -93,8 +94,8 @@ class SpeculativeLoop:
             if tokens[-1] < 0:
                 raise RuntimeError(f"row {row.index}: the target's probabilities are nan, or its processors have left no token. Nothing can be drawn.")
             nodes = [0, *path]
-            scores = [law.scores[b, node].to(torch.float32, copy=True) for node in nodes] if self.want_scores else ()  # a view would keep all nodes
-            raw = [logits[b, node].to(torch.float32, copy=True) for node in nodes] if self.want_logits else ()
+            scores = [law.scores[b, node].to(self.sequences.device, torch.float32, copy=True) for node in nodes] if self.want_scores else ()  # a view would keep all nodes
+            raw = [logits[b, node].to(self.sequences.device, torch.float32, copy=True) for node in nodes] if self.want_logits else ()
             count, ended = self.sequences.append(row, tokens, len(path), scores, raw)
             entries.append(Round.of(row.index, proposal, b, path, tokens[:count], numbers[width:-1], probs))
             accepted.append(len(path))

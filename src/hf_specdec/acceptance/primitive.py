@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from ..devices import has_float64
 from ..law import draw
 
 
@@ -57,7 +58,7 @@ def speculative_sample(p: torch.Tensor, q: torch.Tensor | None, x: torch.Tensor,
         raise ValueError(f"x holds indices from {int(x.min())} to {int(x.max())}; they must lie in 0..{p.shape[-1] - 1}.")
     if q is not None and not bool((q.gather(-1, x[..., None]) > 0).all()):
         raise ValueError("x holds an index whose q is 0, which cannot have been drawn from q. Pass the law that x was drawn from.")
-    coins = torch.rand((2, *x.shape), dtype=torch.float64, device=x.device, generator=generator)
+    coins = torch.rand((2, *x.shape), dtype=torch.float64 if has_float64(x.device) else torch.float32, device=x.device, generator=generator)
     p_x = p.gather(-1, x[..., None])[..., 0]
     q_x = torch.ones_like(p_x) if q is None else q.gather(-1, x[..., None])[..., 0]
     accepted = coins[0] < acceptance_probability(p_x, q_x, lenience)

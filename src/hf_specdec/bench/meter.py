@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from .. import devices
 from ..trace import SpeculationTrace
 
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -98,8 +99,7 @@ def _watched(model, forwards: Forwards, now: Callable[[], float]):
 
 def synchronize(model) -> None:
     """Wait until the model's device has done what it was told."""
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)
+    devices.synchronize(model.device)
 
 
 def _reset_peak(model) -> None:
