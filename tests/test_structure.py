@@ -26,7 +26,7 @@ LINES = [
     {"forward"},
     {"cached_model", "acceptance.base", "acceptance.primitive"},
     {"probe", "acceptance.*", "drafts.base"},
-    {"drafts.growth", "drafts.earning", "drafts.inner", "drafts.progress", "drafts.mapped", "drafts.datastore", "drafts.vocabulary", "drafts.one_by_one"},
+    {"drafts.growth", "drafts.earning", "drafts.inner", "drafts.progress", "drafts.mapped", "drafts.datastore", "drafts.vocabulary", "drafts.one_by_one", "drafts.layout"},
     {"drafts.*", "acceptance"},
     {"drafts", "loop", "arguments", "loading"},
     {"call", "warm"},

@@ -20,6 +20,7 @@ from ..tree_shapes import DynamicTree
 from ..uploads import upload
 from .base import Context
 from .last_states import LastStates
+from .layout import Choices, Layout
 from .one_pass import OnePassDraft
 from .vocabulary import fitted
 
@@ -65,6 +66,7 @@ class DFlashDraft(OnePassDraft):
     model:  an assistant of transformers (`MuseGlimmerAssistantModel`), made for the target, whose embedding and head it uses.
     target: the model that it drafts for, where that is to be known before a call, as `warmup` wants it.
     tree:   as in `OnePassDraft`. Without one, a chain; where the target samples, its tokens are drawn each from the law of its place.
+    layout: what a published drafter says of itself beyond that (`training.load_drafter` reads them).
 
     It has nothing to propose before the target has read the prompt, nor under stock assisted decoding, which has a way of its own for it. Raises ValueError if `model` is no such
     assistant, and at the start of a call if it was made for a model of another width or with fewer layers.
@@ -74,11 +76,13 @@ class DFlashDraft(OnePassDraft):
     drawn = True
     reads_pass = True
 
-    def __init__(self, model: PreTrainedModel, target: PreTrainedModel | None = None, tree: Tree | DynamicTree | Sequence[int] | int | None = None):
+    def __init__(self, model: PreTrainedModel, target: PreTrainedModel | None = None, tree: Tree | DynamicTree | Sequence[int] | int | None = None,
+                 layout: Layout = Layout()):
         if assistants.kind_of(compat.unwrap(model)) != "dflash":
             raise ValueError(f"model: {type(model).__name__} fills no masked places from a target's states; a model that reads text drafts by ModelDraft(model).")
         super().__init__(SimpleNamespace(depth=model.config.block_size - 1, ids=None, rates=()), tree)
-        self.model, self.target, self.seen = model, target, None
+        self.model, self.target, self.seen, self.layout = model, target, None, layout
+        self.choices: Choices | None = None
         self.cache: SlotCache | None = None
 
     def start(self, context: Context) -> None:
@@ -88,12 +92,12 @@ class DFlashDraft(OnePassDraft):
         if context.target is None:
             return
         target = compat.unwrap(context.target.model)
-        self._check(target)
-        self.embedding, self.head = target.get_input_embeddings(), target.get_output_embeddings()
+        self.check(target)
+        self.embedding, self.head = target.get_input_embeddings(), self.layout.head or target.get_output_embeddings()
         self.cache = SlotCache(context.max_length + self.model.config.block_size)
         self.seen = Unread(context, target, self._layers(target))
 
-    def _check(self, target: PreTrainedModel) -> None:
+    def check(self, target: PreTrainedModel) -> None:
         """ValueError if the assistant was made for another model, or runs an attention without masks."""
         config, own = target.config.get_text_config(), self.model.config
         attention = getattr(own, "_attn_implementation", None) or "eager"
@@ -140,19 +144,33 @@ class DFlashDraft(OnePassDraft):
         positions, masks = self._places(starts, fresh, states.shape[1], like)
         hidden = self.model(noise_embeds=self._noise(context).to(like), context_hidden_states=states, position_ids=positions, attention_mask=masks,
                             **{compat.CACHE: self.cache}).last_hidden_state[:, 1 : 1 + max(k)]
-        logits = self.head(hidden.to(self.head.weight.device, self.embedding.weight.dtype)).to(context.device)
+        logits = self._said(hidden).to(context.device)
         self.calls, self.forward_seconds = self.calls + 1, self.forward_seconds + perf_counter() - begin
         return fitted(logits, context.vocab_size)
+
+    def _said(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [B, K, V] of states [B, K, H]; where a selector is to choose, its choices are kept."""
+        logits = self.layout.capped(self.head(hidden.to(next(self.head.parameters()).device, self.embedding.weight.dtype)))
+        self.choices = self.layout.selector and self.layout.selector.ahead(hidden, fitted(logits, self.context.vocab_size).to(hidden.device))
+        return logits
+
+    def _place(self, logits: torch.Tensor, step: int, tokens: list[torch.Tensor]) -> torch.Tensor:
+        if self.choices is None:
+            return super()._place(logits, step, tokens)
+        before = tokens[-1] if tokens else upload([row[-1] for row in self.context.rows], logits.device)
+        return self.choices.after(before, step, logits.shape[-1])[:, None].to(logits.device)
 
     def _noise(self, context: Context) -> torch.Tensor:
         """What goes in at the block's places [B, P, H]: the roots, then masks; an embedding's own norm is left out."""
         masks = [self.model.config.mask_token_id] * self.heads.depth
         tokens = upload([[row[-1], *masks] for row in context.rows], self.embedding.weight.device)
+        if self.layout.scale is not None:
+            return nn.functional.embedding(tokens, self.embedding.weight) * self.layout.scale
         return nn.Embedding.forward(self.embedding, tokens) if hasattr(self.embedding, "embed_norm") else self.embedding(tokens)
 
     def _places(self, starts: list[int], fresh: list[int], width: int, like: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Positions [B, width + P] of the fresh states, padded to `width`, and of the block behind them; and float masks [B, 1, P, S] of the slots that the block's places
-        see: all states of the row and one another, in windows by distance."""
+        see: all states of the row and one another, in windows by distance, in layers that are causal none behind them."""
         plan, block = self.cache.plan, self.model.config.block_size
         begin, own, first = upload([starts, fresh, self.seen.first], like.device)[:, :, None]
         place, slot = torch.arange(width + block, device=like.device), torch.arange(plan.visible, device=like.device)[None]
@@ -160,15 +178,17 @@ class DFlashDraft(OnePassDraft):
         blocks = slot >= begin + width
         seen = (slot >= first) & (slot < begin + own) | blocks & (slot < begin + width + block)
         at, queries = torch.where(blocks, slot - (width - own), slot), positions[:, width:]
-        near = (queries[:, :, None] - at[:, None]).abs() <= (self.model.config.sliding_window or plan.visible)
-        full = seen[:, None].expand_as(near)
+        ahead, reach = at[:, None] - queries[:, :, None], self.layout.reach
+        reach = (self.model.config.sliding_window or plan.visible) if reach is None else reach
+        visible = {"full_attention": seen[:, None].expand_as(ahead), "sliding_attention": seen[:, None] & (ahead.abs() <= reach)}
         low = torch.finfo(like.dtype).min
-        masks = {kind: like.new_zeros(full.shape).masked_fill_(~visible, low)[:, None] for kind, visible in (("full_attention", full), ("sliding_attention", full & near))}
-        return positions, masks
+        for kind in self.layout.causal:
+            visible[kind] = visible[kind] & (ahead <= 0)
+        return positions, {kind: like.new_zeros(ahead.shape).masked_fill_(~own, low)[:, None] for kind, own in visible.items()}
 
     def relative_cost(self, target: PreTrainedModel) -> float:
         """c by size: a pass reads the assistant and the target's head once, for K tokens."""
-        size = parts.bytes_per_token(self.model) + sum(p.nbytes for p in target.get_output_embeddings().parameters())
+        size = parts.bytes_per_token(self.model) + sum(p.nbytes for p in (self.layout.head or target.get_output_embeddings()).parameters())
         return size / self.heads.depth / max(parts.bytes_per_token(target), 1)
 
     # --- the end ------------------------------------------------------------------------------------------------------
@@ -186,5 +206,5 @@ class DFlashDraft(OnePassDraft):
     def finish(self) -> None:
         if self.cache is not None:
             self.cache.release()
-        self.cache, self.seen, self.embedding, self.head, self.context = None, None, None, None, None
+        self.cache, self.seen, self.embedding, self.head, self.choices, self.context = None, None, None, None, None, None
         super().finish()

@@ -73,7 +73,7 @@ class OnePassDraft(Draft):
             return context.text(b, [drafted(i)[b] for i in range(len(tokens))])
 
         for step in range(min(max(k), len(self.shape))):
-            law = context.sampler(logits[:, step : step + 1], [step < own for own in k], prefix, draft=True)
+            law = context.sampler(self._place(logits, step, tokens), [step < own for own in k], prefix, draft=True)
             if not context.sampler.do_sample:
                 tokens.append(law.argmax[:, 0])
                 continue
@@ -83,6 +83,10 @@ class OnePassDraft(Draft):
             tokens.append(draw(laws[-1], context.noise(f"draft:{step}", 1)[:, 0]))
         sizes = [min(own, len(tokens)) for own in k]
         return Proposal.chain(torch.stack(tokens, 1), torch.stack(laws, 1) if laws else None, sizes, self.name)
+
+    def _place(self, logits: torch.Tensor, step: int, tokens: list[torch.Tensor]) -> torch.Tensor:
+        """[B, 1, V] of the place after the drafted `tokens`, each int64 [B]."""
+        return logits[:, step : step + 1]
 
     def _filled(self, logits: torch.Tensor, shape: Tree) -> tuple[Tree, torch.Tensor]:
         """The fixed shape: a node of depth d and sibling rank r is place d's r-th token."""

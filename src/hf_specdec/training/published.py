@@ -1,11 +1,10 @@
-"""Published drafters of Llama-family targets: Medusa heads (the layouts of FasterDecoding/Medusa and of vLLM), EAGLE and EAGLE-3 layers
-(SafeAILab/EAGLE; EAGLE-3 also as speculators writes it). From safetensors only.
+"""Published drafters: of Llama-family targets Medusa heads (the layouts of FasterDecoding/Medusa and of vLLM), EAGLE and EAGLE-3 layers
+(SafeAILab/EAGLE; EAGLE-3 also as speculators writes it), of any target those of DFlash (`training.dflash`). From safetensors only.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Set
 from pathlib import Path
 
 import torch
@@ -18,7 +17,8 @@ from ..drafts.feature import FeatureDraft
 from ..drafts.features import EachNorm
 from ..drafts.medusa import MedusaDraft, MedusaHeads
 from ..folders import json_object
-from . import shared
+from . import dflash, shared
+from .storage import fit
 
 HUB = "hub:"
 PICKLES = ("medusa_lm_head.pt", "pytorch_model.bin")
@@ -27,7 +27,7 @@ LLAMA_KEYS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_ke
 
 
 def kind(name: str | Path) -> str:
-    """"medusa", "eagle" or "eagle3" for a folder (or hub:NAME) that holds one, else "". Raises ValueError where the weights are there as
+    """"medusa", "dflash", "eagle" or "eagle3" for a folder (or hub:NAME) that holds one, else "". Raises ValueError where the weights are there as
     pickles only."""
     folder = _folder(name)
     config = _config(folder)
@@ -35,6 +35,8 @@ def kind(name: str | Path) -> str:
         return ""
     if "medusa_num_heads" in config or config.get("model_type") == "medusa":
         return "medusa"
+    if dflash.is_dflash(config):
+        return "dflash"
     names = _names(folder)
     if "fc.weight" not in names and "model.fc.weight" not in names:
         return ""
@@ -49,9 +51,9 @@ def load(name: str | Path, target: PreTrainedModel) -> Draft:
     folder = _folder(name)
     what = kind(folder)
     if not what:
-        raise ValueError(f"{name} holds no Medusa, EAGLE or EAGLE-3 checkpoint (config.json with weights in safetensors).")
+        raise ValueError(f"{name} holds no Medusa, DFlash, EAGLE or EAGLE-3 checkpoint (config.json with weights in safetensors).")
     tensors = _tensors(folder)
-    return {"medusa": _medusa, "eagle": _eagle, "eagle3": _eagle3}[what](folder, _config(folder), tensors, target)
+    return {"medusa": _medusa, "dflash": dflash.load, "eagle": _eagle, "eagle3": _eagle3}[what](folder, _config(folder), tensors, target)
 
 
 def _folder(name: str | Path) -> Path:
@@ -96,18 +98,6 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {re.sub(r"^(model|medusa_heads?)\.", "", name): tensor for name, tensor in tensors.items()}
 
 
-def _fit(folder: Path, module: nn.Module, tensors: dict[str, torch.Tensor], shared: Set[str] = frozenset()) -> None:
-    """Load, and say what does not map."""
-    own = {name: tensor for name, tensor in module.state_dict().items() if name not in shared}
-    for complaint, names in (("has no", set(own) - set(tensors)), ("has a tensor that does not map:", set(tensors) - set(own))):
-        if names:
-            raise ValueError(f"{folder} {complaint} {sorted(names)[0]} ({len(names)} such). Only the published layouts for Llama-family targets are read.")
-    for name, tensor in tensors.items():
-        if tensor.shape != own[name].shape:
-            raise ValueError(f"{folder}: {name} has shape {list(tensor.shape)}; its config and this target make it {list(own[name].shape)}.")
-    module.load_state_dict(tensors, strict=False)
-
-
 # --- Medusa -------------------------------------------------------------------------------------------------------------------
 
 
@@ -138,7 +128,7 @@ def _medusa(folder: Path, config: dict, tensors: dict[str, torch.Tensor], target
     for name, tensor in made.state_dict().items():  # vLLM's own default has no biases
         if vllm and name.endswith(".bias") and not config.get("medusa_fc_bias"):
             blocks.setdefault(name, torch.zeros_like(tensor))
-    _fit(folder, made, blocks | rest)
+    fit(folder, made, blocks | rest)
     return MedusaDraft(made.eval(), target)
 
 
@@ -271,5 +261,5 @@ def _linear(folder: Path, draft: PreTrainedModel, name: str, tensors: dict[str, 
 
 def _made(folder: Path, draft: PreTrainedModel, tensors: dict[str, torch.Tensor], target: PreTrainedModel) -> FeatureDraft:
     tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
-    _fit(folder, draft.base_model, tensors, {name for name in draft.base_model.state_dict() if name.startswith("embed_tokens.")})
+    fit(folder, draft.base_model, tensors, {name for name in draft.base_model.state_dict() if name.startswith("embed_tokens.")})
     return FeatureDraft(draft.eval().requires_grad_(False), target)

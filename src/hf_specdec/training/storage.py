@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Set
 from pathlib import Path
 
 import torch
@@ -64,3 +65,15 @@ def pack(draft: nn.Module, tensors: dict[str, torch.Tensor], format: str) -> Non
             weight = module.weight
             packed = MXLinear(module.in_features, module.out_features, module.bias is not None, format, weight.device, weight.dtype)
             replace(draft, name, packed)
+
+
+def fit(folder: Path, module: nn.Module, tensors: dict[str, torch.Tensor], shared: Set[str] = frozenset(), assign: bool = False) -> None:
+    """Give a module the tensors of a published checkpoint, all but what is `shared`; ValueError saying what does not map. assign: as they are, to parameters without numbers."""
+    own = {name: tensor for name, tensor in module.state_dict().items() if name not in shared}
+    for complaint, names in (("has no", set(own) - set(tensors)), ("has a tensor that does not map:", set(tensors) - set(own))):
+        if names:
+            raise ValueError(f"{folder} {complaint} {sorted(names)[0]} ({len(names)} such). Only the published layouts are read.")
+    for name, tensor in tensors.items():
+        if tensor.shape != own[name].shape:
+            raise ValueError(f"{folder}: {name} has shape {list(tensor.shape)}; its config and this target make it {list(own[name].shape)}.")
+    module.load_state_dict(tensors, strict=False, assign=assign)

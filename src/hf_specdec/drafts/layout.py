@@ -1,0 +1,64 @@
+"""What published DFlash drafters say of themselves beyond transformers' assistant of the kind: how they read, and how their tokens are chosen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """causal: types of layers in which a place of the block sees none behind it.
+    reach:      how far a place sees to each side in windows; None: as far as the config's window says.
+    scale:      of the target's embeddings, which then go in as their weights are; None: as the target's own module gives them.
+    head:       an output head of the drafter's own, [.., H] -> [.., V]; None: the target's.
+    multiplier, softcap: logits z become softcap * tanh(multiplier * z / softcap); multiplier * z where softcap is None.
+    selector:   chooses the tokens of a chain one after another (DFlash 2); None: each place's own law does.
+    """
+
+    causal: frozenset[str] = frozenset()
+    reach: int | None = None
+    scale: float | None = None
+    head: nn.Module | None = None
+    multiplier: float = 1.0
+    softcap: float | None = None
+    selector: Selector | None = None
+
+    def capped(self, logits: torch.Tensor) -> torch.Tensor:
+        logits = logits if self.multiplier == 1 else logits * self.multiplier
+        return logits if self.softcap is None else (logits / self.softcap).tanh() * self.softcap
+
+
+class Selector(nn.Module):
+    """What a token's chance becomes once the token before it is known, among the `likeliest` tokens of its place: to its logit comes a product of three vectors of `rank`
+    numbers, one of the token before, one of the place's state, one of the token itself (DFlash 2)."""
+
+    def __init__(self, vocab: int, width: int, rank: int, likeliest: int):
+        super().__init__()
+        self.predecessor_codebook, self.successor_codebook = nn.Embedding(vocab, rank), nn.Embedding(vocab, rank)
+        self.hidden_projection = nn.Linear(width, rank, bias=False)
+        self.likeliest = likeliest
+
+    def ahead(self, hidden: torch.Tensor, logits: torch.Tensor) -> Choices:
+        """Of states [B, K, H] and logits [B, K, V] of the places ahead."""
+        best = logits.topk(min(self.likeliest, logits.shape[-1]))
+        return Choices(self, self.hidden_projection(hidden), best.values.float(), best.indices)
+
+
+@dataclass
+class Choices:
+    """Of K places ahead: states [B, K, r], and the likeliest tokens with their logits [B, K, n]."""
+
+    selector: Selector
+    states: torch.Tensor
+    logits: torch.Tensor
+    tokens: torch.Tensor
+
+    def after(self, before: torch.Tensor, place: int, vocab: int) -> torch.Tensor:
+        """Logits [B, vocab] at a place whose forerunners are the tokens before, int64 [B]; minus infinity for tokens that are not among the likeliest."""
+        known = self.selector.predecessor_codebook(before.to(self.states.device).clamp(max=self.selector.predecessor_codebook.num_embeddings - 1))
+        following = self.selector.successor_codebook(self.tokens[:, place])
+        scores = self.logits[:, place] + (following * (known * self.states[:, place])[:, None]).sum(-1).float()
+        return scores.new_full((len(scores), vocab), -torch.inf).scatter_(-1, self.tokens[:, place], scores)

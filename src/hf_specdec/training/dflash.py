@@ -1,0 +1,158 @@
+"""Published DFlash drafters (Chen, Liang and Liu 2026, arXiv 2602.06036), as z-lab writes them, DFlash 2 among them, and as speculators does. They are run by
+transformers' own assistant of the kind, which has the same layers under other names."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModel, PreTrainedModel
+
+from ..drafts.dflash import DFlashDraft
+from ..drafts.layout import Layout, Selector
+from .shared import PrunedHead
+from .storage import fit
+
+SHAPE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "attention_dropout",
+         "max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters", "layer_types", "sliding_window", "use_sliding_window", "max_window_layers", "vocab_size")
+NAMES = {r"^fc\.": "encoder.fc.", r"^hidden_norm\.": "encoder.output_norm_enc."}
+CONVOLVED = {"attention_conv": "self_attn", "mlp_conv": "mlp"}
+NOT_READ = ("embed_tokens.", "rotary_emb.", "verifier_", "t2d")  # the target's own, or of use in training alone
+KINDS = (None, "dflash", "dflash2")
+ASSISTANT = "muse_glimmer_assistant"
+
+
+def is_dflash(config: dict) -> bool:
+    return "dflash_config" in config or any("DFlash" in name for name in config.get("architectures") or ()) or str(config.get("speculators_model_type")).startswith("dflash")
+
+
+def load(folder: Path, config: dict, tensors: dict[str, torch.Tensor], target: PreTrainedModel) -> DFlashDraft:
+    """The draft of a checkpoint's config and tensors, for `target`, in its dtype and on its device.
+
+    Raises ValueError naming what does not map: a variant of another kind, a width, layers or tokens that the target does not have, tensors that are missing or unknown, and a
+    transformers without such an assistant.
+    """
+    config = {**config, **config.get("transformer_layer_config", {}), **config.get("dflash_config", {})}
+    _check(folder, config, target)
+    own = _config(folder, config)
+    with torch.device("meta"):
+        model = AutoModel.from_config(own, dtype=target.dtype)
+    model.rotary_emb = type(model.rotary_emb)(own)
+    _convolve(model, config)
+    tensors = {name: tensor.to(target.device, None if name in ("d2t",) else target.dtype) for name, tensor in tensors.items() if not name.startswith(NOT_READ)}
+    head, selector = _head(folder, tensors, target), _selector(folder, config, tensors)
+    fit(folder, model, {_name(name, model): tensor for name, tensor in tensors.items()}, assign=True)
+    model = model.to(target.device).eval().requires_grad_(False)
+    causal = config.get("is_causal")
+    kinds = {"sliding_attention"} if causal is None else {"sliding_attention", "full_attention"} if causal else set()
+    layout = Layout(frozenset() if config.get("sliding_window_non_causal") else frozenset(kinds), (own.sliding_window or 1) - 1, float(config.get("input_embedding_scale", 1.0)),
+                    head, float(config.get("output_multiplier", 1.0)), float(config.get("final_logit_softcapping") or 0) or None, selector)
+    draft = DFlashDraft(model, target, layout=layout)
+    draft.check(target)
+    return draft
+
+
+def _check(folder: Path, config: dict, target: PreTrainedModel) -> None:
+    kind, text = config.get("speculators_model_type"), target.config.get_text_config()
+    other = kind if kind not in KINDS else config.get("projector_type") if config.get("projector_type", "dflash") != "dflash" else None
+    if other or config.get("sample_from_anchor") or config.get("shift_label"):
+        raise ValueError(f"{folder} is a drafter of another kind than DFlash and DFlash 2 ({other or 'it predicts at the place of the last token, too'}), which is not read.")
+    width, count = text.hidden_size, text.num_hidden_layers
+    if config.get("hidden_size") != width or config.get("num_target_layers", count) != count:
+        raise ValueError(f"{folder} was made for a target of width {config.get('hidden_size')} with {config.get('num_target_layers', 'an unknown number of')} layers; this one has width "
+                         f"{width} and {count} layers.")
+    if not _layers(config) or not all(0 <= layer < count for layer in _layers(config)):
+        raise ValueError(f"{folder} reads the states of layers {_layers(config)} of its target; this target has {count} layers.")
+    if not isinstance(config.get("mask_token_id"), int):
+        raise ValueError(f"{folder}: config.json names no mask_token_id.")
+
+
+def _layers(config: dict) -> list[int]:
+    """The target's layers whose outputs are read; speculators counts the embedding as the first of them."""
+    named = config.get("aux_hidden_state_layer_ids")
+    return [layer - 1 for layer in named] if named else list(config.get("target_layer_ids") or ())
+
+
+def _config(folder: Path, config: dict):
+    shape = AutoConfig.for_model("qwen3", **{name: config[name] for name in SHAPE if config.get(name) is not None})
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "max_position_embeddings",
+             "rope_parameters", "layer_types")
+    own = {name: getattr(shape, name) for name in names}
+    try:
+        return AutoConfig.for_model(ASSISTANT, **own, sliding_window=shape.sliding_window or shape.max_position_embeddings, block_size=int(config.get("block_size", 16)),
+                                    mask_token_id=config["mask_token_id"], target_layer_ids=_layers(config))
+    except ValueError as error:
+        if ASSISTANT not in str(error):
+            raise
+        raise ValueError(f"{folder}: DFlash drafters need a transformers that knows {ASSISTANT!r}: 5.17 does.") from None
+
+
+def _name(name: str, model: nn.Module) -> str:
+    """What transformers' assistant calls a checkpoint's tensor."""
+    for pattern, own in NAMES.items():
+        name = re.sub(pattern, own, name)
+    found = re.fullmatch(r"(layers\.\d+)\.(\w+)\.(.*)", name)
+    if found and found[2] in CONVOLVED:
+        return f"{found[1]}.{CONVOLVED[found[2]]}.{found[3]}"
+    wrapped = found and found[2] in CONVOLVED.values() and isinstance(getattr(model.layers[0], found[2]), Convolved)
+    return f"{found[1]}.{found[2]}.inner.{found[3]}" if wrapped else name
+
+
+def _head(folder: Path, tensors: dict[str, torch.Tensor], target: PreTrainedModel) -> PrunedHead | None:
+    """The drafter's own output head over some of the target's tokens; None where it has the target's."""
+    rows, offsets = tensors.pop("lm_head.weight", None), tensors.pop("d2t", None)
+    if rows is None or offsets is None:
+        return None
+    vocab, ids = target.config.get_text_config().vocab_size, torch.arange(len(offsets), device=offsets.device) + offsets.long()
+    if len(rows) != len(ids) or not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= vocab or len(ids.unique()) != len(ids):
+        raise ValueError(f"{folder}: lm_head.weight and d2t do not fit a vocabulary of {vocab} tokens.")
+    return PrunedHead(rows, ids, vocab)
+
+
+def _selector(folder: Path, config: dict, tensors: dict[str, torch.Tensor]) -> Selector | None:
+    own = {name.removeprefix("candidate_selector."): tensors.pop(name) for name in list(tensors) if name.startswith("candidate_selector.")}
+    if not own:
+        return None
+    own = {name if name.endswith(".weight") else f"{name}.weight": tensor for name, tensor in own.items()}
+    codebook = own.get("predecessor_codebook.weight", torch.empty(0, 0))
+    made = Selector(len(codebook), config["hidden_size"], codebook.shape[1], int(config.get("selector_top_k", 16)))
+    fit(folder, made, own, assign=True)
+    return made.eval().requires_grad_(False)
+
+
+# --- the convolutions of DFlash 2 ---------------------------------------------------------------------------------------------
+
+
+def _convolve(model: nn.Module, config: dict) -> None:
+    """Put the convolutions around attention and MLP of every layer, where the config speaks of any."""
+    kernel, group = config.get("conv_kernel_size"), config.get("conv_group_size")
+    for layer in model.layers if kernel else ():
+        for name in CONVOLVED.values():
+            setattr(layer, name, Convolved(getattr(layer, name), config["hidden_size"], int(kernel), int(group)))
+
+
+class Convolved(nn.Module):
+    """`inner` between two causal convolutions over the places of a block. Each channel is weighted by `base_kernel` and by what the place itself says (`kernel_projection`),
+    the same for `group` neighbouring channels."""
+
+    def __init__(self, inner: nn.Module, width: int, kernel: int, group: int):
+        super().__init__()
+        self.inner, self.group = inner, group
+        self.base_kernel = nn.Parameter(torch.empty(2, kernel, width, device="meta"))
+        self.kernel_projection = nn.Linear(width, 2 * kernel * (width // group), bias=False, device="meta")
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs):
+        """hidden_states [B, P, H]."""
+        _, kernel, width = self.base_kernel.shape
+        own = self.kernel_projection(hidden_states).unflatten(-1, (2, kernel, width // self.group)).repeat_interleave(self.group, dim=-1)
+        before, after = (own + self.base_kernel).unbind(2)
+        done = self.inner(_convolution(hidden_states, before), **kwargs)
+        return (_convolution(done[0], after), *done[1:]) if isinstance(done, tuple) else _convolution(done, after)
+
+
+def _convolution(x: torch.Tensor, kernels: torch.Tensor) -> torch.Tensor:
+    """[B, P, H] of x [B, P, H]: at every place the sum over the last k places, each times kernels[.., i, :] of [B, P, k, H], i places back."""
+    back = [nn.functional.pad(x, (0, 0, i, 0))[:, : x.shape[1]] for i in range(kernels.shape[2])]
+    return (torch.stack(back, dim=2) * kernels).sum(2)
