@@ -42,7 +42,8 @@ ELSEWHERE = {
     "docs/usage.md:6": "needs a model of the hub",
 }
 # what is put in the place of something, for models that are small and untrained
-INSTEAD = {"README.md:2": (NAME, "name"), "README.md:3": ('load_drafter("smollm2_drafter", model)', "small_model"), "docs/performance.md:1": ("7", "1")}
+INSTEAD = {"README.md:2": (NAME, "name"), "README.md:3": ('load_drafter("smollm2_drafter", model)', "small_model"), "docs/performance.md:1": ("7", "1"),
+           "docs/drafts.md:3": ('training.load_drafter("hub:z-lab/Qwen3.5-4B-DFlash", target)', "small_model")}
 
 
 @pytest.fixture(scope="module")

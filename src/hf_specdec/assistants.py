@@ -21,6 +21,19 @@ def kind_of(model: Any) -> str | None:
     return "shared_kv" if "shared_kv_states" in taken and "inputs_embeds" in taken else "dflash" if {"context_hidden_states", "noise_embeds"} <= set(taken) else None
 
 
+def is_dflash(config: dict[str, Any]) -> bool:
+    """Whether that is the config of a DFlash drafter as z-lab or speculators write it (`training.dflash`)."""
+    return "dflash_config" in config or any("DFlash" in name for name in config.get("architectures") or ()) or str(config.get("speculators_model_type")).startswith("dflash")
+
+
+def refuse_foreign(model: Any) -> None:
+    """ValueError if `model` is a DFlash drafter in the code that comes with its checkpoint."""
+    taken = inspect.signature(type(model).forward).parameters if isinstance(model, PreTrainedModel) else {}
+    if {"noise_embedding", "target_hidden"} <= set(taken):
+        raise ValueError(f"assistant_model: {type(model).__name__} is a DFlash drafter in code of its own. Pass load_drafter(\"hub:{model.config.name_or_path}\", target) of "
+                         f"hf_specdec.training, which reads the same checkpoint.")
+
+
 def refuse_as_a_model(model: Any, name: str) -> None:
     """ValueError if `model`, called `name`, is an assistant, where a model is wanted that reads text."""
     if kind_of(model) is not None:
@@ -36,7 +49,9 @@ def shared_layers(target: PreTrainedModel) -> dict[str, int]:
 
 def auto_class(config: Any):
     """The class of transformers whose `from_pretrained` reads the checkpoint with that config as a draft: that for assistants which have no head of their own, else that
-    for language models."""
+    for language models. ValueError for a published DFlash drafter's, which transformers alone does not read."""
+    if is_dflash(config.to_dict()):
+        raise ValueError(f"{config.name_or_path} holds a DFlash drafter; name it hub:{config.name_or_path}, or pass load_drafter(\"hub:{config.name_or_path}\", target).")
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModel, AutoModelForCausalLM
 
     headless = config.model_type.endswith("_assistant") and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from . import compat
-from .assistants import KINDS, auto_class, kind_of
+from .assistants import KINDS, auto_class, kind_of, refuse_foreign
 from .config import SpeculativeConfig
 from .drafts.base import Draft
 from .folders import WeightsError, check_model_folder, from_whole
@@ -28,6 +28,7 @@ _kept: WeakKeyDictionary = WeakKeyDictionary()  # target -> what its drafter was
 
 def as_draft(draft: Any, config: SpeculativeConfig) -> Draft:
     """The draft that was passed, or a model in the draft that the config names (of an assistant that a family ships, its own), or the config's own draft."""
+    refuse_foreign(compat.unwrap(draft))
     named = draft is None or config.draft in (*OF_A_MODEL, *KINDS)
     name = config.draft if named and config.draft != "model" else kind_of(compat.unwrap(draft)) or "model"
     if config.draft_options and (isinstance(draft, Draft) or name != config.draft):
@@ -35,10 +36,10 @@ def as_draft(draft: Any, config: SpeculativeConfig) -> Draft:
     return draft if isinstance(draft, Draft) else _made(name, config, *([] if draft is None else [draft]))
 
 
-def _made(name: str, config: SpeculativeConfig, *parts: Any) -> Draft:
+def _made(name: str, config: SpeculativeConfig, *parts: Any, **more: Any) -> Draft:
     made = _class(name, config)
     try:
-        return made(*parts, **config.draft_options)
+        return made(*parts, **more, **config.draft_options)
     except TypeError as error:
         raise ValueError(f"draft={config.draft!r} has to be made first: pass assistant_model={made.__name__}(...).") from error
 
@@ -85,7 +86,11 @@ def loaded(config: SpeculativeConfig, target: PreTrainedModel) -> PreTrainedMode
     if wanted not in fits:
         raise ValueError(f"draft={config.draft!r}: {source!r} is a drafter for draft={held!r}. Say that, or draft={source!r} without draft_source.")
     as_it_is = not isinstance(found, Draft) or wanted == held and not config.draft_options
-    return found if as_it_is else _made(wanted, config, getattr(found, "heads", None) or found.model, found.target)
+    if as_it_is:
+        return found
+    if hasattr(found, "layout"):
+        return _made(wanted, config, found.model, found.target, layout=found.layout)
+    return _made(wanted, config, getattr(found, "heads", None) or found.model, found.target)
 
 
 def _drafter(source: str, target: PreTrainedModel, read) -> PreTrainedModel | Draft:

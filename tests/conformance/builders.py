@@ -11,6 +11,7 @@ from hf_specdec.drafts import (
     NGramRecyclingDraft, PromptLookupDraft, RecyclingDraft, RetrievalDraft, SuffixAutomatonDraft, TranslatedDraft, UniformDraft,
 )
 from hf_specdec.drafts.dflash import DFlashDraft
+from hf_specdec.drafts.layout import Layout, Selector
 from hf_specdec.drafts.feature import FeatureDraft
 from hf_specdec.drafts.feature_tree import FeatureTreeDraft
 from hf_specdec.drafts.medusa import MedusaDraft
@@ -130,6 +131,14 @@ def masked_places(target, block: int = 5, window: int = 6, **settings):
         pad_token_id=None, rope_parameters={"rope_type": "default", "rope_theta": 1e4}) | settings)
 
 
+def selecting(target) -> Layout:
+    """As DFlash 2 has it: tokens are chosen one after another among each place's likeliest."""
+    config = target.config.get_text_config()
+    torch.manual_seed(8)
+    selector = Selector(config.vocab_size, config.hidden_size, 5, min(6, config.vocab_size - 1)).requires_grad_(False)
+    return Layout(frozenset({"sliding_attention"}), 5, 1.5, None, 0.8, 20.0, selector)
+
+
 # name in the registry -> target -> draft
 BUILDERS = {
     "cascade": lambda target: CascadeDraft(perturbed(target, 0.1), PromptLookupDraft()),
@@ -164,6 +173,7 @@ VARIANTS = {
     "cascade, of models, twice": lambda target: CascadeDraft(
         perturbed(target, 0.05), CascadeDraft(perturbed(target, 0.1), ModelDraft(perturbed(target, 0.2)), tokens=2), tokens=3),
     "cascade, over a tree that is drawn": lambda target: CascadeDraft(perturbed(target, 0.1), TreeDraft()),
+    "dflash, selected": lambda target: DFlashDraft(masked_places(target), layout=selecting(target)),
     "dflash, tree": lambda target: DFlashDraft(masked_places(target), tree=(3, 2)),
     "early_exit, a cache of its own": lambda target: early_exit(target, share=False),
     "horizontal_cascade, drawn, then drawn": lambda target: HorizontalCascadeDraft(

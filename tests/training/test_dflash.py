@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 
@@ -9,11 +10,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch.nn.functional import linear, silu
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoConfig
 
-from hf_specdec import mx
+from hf_specdec import SpeculativeConfig, enable, mx
+from hf_specdec.assistants import auto_class
 from hf_specdec.drafts import DFlashDraft, MixtureDraft
 from hf_specdec.drafts.features import hidden_states
+from hf_specdec.loading import loaded
 from hf_specdec.training import load_drafter
 from hf_specdec.training.drafter import is_drafter
 from tests.architectures import FAMILIES
@@ -250,6 +253,28 @@ def test_its_layers_go_into_tiles_and_mx_formats(target, tmp_path):
 def test_what_does_not_map_is_named(target, tmp_path, config, message):
     with pytest.raises(ValueError, match=message):
         load_drafter(write(tmp_path, config, checkpoint(ZLAB)), target)
+
+
+def test_a_config_names_it_with_options_of_its_own(target, tmp_path):
+    """The layout stays with what is made anew."""
+    folder, rows = str(write(tmp_path, TWO, checkpoint(TWO))), repetitive(13)
+    model = enable(copy.deepcopy(target))
+    for given in ({"draft": "dflash", "draft_source": folder}, {"draft": "dflash", "draft_source": folder, "draft_options": {"tree": (3, 2)}}):
+        draft = loaded(SpeculativeConfig(**given), model)
+        assert draft.layout.selector is not None and draft.may_branch == ("draft_options" in given)
+        assert generated(model.generate(torch.tensor(rows), speculative={**given, "num_assistant_tokens": 4}, max_new_tokens=8, do_sample=False), rows) == plain(target, rows, max_new_tokens=8)
+
+
+def test_a_hub_id_without_its_prefix_and_the_checkpoints_own_code_are_told_the_way(target):
+    with pytest.raises(ValueError, match="z-lab/some holds a DFlash drafter; name it hub:z-lab/some"):
+        auto_class(AutoConfig.for_model("qwen3", dflash_config={}, name_or_path="z-lab/some"))
+
+    class DFlashDraftModel(type(target)):
+        def forward(self, position_ids, noise_embedding=None, target_hidden=None, **kwargs):
+            raise AssertionError
+
+    with pytest.raises(ValueError, match=r"assistant_model: DFlashDraftModel is a DFlash drafter in code of its own. Pass load_drafter\("):
+        speculate(target, repetitive(13), DFlashDraftModel(target.config), 3)
 
 
 def test_pickles_are_not_opened_and_foreign_tensors_are_named(target, tmp_path):

@@ -70,9 +70,9 @@ def load_model(name: str, dtype="float32", device=None, encoder_decoders: bool =
         try:
             try:
                 config = AutoConfig.from_pretrained(source)
-                both, auto = config.is_encoder_decoder, auto_class(config)
             except ValueError:  # an adapter has no config of its own; of anything else the model's loader says what is wrong
-                config, both, auto = None, False, AutoModelForCausalLM
+                config = None
+            both, auto = (False, AutoModelForCausalLM) if config is None else (config.is_encoder_decoder, auto_class(config))
             if both and not encoder_decoders:
                 raise ValueError(f"{name} is an encoder-decoder, which generate and bench take on the command line; the rest goes through Python: "
                                  "hf_specdec.enable(AutoModelForSeq2SeqLM.from_pretrained(...)).generate(speculative=True).")

@@ -24,10 +24,6 @@ KINDS = (None, "dflash", "dflash2")
 ASSISTANT = "muse_glimmer_assistant"
 
 
-def is_dflash(config: dict) -> bool:
-    return "dflash_config" in config or any("DFlash" in name for name in config.get("architectures") or ()) or str(config.get("speculators_model_type")).startswith("dflash")
-
-
 def load(folder: Path, config: dict, tensors: dict[str, torch.Tensor], target: PreTrainedModel) -> DFlashDraft:
     """The draft of a checkpoint's config and tensors, for `target`, in its dtype and on its device.
 

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import LlamaConfig, PreTrainedModel
 
+from ..assistants import is_dflash
 from ..drafts.base import Draft
 from ..drafts.feature import FeatureDraft
 from ..drafts.features import EachNorm
@@ -35,7 +36,7 @@ def kind(name: str | Path) -> str:
         return ""
     if "medusa_num_heads" in config or config.get("model_type") == "medusa":
         return "medusa"
-    if dflash.is_dflash(config):
+    if is_dflash(config):
         return "dflash"
     names = _names(folder)
     if "fc.weight" not in names and "model.fc.weight" not in names:
