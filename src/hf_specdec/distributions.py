@@ -12,7 +12,7 @@ from math import inf, isfinite
 
 import torch
 from transformers import (EpsilonLogitsWarper, LogitsProcessor, MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor, MinPLogitsWarper,
-                          PrefixConstrainedLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, TypicalLogitsWarper)
+                          PrefixConstrainedLogitsProcessor, SuppressTokensAtBeginLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, TypicalLogitsWarper)
 
 from . import compat
 from .devices import has_float64
@@ -28,6 +28,7 @@ LEAST = {  # whether a text is too short to end
     MinLengthLogitsProcessor: lambda own, length: length < own.min_length,
     MinNewTokensLengthLogitsProcessor: lambda own, length: length - own.prompt_length_to_skip < own.min_new_tokens,
 }
+IDLE = {SuppressTokensAtBeginLogitsProcessor: lambda own, length: length != own.begin_index}  # whether it leaves a text of that length alone
 
 
 class Sampler:
@@ -130,7 +131,9 @@ class Sampler:
             if compat.is_prefix_free(processor):
                 logits = _all_nodes(processor, logits.reshape(batch * n, vocab)).view(batch, n, vocab)
             elif type(processor) in LEAST and len(parents) == n - 1:
-                logits = self._not_yet(position, logits, sizes, texts, parents)
+                logits = self._not_yet(position, logits, _lengths(sizes, texts, parents))
+            elif type(processor) in IDLE and len(parents) == n - 1 and self._idle(position, _lengths(sizes, texts, parents)):
+                continue
             else:
                 logits = logits.clone()
                 for b in range(batch):
@@ -149,14 +152,16 @@ class Sampler:
                 logits[b, i] = self._alone(self.rows[b][:count], text, raw[b, i : i + 1])
         return logits
 
-    def _not_yet(self, position: int, logits: torch.Tensor, sizes: Sequence[int], texts: Prefix, parents: Sequence[int]) -> torch.Tensor:
+    def _idle(self, position: int, lengths: list[list[int]]) -> bool:
+        """Whether a processor leaves all texts of these lengths alone."""
+        return all(IDLE[type(row[position])](row[position], length) for row, own in zip(self.rows, lengths) for length in own)
+
+    def _not_yet(self, position: int, logits: torch.Tensor, lengths: list[list[int]]) -> torch.Tensor:
         """What a least length makes of logits [B, n, V], by the number of tokens alone; texts that never are do not matter to it."""
-        depths, found = [0], logits
-        for parent in parents:
-            depths.append(depths[parent] + 1)
-        for b, size in enumerate(sizes):
-            text, own = texts(b, 0), self.rows[b][position]
-            short = [] if text is None else [i for i in range(size) if LEAST[type(own)](own, text.shape[1] + depths[i])]
+        found = logits
+        for b, nodes in enumerate(lengths):
+            own = self.rows[b][position]
+            short = [i for i, length in enumerate(nodes) if LEAST[type(own)](own, length)]
             if short:
                 found = logits.clone() if found is logits else found
                 found[b, upload(short, logits.device)[:, None], self._ends(own, logits)] = -inf
@@ -176,6 +181,15 @@ class Sampler:
         for processor in processors:
             scores = _all_nodes(processor, scores) if compat.is_prefix_free(processor) else _one_row(processor, text, scores)[None]
         return scores[0]
+
+
+def _lengths(sizes: Sequence[int], texts: Prefix, parents: Sequence[int]) -> list[list[int]]:
+    """Of every row, the lengths of the texts up to its nodes; [] for a row that has ended."""
+    depths = [0]
+    for parent in parents:
+        depths.append(depths[parent] + 1)
+    first = [texts(b, 0) for b in range(len(sizes))]
+    return [[] if text is None else [text.shape[1] + depth for depth in depths[:size]] for text, size in zip(first, sizes)]
 
 
 def _all_nodes(processor: LogitsProcessor, scores: torch.Tensor) -> torch.Tensor:
