@@ -16,6 +16,8 @@ from hf_specdec.mx.kernels import attention as kernel
 from hf_specdec.mx.kernels import cpu
 from hf_specdec.tree import Tree
 
+from ..architectures import FAMILIES as DECODERS
+from ..encoder_decoders import FAMILIES as ENCODER_DECODERS
 from ..helpers import build, enabled, torch_threads
 from ..seeing import FAMILIES
 from .models import HEADS as ONE_TO_ONE
@@ -306,3 +308,18 @@ def test_weights_that_the_config_of_an_eager_model_asks_for_are_given():
     assert len(wanted) == len(found) == 2
     for a, b in zip(found, wanted):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["LongT5", "Inkling 2 (text)"])
+def test_what_an_eager_model_adds_to_its_scores_is_added_in_tiles(name):
+    """Learned biases of positions and, of Inkling, sinks under another name: neither is handed to the kernel."""
+    line = next((line for line in (*ENCODER_DECODERS, *DECODERS) if line.name == name), None)
+    if line is None:
+        pytest.skip("not in these transformers")
+    model, ids = line.model("eager"), torch.arange(3, 15)[None]
+    inputs = {"input_ids": ids, "use_cache": False} | ({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})
+    with torch.no_grad():
+        wanted = model(**inputs).logits
+        found = mx.to_tiles(model)(**inputs).logits
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)

@@ -145,7 +145,8 @@ def forward_eager(module, query, key, value, attention_mask, scaling=None, dropo
     few = kernel.by_pairs(query.dtype) or query.shape[2] <= FEW
     few = few and query.device.type == "cpu" and query.dtype in cpu.DTYPES and attention_mask is not None
     weights = kwargs.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False)  # the kernel has none to give
-    if few and not dropout and not weights and not torch.is_grad_enabled():
+    more_scores = any(kwargs.get(name) is not None for name in ("position_bias", "sinks"))  # LongT5's and Inkling's, which it is not told of
+    if few and not dropout and not weights and not more_scores and not torch.is_grad_enabled():
         return forward(module, query, key, value, attention_mask, scaling=scaling, is_causal=False, softcap=softcap, s_aux=s_aux)
     more = {name: part for name, part in (("softcap", softcap), ("s_aux", s_aux)) if part is not None}
     return by_eager(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **more, **kwargs)
