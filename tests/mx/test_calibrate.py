@@ -14,11 +14,12 @@ from transformers import AutoModelForCausalLM
 from hf_specdec import mx
 from hf_specdec.bench.embedded import load_target
 from hf_specdec.mx import calibrate
-from hf_specdec.mx.calibration import own_text, pieces
+from hf_specdec.mx.calibration import own_text, pieces, sequences_of
 from hf_specdec.mx.formats import get_format
 from hf_specdec.mx.gptq import Inputs, compensated
 
 from ..bench.test_embedded import needs_package
+from ..encoder_decoders import family
 from ..helpers import VOCAB, assert_unchanged, snapshot
 from . import reference
 from .models import inputs_of, logits, mx_layers, same, tiny
@@ -281,6 +282,15 @@ def test_an_encoder_decoder_reads_the_text_on_both_sides():
     model = T5ForConditionalGeneration(T5Config(vocab_size=VOCAB, d_model=64, d_kv=16, d_ff=96, num_layers=1, num_heads=4, decoder_start_token_id=0))
     notes = {layer.name: layer.note for layer in mx.compress(model.eval(), calibration=TEXT).mx_report.layers if layer.format}
     assert any("EncDecAttention" in name for name in notes) and set(notes.values()) == {"calibrated"}
+
+
+def test_a_model_that_reads_no_token_ids_is_refused_by_name():
+    model, message = family("Whisper").model(d_model=64), "token ids, which WhisperForConditionalGeneration does not take"
+    for use in (lambda: mx.compress(model, calibration=TEXT), lambda: mx.choose_formats(model, 5.0, TEXT), lambda: own_text(model, [2])):
+        with pytest.raises(TypeError, match=message):
+            use()
+    assert not hasattr(model, "mx_report")
+    assert len(sequences_of(torch.compile(tiny()), TEXT)) == len(TEXT)  # whose forward takes anything
 
 
 def test_the_model_trains_again_and_has_no_hooks_left_and_random_numbers_go_on():

@@ -13,6 +13,7 @@ from hf_specdec.mx import quality
 from hf_specdec.mx.quality import QualityReport, compare, sample_text
 
 from ..bench.conftest import byte_tokenizer
+from ..encoder_decoders import family
 from ..helpers import VOCAB, perturbed, speculate
 from .models import SIZE, allocated, tiny
 
@@ -114,6 +115,13 @@ def test_memory_does_not_grow_with_the_text():
     one, _ = allocated(lambda: compare(model, model, ids[:128], window=128))
     ten, _ = allocated(lambda: compare(model, model, ids, window=128))
     assert ten < 1.5 * one
+
+
+def test_an_encoder_decoder_is_refused_by_name():
+    """It has read the whole text when it predicts the first token of it."""
+    model = family("BART").model(d_model=64)
+    with pytest.raises(ValueError, match="model: BartForConditionalGeneration is an encoder-decoder"):
+        mx.compare(model, model, [3, 4, 5, 6])
 
 
 def test_bad_input(pair):

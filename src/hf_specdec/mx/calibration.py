@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -23,16 +24,20 @@ def token_ids(calibration: Iterable) -> list[torch.Tensor]:
 
 def sequences_of(model, calibration: Iterable) -> list[torch.Tensor]:
     """`token_ids`, and TypeError for a model that takes none, ValueError for sequences that are no token ids of this model or longer than its context."""
-    find = getattr(model, "get_input_embeddings", None)
-    if find is None or not hasattr(model, "config"):
-        raise TypeError(f"calibration runs the model on token ids, which {type(model).__name__} does not take: give a model of transformers, or leave it out.")
-    sequences, vocabulary, limit = token_ids(calibration), find().weight.shape[0], _context(model)
+    if not hasattr(model, "get_input_embeddings") or not hasattr(model, "config") or not _reads_ids(model):
+        raise TypeError(f"calibration runs the model on token ids, which {type(model).__name__} does not take: leave it out, or give a language model of transformers.")
+    sequences, vocabulary, limit = token_ids(calibration), model.get_input_embeddings().weight.shape[0], _context(model)
     for number, ids in enumerate(sequences):
         if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
             raise ValueError(f"calibration[{number}] has token ids from {int(ids.min())} to {int(ids.max())}; the model's go from 0 to {vocabulary - 1}.")
         if limit and ids.shape[1] > limit:
             raise ValueError(f"calibration[{number}] has {ids.shape[1]} tokens, more than the model's context of {limit}: cut it into shorter pieces.")
     return sequences
+
+
+def _reads_ids(model) -> bool:
+    """Whether the model can be given token ids (of an encoder-decoder, its encoder): one that hears, as Whisper does, cannot."""
+    return getattr(model, "main_input_name", "input_ids") == "input_ids" or "input_ids" in inspect.signature(model.forward).parameters
 
 
 def _sequence(number: int, ids) -> torch.Tensor:
@@ -63,8 +68,11 @@ def own_text(model, start: Sequence[int] | None = None, tokens: int = TOKENS, le
     """About `tokens` tokens that the model writes itself, as int64 tensors `[1, length]`, sampled at temperature 1 with that seed: calibration without data.
 
     start: token ids that each begins with, such as a chat template's up to the user's words; without it the model's BOS token, or EOS if it has
-    no other. Ends of a text are gone beyond. Raises ValueError where there is nothing to begin with. Source: LLM-QAT (Liu et al. 2023, arXiv 2305.17888).
+    no other. Ends of a text are gone beyond. Raises ValueError where there is nothing to begin with, TypeError for a model that reads no token ids. Source: LLM-QAT
+    (Liu et al. 2023, arXiv 2305.17888).
     """
+    if not _reads_ids(model):
+        raise TypeError(f"model: own_text has it go on from token ids, which {type(model).__name__} does not take: compress it without calibration.")
     vocabulary = model.get_input_embeddings().weight.shape[0]  # an id that no token has
     start = _beginning(model.generation_config) if start is None else list(start)
     if not start:

@@ -78,12 +78,14 @@ def compare(
     computed in float32, a few positions at a time.
 
     Raises ValueError for a text or window that is too short or long, for token ids beside a text, for models whose
-    vocabularies differ, for token ids that they do not have, and for a model that predicts NaN; TypeError for what is no
-    model, tokenizer or token ids.
+    vocabularies differ, for token ids that they do not have, for an encoder-decoder, and for a model that predicts NaN;
+    TypeError for what is no model, tokenizer or token ids.
     """
     for name, owner in (("model", model), ("compressed", compressed)):
         if isinstance(owner, type) or not hasattr(owner, "get_input_embeddings"):
             raise TypeError(f"{name}: expected a transformers model, got {what(owner)}.")
+        if getattr(owner.config, "is_encoder_decoder", False):
+            raise ValueError(f"{name}: {type(owner).__name__} is an encoder-decoder, and tokens are predicted here from those before them alone: compare what both models write.")
     ids = _ids(tokenizer_or_ids, text)
     window = _window(window, model, compressed)
     if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 2):
