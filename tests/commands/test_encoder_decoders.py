@@ -8,6 +8,7 @@ import torch
 from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5ForConditionalGeneration
 from typer.testing import CliRunner
 
+from hf_specdec import mx
 from hf_specdec.bench.embedded import load_target
 from hf_specdec.cli import app
 
@@ -96,10 +97,22 @@ def test_the_benchmark_compares_its_texts(pair, tmp_path):
     assert all(row["equal"] == row["outputs"] == 2 for name, row in rows.items() if name.startswith("ours"))
 
 
+def test_it_is_compressed_and_the_folder_writes_text(pair, tmp_path):
+    out = tmp_path / "mx"
+    result = run("compress", pair[0], "--out", out, "--lm-head", "mxint8")
+    assert result.exit_code == 0, result.stderr
+    model, _ = load_target(str(out), encoder_decoders=True)
+    assert isinstance(model.lm_head, mx.MXLinear)
+    result = run("generate", out, "--prompt", PROMPTS[0], "--max-new-tokens", 8, "--json")
+    assert result.exit_code == 0, result.stderr
+    result = run("compress", pair[0], "--out", tmp_path / "more", "--report")
+    assert result.exit_code == 2 and "--report" in result.stderr and "is an encoder-decoder" in " ".join(result.stderr.split()) and not (tmp_path / "more").exists()
+
+
 @pytest.mark.parametrize("command", ["verify", "tune"])
 def test_other_commands_say_which_ones_take_it(pair, command, tmp_path):
     result = run(command, pair[0], *(("--out", tmp_path) if command == "tune" else ()))
-    assert result.exit_code == 2 and "is an encoder-decoder, which generate and bench take" in " ".join(result.stderr.split())
+    assert result.exit_code == 2 and "is an encoder-decoder, which generate, bench and compress take" in " ".join(result.stderr.split())
 
 
 def test_a_source_longer_than_the_encoders_context_is_refused(pair):

@@ -74,7 +74,7 @@ def load_model(name: str, dtype="float32", device=None, encoder_decoders: bool =
                 config = None
             both, auto = (False, AutoModelForCausalLM) if config is None else (config.is_encoder_decoder, auto_class(config))
             if both and not encoder_decoders:
-                raise ValueError(f"{name} is an encoder-decoder, which generate and bench take on the command line; the rest goes through Python: "
+                raise ValueError(f"{name} is an encoder-decoder, which generate, bench and compress take on the command line; the rest goes through Python: "
                                  "hf_specdec.enable(AutoModelForSeq2SeqLM.from_pretrained(...)).generate(speculative=True).")
             blocks = config is not None and is_blocks(config) and not torch.cuda.is_available()
             model = mx.load(auto, source, dtype=dtype) if blocks else from_whole(name, AutoModelForSeq2SeqLM if both else auto, source, dtype=dtype)

@@ -54,10 +54,10 @@ def compress(
     lesson = None if calibrate == GENERATED else _words(calibrate, "--calibrate")
     refuse_compressed(target, stored_config(target), "name the original checkpoint", published=True)
     needed = "--report" if report else "--calibrate" if calibrate else None
-    model, tokenizer = load_model(target, dtype), _tokenizer(target, needed)
+    model, tokenizer = load_model(target, dtype, encoder_decoders=True), _tokenizer(target, needed)
     refuse_compressed(target, model.config, "name the original checkpoint")
-    if words is not None and len(tokenizer(words, verbose=False)["input_ids"]) < 2:
-        raise ValueError(f"--text {text}: at least 2 tokens are needed, so that one can be predicted; name another file.")
+    if report:
+        _check_measured(target, model, tokenizer, words, text)
     before = _bytes(model)
     original = twin(model) if report else None
     sequences = calibration_text(model, tokenizer, lesson) if calibrate else None
@@ -100,6 +100,14 @@ def _check(out: Path | None, report: bool, text: Path | None, json_file: Path | 
     if out is not None and out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(f"--out {out} exists and is not an empty folder: name another one, or remove it first.")
     check_folder(out, "--out")
+
+
+def _check_measured(target: str, model: Any, tokenizer: Any, words: str | None, text: Path | None) -> None:
+    """ValueError for what `compare` would refuse when all else is done."""
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"--report: {target} is an encoder-decoder, and tokens are predicted there from those before them alone; give --out without it.")
+    if words is not None and len(tokenizer(words, verbose=False)["input_ids"]) < 2:
+        raise ValueError(f"--text {text}: at least 2 tokens are needed, so that one can be predicted; name another file.")
 
 
 def _pair(text: str) -> tuple[str, str]:
