@@ -41,6 +41,13 @@ def test_a_layer_whose_weight_the_model_reads_stays_dense(make, tmp_path):
     assert [name for name in notes if name.endswith(".wo")] == [name for name in again.config.quantization_config.skip if name.endswith(".wo")]
 
 
+def test_a_packed_head_is_not_taken_for_one_that_lost_its_tie(tmp_path, caplog):
+    """T5's config says that it ties whatever was saved: transformers compared numbers with bytes, and advised to change the config."""
+    mx.compress(t5(), lm_head="mxint8").save_pretrained(tmp_path)
+    again = AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
+    assert isinstance(again.lm_head, mx.MXLinear) and "tied weights" not in caplog.text
+
+
 def test_which_weights_are_read():
     class Base(nn.Module):
         def __init__(self):

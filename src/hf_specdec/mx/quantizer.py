@@ -170,6 +170,7 @@ class MXQuantizer(HfQuantizer):
             if f"{choice.name}.weight" in tied and not self.pre_quantized:
                 self.tied_head = choice  # compressed after loading, when it has its weights
                 continue
+            tied.pop(f"{choice.name}.weight", None)  # T5's config says so of every checkpoint
             linear, activations = choice.module, config.activations if choice.format.fits_int8 else None
             if isinstance(linear, ExpertWeights):
                 self._swap_experts(linear, ExpertMatrix.for_weights(linear, choice.format, activations))
