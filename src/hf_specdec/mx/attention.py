@@ -12,6 +12,7 @@ from .kernels import attention as kernel
 from .kernels import cpu
 
 NAME, FEW_NAME, EAGER_NAME = "hf_specdec_rows", "hf_specdec_few", "hf_specdec_few_eager"
+HARMLESS = ("position_ids", "cache_position")  # tensors that attention functions are passed and do not look at
 FEW = 64  # queries per row up to which the kernel is the faster one; of products of pairs, for any number
 
 
@@ -145,8 +146,8 @@ def forward_eager(module, query, key, value, attention_mask, scaling=None, dropo
     few = kernel.by_pairs(query.dtype) or query.shape[2] <= FEW
     few = few and query.device.type == "cpu" and query.dtype in cpu.DTYPES and attention_mask is not None
     weights = kwargs.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False)  # the kernel has none to give
-    more_scores = any(kwargs.get(name) is not None for name in ("position_bias", "sinks"))  # LongT5's and Inkling's, which it is not told of
-    if few and not dropout and not weights and not more_scores and not torch.is_grad_enabled():
+    told = all(name in HARMLESS for name, part in kwargs.items() if torch.is_tensor(part))  # LongT5 and Inkling add to the scores
+    if few and told and not dropout and not weights and not torch.is_grad_enabled():
         return forward(module, query, key, value, attention_mask, scaling=scaling, is_causal=False, softcap=softcap, s_aux=s_aux)
     more = {name: part for name, part in (("softcap", softcap), ("s_aux", s_aux)) if part is not None}
     return by_eager(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **more, **kwargs)
