@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -104,7 +105,7 @@ class Sequences:
         ids = upload([row.tokens[row.prompt :] if self.hidden else row.tokens], self.device)
         scores = tuple(score[None] for score in row.scores) or None
         own = self.own.setdefault(row.index, [_of_row(criterion, row.prompt) for criterion in self.criteria])
-        return any([_verdict(criterion, ids, scores) for criterion in own])
+        return any([_verdict(criterion, ids, scores, len(self.rows) == 1) for criterion in own])
 
     def _stream(self, row: Row, count: int) -> None:
         if self.streamer is None or not count:
@@ -137,9 +138,14 @@ def _of_row(criterion: StoppingCriteria, prompt: int) -> StoppingCriteria:
     return own
 
 
-def _verdict(criterion: StoppingCriteria, ids: torch.Tensor, scores: tuple[torch.Tensor, ...] | None) -> bool:
-    found = torch.as_tensor(criterion(ids, scores))
+def _verdict(criterion: StoppingCriteria, ids: torch.Tensor, scores: tuple[torch.Tensor, ...] | None, alone: bool) -> bool:
+    """alone: whether there is one row."""
+    said = criterion(ids, scores)
+    found = torch.as_tensor(said)
     if found.numel() != 1:
         raise ValueError(f"stopping_criteria: {type(criterion).__name__} was given one row and returned {found.numel()} verdicts. With speculative=True "
                          f"every row is looked at alone; make it one that does not know the batch.")
+    if said is True and not alone and not hasattr(criterion, "done_tracker"):
+        warnings.warn(f"stopping_criteria: {type(criterion).__name__} returned True, which plain generate() takes for all rows of a batch. With speculative=True every row is looked at "
+                      f"alone, and ends by itself; a criterion that means the row returns a tensor, True or False for each of input_ids.", stacklevel=2)
     return bool(found)

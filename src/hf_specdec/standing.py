@@ -37,7 +37,7 @@ class Standing:
 
 
 def say(model, speculative: bool | dict | SpeculativeConfig | None, assistant_model: Any) -> None:
-    """Set what calls do from now on. What is None stays as it was; speculative=False takes all back. ValueError and TypeError for options that no call
+    """Set what calls do from now on. What is None stays as it was, but a draft that is named replaces one that was passed; speculative=False takes all back. ValueError and TypeError for options that no call
     could have, and for a draft with another vocabulary."""
     before = said(model)
     if speculative is False:
@@ -48,7 +48,9 @@ def say(model, speculative: bool | dict | SpeculativeConfig | None, assistant_mo
     check_one_draft(speculative, assistant_model)
     if assistant_model is not None:
         check_vocabulary(as_draft(assistant_model, config), compat.traits_of(compat.unwrap(model), "model"))
-    vars(model)[_ATTRIBUTE] = Standing(before.speculative if speculative is None else speculative, before.assistant_model if assistant_model is None else assistant_model)
+    named = isinstance(speculative, dict) and "draft" in speculative  # which takes the place of the one passed before
+    draft = before.assistant_model if assistant_model is None and not named else assistant_model
+    vars(model)[_ATTRIBUTE] = Standing(before.speculative if speculative is None else speculative, draft)
 
 
 def check_one_draft(speculative: Any, assistant_model: Any) -> None:

@@ -121,6 +121,12 @@ def test_vocabularies_that_share_nothing_are_refused():
         TranslatedDraft(tiny_llama(), word_tokenizer(range(VOCAB)), word_tokenizer(range(100, 100 + VOCAB)))
 
 
+def test_tokenizers_in_the_wrong_order_are_told_so():
+    small = tiny_llama(vocab_size=VOCAB // 2)
+    with pytest.raises(ValueError, match=f"draft_tokenizer has ids up to {VOCAB - 1}, and the draft model knows {VOCAB // 2} tokens.*the two are swapped"):
+        TranslatedDraft(small, word_tokenizer(range(VOCAB // 2)), word_tokenizer(range(VOCAB)))
+
+
 @pytest.mark.parametrize("draft", [lambda model: TranslatedDraft(model, word_tokenizer(range(VOCAB)), word_tokenizer(range(VOCAB))),
                                    lambda model: CascadeDraft(model, PromptLookupDraft()), ModelDraft], ids=["translated", "cascade", "model"])
 def test_an_encoder_that_runs_once_is_no_part_of_the_draft_s_cost(draft):

@@ -202,12 +202,20 @@ class Limits(StoppingCriteria):
         return torch.tensor([input_ids.shape[1] > 15, False])
 
 
+class AnyRow(StoppingCriteria):
+    def __call__(self, input_ids, scores, **kwargs):
+        return bool((input_ids[:, -1] % 3 == 1).any())
+
+
 def test_what_knows_the_batch_is_refused():
     model = hf_specdec.enable(tiny_llama(3))
     with pytest.raises(ValueError, match="logits_processor: PerRow was given one row.*does not know the batch"):
         ours(model, ROWS, logits_processor=LogitsProcessorList([PerRow()]))
     with pytest.raises(ValueError, match="stopping_criteria: Limits was given one row and returned 2 verdicts"):
         ours(model, ROWS, stopping_criteria=[Limits()])
+    with pytest.warns(UserWarning, match="stopping_criteria: AnyRow returned True, which plain generate.. takes for all rows of a batch"):
+        ours(model, ROWS, stopping_criteria=[AnyRow()])
+    assert torch.equal(ours(model, ROWS[:1], stopping_criteria=[AnyRow()]), ours(model, ROWS[:1], stopping_criteria=[AnyRow()], speculative=False))  # of one row it means the row
 
 
 class Nothing(LogitsProcessor):

@@ -34,6 +34,17 @@ def call(model, rows=ROWS, **options):
     return model.generate(**padded(rows), **OPTIONS, **options)
 
 
+def test_a_draft_that_is_named_replaces_one_that_was_passed(rounds):
+    model = hf_specdec.enable(tiny_llama(), speculative=True, assistant_model=UniformDraft())
+    hf_specdec.enable(model, speculative={"num_assistant_tokens": 3})
+    call(model)
+    assert set(rounds) == {"uniform"}
+    hf_specdec.enable(model, speculative={"draft": "suffix_automaton"})
+    rounds.clear()
+    call(model)
+    assert set(rounds) == {"suffix_automaton"}
+
+
 def test_a_call_that_says_nothing_speculates(rounds):
     model = hf_specdec.enable(tiny_llama(), speculative=True)
     text = call(model)

@@ -383,6 +383,10 @@ def test_the_model_writes_text_of_its_own():
     assert torch.equal(torch.cat(parts), torch.cat(again)) and not torch.equal(torch.cat(parts), torch.cat(other))
     assert len(begun) == 1 and begun[0].shape == (1, 128) and begun[0][0, :2].tolist() == [4, 5]  # the model's context
     assert torch.equal(torch.get_rng_state(), state)
+    for name, value in {"max_new_tokens": 4, "no_repeat_ngram_size": 1, "repetition_penalty": 1.3, "num_beams": 2, "stop_strings": ["a"]}.items():
+        setattr(model.generation_config, name, value)  # what a model's own config says of its chats is no matter here
+    kept = model.generation_config
+    assert torch.equal(torch.cat(parts), torch.cat(own_text(model, tokens=96, length=32))) and model.generation_config is kept
     model.generation_config.bos_token_id, model.generation_config.eos_token_id = None, [3, 2]
     assert own_text(model, tokens=8, length=8)[0][0, 0] == 3
     model.generation_config.eos_token_id = None

@@ -40,6 +40,9 @@ class TranslatedDraft(Holder):
                 raise TypeError(f"{role}: expected a tokenizer, got {type(one).__name__}.")
         ours, theirs = spelled(tokenizer.get_vocab()), spelled(draft_tokenizer.get_vocab())
         shared = sorted((ours[token], theirs[token]) for token in ours.keys() & theirs.keys() if theirs[token] < self.model_traits.vocab_size)
+        if max(theirs.values()) >= self.model_traits.vocab_size > max(ours.values()):
+            raise ValueError(f"draft_tokenizer has ids up to {max(theirs.values())}, and the draft model knows {self.model_traits.vocab_size} tokens, as many as tokenizer has: the two "
+                             f"are swapped. TranslatedDraft(model, tokenizer, draft_tokenizer) takes the target's first.")
         if not shared:
             raise ValueError("draft_tokenizer: shares no token with tokenizer; take a draft whose vocabulary overlaps the target's.")
         self.shared = torch.tensor(shared)  # int64 [n, 2]: the target's id, the draft's id

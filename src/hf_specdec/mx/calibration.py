@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterable, Sequence
 
 import torch
+from transformers import GenerationConfig
 
 TOKENS, LENGTH = 8192, 256  # of calibration text, and of a piece of it
 READ = "a text is read by a tokenizer first: pieces(tokenizer(text).input_ids), from hf_specdec.mx.calibration."
@@ -79,10 +80,13 @@ def own_text(model, start: Sequence[int] | None = None, tokens: int = TOKENS, le
         raise ValueError("start: there is no token to begin with, and the model has neither BOS nor EOS; give token ids.")
     length = min(length, _context(model) or length)
     first = torch.tensor([start], device=model.device).expand(max(1, tokens // length), -1)
-    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        ids = model.generate(first, attention_mask=torch.ones_like(first), max_length=length, do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
-                             repetition_penalty=1.0, eos_token_id=vocabulary, pad_token_id=0)  # fmt: skip
+    kept, model.generation_config = model.generation_config, GenerationConfig(eos_token_id=vocabulary, pad_token_id=0)  # its own may have lengths and rules of chats
+    try:
+        with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            ids = model.generate(first, attention_mask=torch.ones_like(first), max_length=length, do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
+    finally:
+        model.generation_config = kept
     return list(ids.cpu().split(1))
 
 
