@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import warnings
 
 import pytest
@@ -15,7 +17,6 @@ from hf_specdec.mx.readers import weights_read_by
 
 from .models import IDS, mx_layers, same, tiny
 from .test_compress import report_of
-
 
 
 def t5(kind: str = "t5", **settings):
@@ -90,7 +91,7 @@ def bert():
     return AutoModelForMaskedLM.from_config(AutoConfig.for_model("bert", vocab_size=61, **sizes))
 
 
-@pytest.mark.parametrize("make, inputs", [(bart, ["input_ids", "decoder_input_ids"]), (bert, ["input_ids"])])
+@pytest.mark.parametrize("make, inputs", [(bart, ["input_ids", "decoder_input_ids"]), (bert, ["input_ids"]), (t5, ["input_ids", "decoder_input_ids"])])
 def test_what_was_tied_beside_the_head_is_saved_with_it(make, inputs, tmp_path):
     """BART's two embeddings are one with the head; so is BERT's bias."""
     torch.manual_seed(0)
@@ -105,6 +106,25 @@ def test_what_was_tied_beside_the_head_is_saved_with_it(make, inputs, tmp_path):
         for other in (fly, type(model).from_pretrained(tmp_path / "packed"), type(model).from_pretrained(tmp_path / "fly")):
             other.tie_weights()
             assert torch.equal(other(**inputs).logits, expected)
+
+
+def test_embeddings_that_shared_one_memory_with_the_head_still_share_one(tmp_path):
+    """In memory: a file has each of them, as its config ties nothing. One that was given other weights in between stays apart."""
+    def places(model):
+        return len({part.weight.data_ptr() for part in (model.model.shared, model.model.encoder.embed_tokens, model.model.decoder.embed_tokens)})
+
+    model = mx.to_tiles(bart().eval())
+    assert places(model) == 1
+    model.save_pretrained(tmp_path / "packed")
+    assert places(model) == 1
+    again = type(model).from_pretrained(tmp_path / "packed")
+    assert places(again) == 1 and same(model, again) and not again.config.tie_word_embeddings
+    assert places(copy.deepcopy(again)) == 1 and places(pickle.loads(pickle.dumps(again))) == 1
+    decoder = again.model.decoder
+    decoder.embed_tokens.weight = nn.Parameter(decoder.embed_tokens.weight.detach() + 1)
+    again.save_pretrained(tmp_path / "changed")
+    changed = type(model).from_pretrained(tmp_path / "changed")
+    assert places(changed) == 2 and same(again, changed)
 
 
 def test_a_config_that_two_models_share_stays_the_other_ones(tmp_path):

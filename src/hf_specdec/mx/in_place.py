@@ -19,7 +19,8 @@ from .calibration import sequences_of
 from .experts import ExpertWeights
 from .plan import ON_GPU, Choice
 from .report import CompressionReport
-from .swap import FLOAT64, NOT_FINITE, compress_layer, own_config, untie
+from .swap import FLOAT64, NOT_FINITE, compress_layer, own_config
+from .ties import untie
 
 AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
 ON_META = "{}.weight is on the meta device: load the model's weights before compressing it."

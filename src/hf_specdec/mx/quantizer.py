@@ -24,7 +24,8 @@ from .plan import Choice, check_layer_formats, check_skip, check_some, plan, rec
 from .reading import Compress
 from .report import CompressionReport, LayerReport, weight_error
 from .stored import check_files, check_loaded
-from .swap import FLOAT64, compress_layer, dense_report, dequantize, replace, untie
+from .swap import FLOAT64, compress_layer, dense_report, dequantize, replace
+from .ties import apart, share, untie
 
 VERSION = 3  # of what is saved, at most: the packing and the names of the tensors; 2 is written for formats by layer alone, 3 for packed experts alone
 EXPERTS = 3  # the version from which experts are packed
@@ -213,6 +214,9 @@ class MXQuantizer(HfQuantizer):
                 model, head, self.quantization_config.scale_rule, True, self.quantization_config.activations
             )
             untie(model)
+        if self.pre_quantized:
+            untie(model)  # T5's config class says tied whatever the file says
+            share(model)
         if self.quantization_config.dequantize:
             return dequantize(model)
         use_kernels(model)
@@ -253,6 +257,9 @@ class MXQuantizer(HfQuantizer):
 
     def _dequantize(self, model, dtype=None):
         return dequantize(model, dtype)
+
+    def get_state_dict_and_metadata(self, model):
+        return apart(model), {}
 
     def is_serializable(self, *args, **kwargs) -> bool:
         return True

@@ -15,7 +15,8 @@ from .linear import MXMatrix
 from .plan import SEES, Choice, plan
 from .quantizer import MXConfig, attach
 from .routers import steady_routers, use_steady_routers
-from .swap import compress_layer, replace, untie
+from .swap import compress_layer, replace
+from .ties import untie
 from .tiles import to_tiles
 
 

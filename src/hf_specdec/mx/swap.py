@@ -80,31 +80,6 @@ def own_config(model: nn.Module) -> None:
             module.config = copies[id(module.config)]
 
 
-def untie(model: nn.Module) -> None:
-    """A compressed head no longer shares the embedding's weight: the config must not say that it does."""
-    find = getattr(model, "get_output_embeddings", None)
-    if find is None or not isinstance(find(), MXLinear):
-        return
-    for config in (model.config, model.config.get_text_config()):
-        if getattr(config, "tie_word_embeddings", False):
-            config.tie_word_embeddings = False
-    _part(model)
-
-
-def _part(model: nn.Module) -> None:
-    """What the config no longer ties (BART's two embeddings, BERT's bias of the head) gets memory of its own: else it is saved once, and the
-    loaded model makes up the others."""
-    tied = getattr(model, "all_tied_weights_keys", None)
-    if not tied:
-        return
-    model.all_tied_weights_keys = still = model.get_expanded_tied_weights_keys(all_submodels=True)
-    for name in tied.keys() - still.keys():
-        owner, _, own = name.rpartition(".")
-        owner, source = model.get_submodule(owner), model.get_parameter(tied[name])
-        if getattr(owner, own, None) is source:
-            setattr(owner, own, nn.Parameter(source.detach().clone(), requires_grad=source.requires_grad))
-
-
 def dequantize(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     """Swap a model's MX layers for dense ones, in place, and return the model: in its own dtype, or all that a checkpoint of it holds in `dtype`."""
     if not isinstance(model, nn.Module):
