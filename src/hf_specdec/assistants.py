@@ -22,8 +22,9 @@ def kind_of(model: Any) -> str | None:
 
 
 def is_dflash(config: dict[str, Any]) -> bool:
-    """Whether that is the config of a DFlash drafter as z-lab or speculators write it (`training.dflash`)."""
-    return "dflash_config" in config or any("DFlash" in name for name in config.get("architectures") or ()) or str(config.get("speculators_model_type")).startswith("dflash")
+    """Whether that is the config of a drafter of DFlash's kind as it is published (`training.dflash`)."""
+    names = (*(config.get("architectures") or ()), str(config.get("speculators_model_type")))
+    return "dflash_config" in config or any(word in name.lower() for name in names for word in ("dflash", "dspark"))
 
 
 def refuse_foreign(model: Any) -> None:

@@ -11,7 +11,7 @@ from hf_specdec.drafts import (
     NGramRecyclingDraft, PromptLookupDraft, RecyclingDraft, RetrievalDraft, SuffixAutomatonDraft, TranslatedDraft, UniformDraft,
 )
 from hf_specdec.drafts.dflash import DFlashDraft
-from hf_specdec.drafts.layout import Layout, Selector
+from hf_specdec.drafts.layout import Layout, Markov, Selector
 from hf_specdec.drafts.feature import FeatureDraft
 from hf_specdec.drafts.feature_tree import FeatureTreeDraft
 from hf_specdec.drafts.medusa import MedusaDraft
@@ -139,6 +139,13 @@ def selecting(target) -> Layout:
     return Layout(frozenset({"sliding_attention"}), 5, 1.5, None, 0.8, 20.0, selector)
 
 
+def stepping(target) -> Layout:
+    """As DSpark has it: the first token at the root's place, each with a bias by the one before."""
+    config = target.config.get_text_config()
+    torch.manual_seed(9)
+    return Layout(selector=Markov(config.vocab_size, config.hidden_size, 5, "rnn").requires_grad_(False), first=0)
+
+
 # name in the registry -> target -> draft
 BUILDERS = {
     "cascade": lambda target: CascadeDraft(perturbed(target, 0.1), PromptLookupDraft()),
@@ -173,6 +180,7 @@ VARIANTS = {
     "cascade, of models, twice": lambda target: CascadeDraft(
         perturbed(target, 0.05), CascadeDraft(perturbed(target, 0.1), ModelDraft(perturbed(target, 0.2)), tokens=2), tokens=3),
     "cascade, over a tree that is drawn": lambda target: CascadeDraft(perturbed(target, 0.1), TreeDraft()),
+    "dflash, markov": lambda target: DFlashDraft(masked_places(target), layout=stepping(target)),
     "dflash, selected": lambda target: DFlashDraft(masked_places(target), layout=selecting(target)),
     "dflash, tree": lambda target: DFlashDraft(masked_places(target), tree=(3, 2)),
     "early_exit, a cache of its own": lambda target: early_exit(target, share=False),

@@ -1,4 +1,4 @@
-"""Published DFlash drafters: synthetic checkpoints in the published layouts, against a small forward written down here."""
+"""Published drafters of DFlash's kind: synthetic checkpoints in the published layouts, against a small forward written down here."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ TWO = {**WINDOWS, "architectures": ["DFlash2DraftModel"], "is_causal": False, "d
     "final_logit_softcapping": 20.0, "output_multiplier": 0.7, "input_embedding_scale": 1.5}}
 SPECULATORS = {"speculators_model_type": "dflash", "architectures": ["DFlashSpeculator"], "transformer_layer_config": {**OWN, "architectures": None}, "block_size": BLOCK, "mask_token_id": 1,
                "aux_hidden_state_layer_ids": [layer + 1 for layer in READS], "draft_vocab_size": 30, "sliding_window_non_causal": False}
-CONFIGS = {"z-lab": ZLAB, "with windows": WINDOWS, "causal": {**ZLAB, "is_causal": True}, "DFlash 2": TWO, "speculators": SPECULATORS}
+SPARKS = {f"DSpark, {kind}": {**OWN, "architectures": ["Qwen3DSparkModel"], "block_size": BLOCK, "mask_token_id": 1, "target_layer_ids": READS, "num_anchors": 8, "markov_rank": 6,
+                             "markov_head_type": kind, "enable_confidence_head": True, "confidence_head_with_markov": True, "layer_types": ["full_attention"] * LAYERS}
+          for kind in ("vanilla", "gated", "rnn")}  # fmt: skip
+CONFIGS = {"z-lab": ZLAB, "with windows": WINDOWS, "causal": {**ZLAB, "is_causal": True}, "DFlash 2": TWO, "speculators": SPECULATORS, **SPARKS}
 every_layout = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 
@@ -60,7 +63,13 @@ def checkpoint(config) -> dict[str, torch.Tensor]:
                 shapes |= {f"layers.{i}.{conv}.base_kernel": (2, 2, H), f"layers.{i}.{conv}.kernel_projection.weight": (2 * 2 * H // 4, H)}
     if config is TWO:
         shapes |= {f"candidate_selector.{name}": (V, 6) for name in ("predecessor_codebook", "successor_codebook")} | {"candidate_selector.hidden_projection.weight": (6, H)}
-    tensors = {name: torch.randn(shape) * (0.6 if "candidate" in name else 0.25) for name, shape in shapes.items()}
+    if "markov_rank" in config:
+        more = {"gated": {"gate_proj": (6, H + 6)}, "rnn": {"joint_proj": (18, 12 + H)}}.get(config["markov_head_type"], {})
+        shapes |= {"markov_head.markov_w1.weight": (V, 6), "markov_head.markov_w2.weight": (V, 6), "confidence_head.proj.weight": (1, H + 6), "confidence_head.proj.bias": (1,)}
+        shapes |= {"embed_tokens.weight": (V, H), "lm_head.weight": (V, H)}
+        for name, shape in more.items():
+            shapes |= {f"markov_head.{name}.weight": shape, f"markov_head.{name}.bias": shape[:1]}
+    tensors = {name: torch.randn(shape) * (0.6 if "candidate" in name or "markov" in name else 0.25) for name, shape in shapes.items()}
     norms = ["norm", "hidden_norm", *(f"layers.{i}.{name}" for i in range(LAYERS) for name in ("input_layernorm", "post_attention_layernorm"))]
     tensors |= {f"{name}.weight": 1 + 0.1 * torch.randn(H) for name in norms}
     tensors |= {f"layers.{i}.self_attn.{name}_norm.weight": 1 + 0.1 * torch.randn(D) for i in range(LAYERS) for name in "qk"}
@@ -147,17 +156,36 @@ def block(target, config, tensors, row):
     return x, 20 * (logits / 20).tanh() if "final_logit_softcapping" in own else logits
 
 
+def laws(config, tensors, states, logits, root, tokens):
+    """Logits [V] of each place ahead, whose forerunners are the root and these tokens."""
+    first, carried = 0 if "markov_rank" in config else 1, torch.zeros(6)
+    for i, (state, own) in enumerate(zip(states[first:], logits[first:])):
+        if i > len(tokens):
+            return
+        before = tokens[i - 1] if i else root
+        if config is TWO:
+            projected, found = linear(state, tensors["candidate_selector.hidden_projection.weight"]), own.topk(7).indices
+            extra = (tensors["candidate_selector.predecessor_codebook"][before] * projected * tensors["candidate_selector.successor_codebook"][found]).sum(-1)
+            yield torch.full((V,), -torch.inf).index_copy(0, found, own[found] + extra)
+        elif "markov_rank" in config:
+            w = part(tensors, "markov_head.")
+            bias = known = w["markov_w1.weight"][before]
+            if config["markov_head_type"] == "gated":
+                bias = linear(torch.cat([state, known]), w["gate_proj.weight"], w["gate_proj.bias"]).sigmoid() * known
+            elif config["markov_head_type"] == "rnn":
+                gate, candidate, out = linear(torch.cat([carried, known, state]), w["joint_proj.weight"], w["joint_proj.bias"]).view(3, 6)
+                carried, bias = gate.sigmoid() * carried + (1 - gate.sigmoid()) * candidate.tanh(), out.tanh()
+            yield own + linear(bias, w["markov_w2.weight"])
+        else:
+            yield own
+
+
 def path(config, tensors, states, logits, root):
     """The tokens that are drafted greedily."""
-    if config is not TWO:
-        return logits[1:].argmax(-1).tolist()
-    before, following, tokens = tensors["candidate_selector.predecessor_codebook"], tensors["candidate_selector.successor_codebook"], [root]
-    for state, own in zip(states[1:], logits[1:]):
-        projected = linear(state, tensors["candidate_selector.hidden_projection.weight"])
-        found = own.topk(7).indices
-        scores = own[found] + (before[tokens[-1]] * projected * following[found]).sum(-1)
-        tokens.append(int(found[scores.argmax()]))
-    return tokens[1:]
+    tokens = []
+    for scores in laws(config, tensors, states, logits, root, tokens):
+        tokens.append(int(scores.argmax()))
+    return tokens
 
 
 # --- what is drafted --------------------------------------------------------------------------------------------------------------
@@ -170,7 +198,7 @@ def test_tokens_are_those_that_the_checkpoint_says(target, tmp_path, config, row
     loaded = load_drafter(write(tmp_path, config, tensors), target)
     draft = BlockLog(loaded.model, layout=loaded.layout)
     assert is_drafter(tmp_path) and isinstance(loaded, DFlashDraft)
-    assert generated(speculate(target, rows, draft, BLOCK - 1, max_new_tokens=18), rows) == plain(target, rows, max_new_tokens=18)
+    assert generated(speculate(target, rows, draft, BLOCK, max_new_tokens=18), rows) == plain(target, rows, max_new_tokens=18)
     drafted = [(row, proposal.listed()[b][: proposal.sizes[b]]) for committed, proposal in draft.log for b, row in enumerate(committed) if proposal.sizes[b]]
     assert len(drafted) > 10
     for row, own in drafted:
@@ -183,21 +211,14 @@ def test_a_chain_is_drawn_where_the_target_samples(target, tmp_path, config):
     tensors = checkpoint(config)
     loaded = load_drafter(write(tmp_path, config, tensors), target)
     draft, rows = BlockLog(loaded.model, layout=loaded.layout), repetitive(13)
-    speculate(target, rows, draft, BLOCK - 1, max_new_tokens=18, do_sample=True, temperature=1.3, top_k=0, seed=5)
+    speculate(target, rows, draft, BLOCK, max_new_tokens=18, do_sample=True, temperature=1.3, top_k=0, seed=5)
     judged = 0
     for committed, proposal in draft.log:
         for b, row in enumerate(committed):
-            states, logits = block(target, config, tensors, row) if proposal.sizes[b] else (None, None)
-            before = row[-1]
-            for i, token in enumerate(proposal.listed()[b][: proposal.sizes[b]]):
-                expected = logits[1 + i] / 1.3
-                if config is TWO:
-                    found = logits[1 + i].topk(7).indices
-                    projected = linear(states[1 + i], tensors["candidate_selector.hidden_projection.weight"])
-                    extra = (tensors["candidate_selector.predecessor_codebook"][before] * projected * tensors["candidate_selector.successor_codebook"][found]).sum(-1)
-                    expected = torch.full((V,), -torch.inf).index_copy(0, found, (logits[1 + i][found] + extra) / 1.3)
-                torch.testing.assert_close(proposal.probs[b, i], expected.softmax(-1), atol=1e-4, rtol=1e-3)
-                before, judged = token, judged + 1
+            drafted = proposal.listed()[b][: proposal.sizes[b]]
+            for i, scores in enumerate(laws(config, tensors, *block(target, config, tensors, row), row[-1], drafted[:-1]) if drafted else ()):
+                torch.testing.assert_close(proposal.probs[b, i], (scores / 1.3).softmax(-1), atol=1e-4, rtol=1e-3)
+                judged += 1
     assert judged > 20
 
 
@@ -246,10 +267,11 @@ def test_its_layers_go_into_tiles_and_mx_formats(target, tmp_path):
     ({**ZLAB, "dflash_config": {"mask_token_id": 99, "target_layer_ids": READS}}, "masks places by the token 99"),
     ({**ZLAB, "num_hidden_layers": 3}, "has no layers.2"),
     ({**ZLAB, "intermediate_size": 48}, "mlp.*has shape"),
+    ({**SPARKS["DSpark, rnn"], "architectures": ["Gemma4DSparkModel"]}, "another kind.*Gemma4DSparkModel"),
     ({**SPECULATORS, "speculators_model_type": "dflash_other"}, "another kind than DFlash.*dflash_other"),
     ({**SPECULATORS, "projector_type": "domino"}, "another kind.*domino"),
-    ({**SPECULATORS, "sample_from_anchor": True}, "another kind.*place of the last token"),
-], ids=range(11))  # fmt: skip
+    ({**SPECULATORS, "sample_from_anchor": True}, "another kind.*at another place"),
+], ids=range(12))  # fmt: skip
 def test_what_does_not_map_is_named(target, tmp_path, config, message):
     with pytest.raises(ValueError, match=message):
         load_drafter(write(tmp_path, config, checkpoint(ZLAB)), target)
@@ -275,6 +297,15 @@ def test_a_hub_id_without_its_prefix_and_the_checkpoints_own_code_are_told_the_w
 
     with pytest.raises(ValueError, match=r"assistant_model: DFlashDraftModel is a DFlash drafter in code of its own. Pass load_drafter\("):
         speculate(target, repetitive(13), DFlashDraftModel(target.config), 3)
+
+
+def test_a_markov_head_of_another_kind_and_choices_in_a_pruned_vocabulary_are_refused(target, tmp_path):
+    config = {**SPARKS["DSpark, rnn"], "markov_head_type": "other"}
+    with pytest.raises(ValueError, match="markov_head_type 'other' is none of"):
+        load_drafter(write(tmp_path / "other", config, checkpoint(SPARKS["DSpark, rnn"])), target)
+    pruned = part(checkpoint(SPECULATORS), "") | {name: tensor for name, tensor in checkpoint(TWO).items() if "candidate" in name}
+    with pytest.raises(ValueError, match="in a vocabulary of its own, which is not read"):
+        load_drafter(write(tmp_path / "pruned", {**SPECULATORS, "speculators_model_type": "dflash2"}, pruned), target)
 
 
 def test_pickles_are_not_opened_and_foreign_tensors_are_named(target, tmp_path):

@@ -20,7 +20,7 @@ from ..tree_shapes import DynamicTree
 from ..uploads import upload
 from .base import Context
 from .last_states import LastStates
-from .layout import Choices, Layout
+from .layout import Choices, Layout, Steps
 from .one_pass import OnePassDraft
 from .vocabulary import fitted
 
@@ -80,9 +80,9 @@ class DFlashDraft(OnePassDraft):
                  layout: Layout = Layout()):
         if assistants.kind_of(compat.unwrap(model)) != "dflash":
             raise ValueError(f"model: {type(model).__name__} fills no masked places from a target's states; a model that reads text drafts by ModelDraft(model).")
-        super().__init__(SimpleNamespace(depth=model.config.block_size - 1, ids=None, rates=()), tree)
+        super().__init__(SimpleNamespace(depth=model.config.block_size - layout.first, ids=None, rates=()), tree)
         self.model, self.target, self.seen, self.layout = model, target, None, layout
-        self.choices: Choices | None = None
+        self.choices: Choices | Steps | None = None
         self.cache: SlotCache | None = None
 
     def start(self, context: Context) -> None:
@@ -143,7 +143,7 @@ class DFlashDraft(OnePassDraft):
         self.cache.plan.lay(starts, states.shape[1] + config.block_size, like.device)
         positions, masks = self._places(starts, fresh, states.shape[1], like)
         hidden = self.model(noise_embeds=self._noise(context).to(like), context_hidden_states=states, position_ids=positions, attention_mask=masks,
-                            **{compat.CACHE: self.cache}).last_hidden_state[:, 1 : 1 + max(k)]
+                            **{compat.CACHE: self.cache}).last_hidden_state[:, self.layout.first : self.layout.first + max(k)]
         logits = self._said(hidden).to(context.device)
         self.calls, self.forward_seconds = self.calls + 1, self.forward_seconds + perf_counter() - begin
         return fitted(logits, context.vocab_size)
@@ -162,7 +162,7 @@ class DFlashDraft(OnePassDraft):
 
     def _noise(self, context: Context) -> torch.Tensor:
         """What goes in at the block's places [B, P, H]: the roots, then masks; an embedding's own norm is left out."""
-        masks = [self.model.config.mask_token_id] * self.heads.depth
+        masks = [self.model.config.mask_token_id] * (self.model.config.block_size - 1)
         tokens = upload([[row[-1], *masks] for row in context.rows], self.embedding.weight.device)
         if self.layout.scale is not None:
             return nn.functional.embedding(tokens, self.embedding.weight) * self.layout.scale

@@ -1,4 +1,4 @@
-"""What published DFlash drafters say of themselves beyond transformers' assistant of the kind: how they read, and how their tokens are chosen."""
+"""What published drafters of DFlash's kind say of themselves beyond transformers' assistant: how they read, and how their tokens are chosen."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ class Layout:
     scale:      of the target's embeddings, which then go in as their weights are; None: as the target's own module gives them.
     head:       an output head of the drafter's own, [.., H] -> [.., V]; None: the target's.
     multiplier, softcap: logits z become softcap * tanh(multiplier * z / softcap); multiplier * z where softcap is None.
-    selector:   chooses the tokens of a chain one after another (DFlash 2); None: each place's own law does.
+    selector:   chooses the tokens of a chain one after another (DFlash 2, DSpark); None: each place's own law does.
+    first:      the place of the block that the first token is drafted at: behind the root, or its own (DSpark).
     """
 
     causal: frozenset[str] = frozenset()
@@ -24,7 +25,8 @@ class Layout:
     head: nn.Module | None = None
     multiplier: float = 1.0
     softcap: float | None = None
-    selector: Selector | None = None
+    selector: Selector | Markov | None = None
+    first: int = 1
 
     def capped(self, logits: torch.Tensor) -> torch.Tensor:
         logits = logits if self.multiplier == 1 else logits * self.multiplier
@@ -62,3 +64,50 @@ class Choices:
         following = self.selector.successor_codebook(self.tokens[:, place])
         scores = self.logits[:, place] + (following * (known * self.states[:, place])[:, None]).sum(-1).float()
         return scores.new_full((len(scores), vocab), -torch.inf).scatter_(-1, self.tokens[:, place], scores)
+
+
+class Markov(nn.Module):
+    """A bias [V] to a place's logits, of `rank` numbers that the token before it has: as they are ("vanilla"), weighted by what the place's state says ("gated"), or of a
+    state of its own that goes from place to place ("rnn"). DSpark (DeepSeek 2026)."""
+
+    KINDS = ("vanilla", "gated", "rnn")
+
+    def __init__(self, vocab: int, width: int, rank: int, kind: str):
+        super().__init__()
+        self.kind = kind
+        self.markov_w1, self.markov_w2 = nn.Embedding(vocab, rank), nn.Linear(rank, vocab, bias=False)
+        if kind == "gated":
+            self.gate_proj = nn.Linear(width + rank, rank)
+        elif kind == "rnn":
+            self.joint_proj = nn.Linear(2 * rank + width, 3 * rank)
+
+    def ahead(self, hidden: torch.Tensor, logits: torch.Tensor) -> Steps:
+        """Of states [B, K, H] and logits [B, K, V] of the places ahead."""
+        return Steps(self, hidden, logits.float(), hidden.new_zeros((len(hidden), self.markov_w1.embedding_dim)))
+
+    def step(self, before: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The bias [B, V] after the tokens before, int64 [B], at a place with states [B, H], and the state [B, r] for the next place."""
+        known = self.markov_w1(before)
+        if self.kind == "gated":
+            known = self.gate_proj(torch.cat([hidden, known], dim=-1)).sigmoid() * known
+        elif self.kind == "rnn":
+            gate, candidate, out = self.joint_proj(torch.cat([state, known, hidden], dim=-1)).chunk(3, dim=-1)
+            gate, known = gate.sigmoid(), out.tanh()
+            state = gate * state + (1 - gate) * candidate.tanh()
+        return self.markov_w2(known), state
+
+
+@dataclass
+class Steps:
+    """Of K places ahead, asked for in order: states [B, K, H], logits [B, K, V], and the state [B, r] that goes with the tokens so far."""
+
+    markov: Markov
+    states: torch.Tensor
+    logits: torch.Tensor
+    state: torch.Tensor
+
+    def after(self, before: torch.Tensor, place: int, vocab: int) -> torch.Tensor:
+        """As `Choices.after`, of all tokens."""
+        before = before.to(self.states.device).clamp(max=self.markov.markov_w1.num_embeddings - 1)
+        bias, self.state = self.markov.step(before, self.states[:, place], self.state)
+        return self.logits[:, place, :vocab] + bias[:, :vocab].float()

@@ -1,5 +1,5 @@
-"""Published DFlash drafters (Chen, Liang and Liu 2026, arXiv 2602.06036), as z-lab writes them, DFlash 2 among them, and as speculators does. They are run by
-transformers' own assistant of the kind, which has the same layers under other names."""
+"""Published DFlash drafters (Chen, Liang and Liu 2026, arXiv 2602.06036), as z-lab writes them, DFlash 2 among them, and as speculators does, and DSpark drafters as DeepSeek
+writes them (DeepSpec, 2026). They are run by transformers' own assistant of the kind, which has the same layers under other names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from ..drafts.dflash import DFlashDraft
-from ..drafts.layout import Layout, Selector
+from ..drafts.layout import Layout, Markov, Selector
 from .shared import PrunedHead
 from .storage import fit
 
@@ -19,8 +19,8 @@ SHAPE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention
          "max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters", "layer_types", "sliding_window", "use_sliding_window", "max_window_layers", "vocab_size")
 NAMES = {r"^fc\.": "encoder.fc.", r"^hidden_norm\.": "encoder.output_norm_enc."}
 CONVOLVED = {"attention_conv": "self_attn", "mlp_conv": "mlp"}
-NOT_READ = ("embed_tokens.", "rotary_emb.", "verifier_", "t2d")  # the target's own, or of use in training alone
-KINDS = (None, "dflash", "dflash2")
+NOT_READ = ("embed_tokens.", "rotary_emb.", "verifier_", "t2d", "confidence_head.")  # the target's own, or of use in training alone
+KINDS = (None, "dflash", "dflash2", "dspark")
 ASSISTANT = "muse_glimmer_assistant"
 
 
@@ -30,7 +30,7 @@ def load(folder: Path, config: dict, tensors: dict[str, torch.Tensor], target: P
     Raises ValueError naming what does not map: a variant of another kind, a width, layers or tokens that the target does not have, tensors that are missing or unknown, and a
     transformers without such an assistant.
     """
-    config = {**config, **config.get("transformer_layer_config", {}), **config.get("dflash_config", {})}
+    config = {**config, **config.get("transformer_layer_config", {}), **config.get("dflash_config", {}), "architectures": config.get("architectures") or ()}
     _check(folder, config, target)
     own = _config(folder, config)
     with torch.device("meta"):
@@ -38,13 +38,15 @@ def load(folder: Path, config: dict, tensors: dict[str, torch.Tensor], target: P
     model.rotary_emb = type(model.rotary_emb)(own)
     _convolve(model, config)
     tensors = {name: tensor.to(target.device, None if name in ("d2t",) else target.dtype) for name, tensor in tensors.items() if not name.startswith(NOT_READ)}
-    head, selector = _head(folder, tensors, target), _selector(folder, config, tensors)
+    head, selector = _head(folder, tensors, target), _selector(folder, config, tensors) or _markov(folder, config, tensors)
+    if head is not None and selector is not None:
+        raise ValueError(f"{folder} chooses its tokens one after another in a vocabulary of its own, which is not read.")
     fit(folder, model, {_name(name, model): tensor for name, tensor in tensors.items()}, assign=True)
     model = model.to(target.device).eval().requires_grad_(False)
     causal = config.get("is_causal")
     kinds = {"sliding_attention"} if causal is None else {"sliding_attention", "full_attention"} if causal else set()
     layout = Layout(frozenset() if config.get("sliding_window_non_causal") else frozenset(kinds), (own.sliding_window or 1) - 1, float(config.get("input_embedding_scale", 1.0)),
-                    head, float(config.get("output_multiplier", 1.0)), float(config.get("final_logit_softcapping") or 0) or None, selector)
+                    head, float(config.get("output_multiplier", 1.0)), float(config.get("final_logit_softcapping") or 0) or None, selector, 1 - _is_dspark(config))
     draft = DFlashDraft(model, target, layout=layout)
     draft.check(target)
     return draft
@@ -53,8 +55,9 @@ def load(folder: Path, config: dict, tensors: dict[str, torch.Tensor], target: P
 def _check(folder: Path, config: dict, target: PreTrainedModel) -> None:
     kind, text = config.get("speculators_model_type"), target.config.get_text_config()
     other = kind if kind not in KINDS else config.get("projector_type") if config.get("projector_type", "dflash") != "dflash" else None
-    if other or config.get("sample_from_anchor") or config.get("shift_label"):
-        raise ValueError(f"{folder} is a drafter of another kind than DFlash and DFlash 2 ({other or 'it predicts at the place of the last token, too'}), which is not read.")
+    other = next((name for name in config["architectures"] if "Gemma" in name), other)  # DSpark's for Gemma 4 has Gemma's layers
+    if other or config.get("sample_from_anchor", _is_dspark(config)) != _is_dspark(config) or config.get("shift_label"):
+        raise ValueError(f"{folder} is a drafter of another kind than DFlash, DFlash 2 and DSpark ({other or 'it drafts its first token at another place'}), which is not read.")
     width, count = text.hidden_size, text.num_hidden_layers
     if config.get("hidden_size") != width or config.get("num_target_layers", count) != count:
         raise ValueError(f"{folder} was made for a target of width {config.get('hidden_size')} with {config.get('num_target_layers', 'an unknown number of')} layers; this one has width "
@@ -114,6 +117,22 @@ def _selector(folder: Path, config: dict, tensors: dict[str, torch.Tensor]) -> S
     own = {name if name.endswith(".weight") else f"{name}.weight": tensor for name, tensor in own.items()}
     codebook = own.get("predecessor_codebook.weight", torch.empty(0, 0))
     made = Selector(len(codebook), config["hidden_size"], codebook.shape[1], int(config.get("selector_top_k", 16)))
+    fit(folder, made, own, assign=True)
+    return made.eval().requires_grad_(False)
+
+
+def _is_dspark(config: dict) -> bool:
+    return config.get("speculators_model_type") == "dspark" or any("DSpark" in name for name in config["architectures"])
+
+
+def _markov(folder: Path, config: dict, tensors: dict[str, torch.Tensor]) -> Markov | None:
+    own = {name.removeprefix("markov_head."): tensors.pop(name) for name in list(tensors) if name.startswith("markov_head.")}
+    if not own:
+        return None
+    kind, table = str(config.get("markov_head_type", "vanilla")).lower(), own.get("markov_w1.weight", torch.empty(0, 0))
+    if kind not in Markov.KINDS:
+        raise ValueError(f"{folder}: markov_head_type {kind!r} is none of {Markov.KINDS}.")
+    made = Markov(len(table), config["hidden_size"], table.shape[1], kind)
     fit(folder, made, own, assign=True)
     return made.eval().requires_grad_(False)
 
