@@ -248,6 +248,21 @@ def test_targets_of_other_families(tmp_path, name):
     assert generated(out, rows) == plain(model, rows, max_new_tokens=12) and out.speculation.drafted
 
 
+@pytest.mark.parametrize("sampled", [{}, {"do_sample": True, "top_k": 0}], ids=["greedy", "sampled"])
+def test_a_chain_ends_behind_a_token_that_is_not_sure(target, tmp_path, sampled):
+    """What made it end is judged, too; a tree does not end by that."""
+    config, rows = SPARKS["DSpark, gated"], [*repetitive(13), *repetitive(7, seed=4)]
+    loaded = load_drafter(write(tmp_path, config, checkpoint(config)), target)
+    draft = BlockLog(loaded.model, layout=loaded.layout)
+    out = speculate(target, rows, draft, BLOCK, max_new_tokens=16, seed=3, speculative={"draft_stop": "confidence", "draft_confidence": 0.35}, **sampled)
+    sizes = [size for _, proposal in draft.log for size in proposal.sizes if size]
+    assert min(sizes) == 1 and len(set(sizes)) > 1 and max(sizes) <= BLOCK
+    if not sampled:
+        assert generated(out, rows) == plain(target, rows, max_new_tokens=16)
+    with pytest.raises(ValueError, match="draft_stop='confidence': the draft 'dflash' does not draft token by token"):
+        speculate(target, rows, DFlashDraft(loaded.model, tree=(2, 2), layout=loaded.layout), 4, max_new_tokens=4, speculative={"draft_stop": "confidence"})
+
+
 def test_its_layers_go_into_tiles_and_mx_formats(target, tmp_path):
     draft, rows = load_drafter(write(tmp_path, TWO, checkpoint(TWO)), target), repetitive(13)
     mx.to_tiles(draft.model)

@@ -85,10 +85,15 @@ class DFlashDraft(OnePassDraft):
         self.choices: Choices | Steps | None = None
         self.cache: SlotCache | None = None
 
+    @property
+    def stops(self) -> bool:
+        return not self.may_branch
+
     def start(self, context: Context) -> None:
         if context.source is not None:
             raise ValueError(f"assistant_model: {type(self.model).__name__} reads the states of a decoder-only target. Pass another draft with an encoder-decoder.")
         self.context, self.calls, self.forward_seconds, self.seen = context, 0, 0.0, None
+        self.stop = context.stop.start(len(context.rows)) if context.stop is not None and self.stops else None
         if context.target is None:
             return
         target = compat.unwrap(context.target.model)
@@ -129,6 +134,8 @@ class DFlashDraft(OnePassDraft):
     def commit(self, verdict: Verdict) -> None:
         if self.seen is not None:
             self.seen.commit(verdict)
+        if self.stop is not None:
+            self.stop.learn([sum(path) - 1 for path in verdict.paths()])
 
     # --- drafting -----------------------------------------------------------------------------------------------------
 
@@ -198,6 +205,8 @@ class DFlashDraft(OnePassDraft):
             self.seen.rewind(lengths)
 
     def keep(self, rows: list[int]) -> None:
+        if self.stop is not None:
+            self.stop.keep(rows)
         if self.seen is not None:
             self.seen.keep(rows)
             for layer in self.cache.layers:

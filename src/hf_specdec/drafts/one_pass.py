@@ -10,6 +10,7 @@ from functools import cache
 import torch
 from torch import nn
 
+from ..draft_stop import DraftStop
 from ..law import draw
 from ..proposal import Proposal
 from ..tree import MAX_NODES, Tree
@@ -33,6 +34,7 @@ class OnePassDraft(Draft):
 
     trusted = True
     drawn = False
+    stop: DraftStop | None = None  # of a draft that ends its chains before K
 
     def __init__(self, heads: nn.Module, tree: Tree | DynamicTree | Sequence[int] | int | None = None):
         self.heads, self.shape = heads, _shape(tree, heads)
@@ -66,21 +68,26 @@ class OnePassDraft(Draft):
     def _chain(self, context: Context, logits: torch.Tensor, k: list[int]) -> Proposal:
         """One token after another, each from its place's law after the target's processors; these may look at the tokens before it."""
         tokens, laws, start = [], [], torch.zeros(len(k), dtype=torch.long, device=context.device)
+        if self.stop is not None:
+            self.stop.begin()
 
         drafted = cache(lambda i: tokens[i].tolist())
 
         def prefix(b: int, _: int) -> torch.Tensor | None:
             return context.text(b, [drafted(i)[b] for i in range(len(tokens))])
 
-        for step in range(min(max(k), len(self.shape))):
+        while len(tokens) < min(max(k), len(self.shape)):
+            step = len(tokens)
             law = context.sampler(self._place(logits, step, tokens), [step < own for own in k], prefix, draft=True)
-            if not context.sampler.do_sample:
+            if context.sampler.do_sample:
+                q = law.probs_at(start)
+                nothing = torch.nn.functional.one_hot(start, q.shape[-1]).to(q.dtype)  # the processors left none of `ids`
+                laws.append(torch.where(q.isnan().any(-1, keepdim=True), nothing, q))
+                tokens.append(draw(laws[-1], context.noise(f"draft:{step}", 1)[:, 0]))
+            else:
                 tokens.append(law.argmax[:, 0])
-                continue
-            q = law.probs_at(start)
-            nothing = torch.nn.functional.one_hot(start, q.shape[-1]).to(q.dtype)  # the processors left none of `ids`
-            laws.append(torch.where(q.isnan().any(-1, keepdim=True), nothing, q))
-            tokens.append(draw(laws[-1], context.noise(f"draft:{step}", 1)[:, 0]))
+            if self.stop is not None:  # the token that makes a row stop is part of the proposal
+                k = self.stop.shortened(k, step, law.prob_of(tokens[-1][:, None], start[:, None])[:, 0].nan_to_num(0.0).tolist())
         sizes = [min(own, len(tokens)) for own in k]
         return Proposal.chain(torch.stack(tokens, 1), torch.stack(laws, 1) if laws else None, sizes, self.name)
 
