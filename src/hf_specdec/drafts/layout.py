@@ -35,10 +35,14 @@ class Layout:
 
 class Selector(nn.Module):
     """What a token's chance becomes once the token before it is known, among the `likeliest` tokens of its place: to its logit comes a product of three vectors of `rank`
-    numbers, one of the token before, one of the place's state, one of the token itself (DFlash 2)."""
+    numbers, one of the token before, one of the place's state, one of the token itself (DFlash 2).
 
-    def __init__(self, vocab: int, width: int, rank: int, likeliest: int):
+    rows: which of the codebooks' `vocab` rows is whose, int64, by the target's tokens; None: each token has its own.
+    """
+
+    def __init__(self, vocab: int, width: int, rank: int, likeliest: int, rows: torch.Tensor | None = None):
         super().__init__()
+        self.register_buffer("rows", torch.arange(vocab) if rows is None else rows, persistent=False)
         self.predecessor_codebook, self.successor_codebook = nn.Embedding(vocab, rank), nn.Embedding(vocab, rank)
         self.hidden_projection = nn.Linear(width, rank, bias=False)
         self.likeliest = likeliest
@@ -47,6 +51,9 @@ class Selector(nn.Module):
         """Of states [B, K, H] and logits [B, K, V] of the places ahead."""
         best = logits.topk(min(self.likeliest, logits.shape[-1]))
         return Choices(self, self.hidden_projection(hidden), best.values.float(), best.indices)
+
+    def row(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.rows[tokens.clamp(max=len(self.rows) - 1)]
 
 
 @dataclass
@@ -60,8 +67,8 @@ class Choices:
 
     def after(self, before: torch.Tensor, place: int, vocab: int) -> torch.Tensor:
         """Logits [B, vocab] at a place whose forerunners are the tokens before, int64 [B]; minus infinity for tokens that are not among the likeliest."""
-        known = self.selector.predecessor_codebook(before.to(self.states.device).clamp(max=self.selector.predecessor_codebook.num_embeddings - 1))
-        following = self.selector.successor_codebook(self.tokens[:, place])
+        known = self.selector.predecessor_codebook(self.selector.row(before.to(self.states.device)))
+        following = self.selector.successor_codebook(self.selector.row(self.tokens[:, place]))
         scores = self.logits[:, place] + (following * (known * self.states[:, place])[:, None]).sum(-1).float()
         return scores.new_full((len(scores), vocab), -torch.inf).scatter_(-1, self.tokens[:, place], scores)
 

@@ -36,17 +36,15 @@ def load(folder: Path, config: dict, tensors: dict[str, torch.Tensor], target: P
     with torch.device("meta"):
         model = AutoModel.from_config(own, dtype=target.dtype)
     model.rotary_emb = type(model.rotary_emb)(own)
+    _bias(model, config)
     _convolve(model, config)
     tensors = {name: tensor.to(target.device, None if name in ("d2t",) else target.dtype) for name, tensor in tensors.items() if not name.startswith(NOT_READ)}
-    head, selector = _head(folder, tensors, target), _selector(folder, config, tensors) or _markov(folder, config, tensors)
-    if head is not None and selector is not None:
-        raise ValueError(f"{folder} chooses its tokens one after another in a vocabulary of its own, which is not read.")
+    head = _head(folder, tensors, target)
+    selector = _selector(folder, config, tensors, head) or _markov(folder, config, tensors, head)
     fit(folder, model, {_name(name, model): tensor for name, tensor in tensors.items()}, assign=True)
     model = model.to(target.device).eval().requires_grad_(False)
-    causal = config.get("is_causal")
-    kinds = {"sliding_attention"} if causal is None else {"sliding_attention", "full_attention"} if causal else set()
-    layout = Layout(frozenset() if config.get("sliding_window_non_causal") else frozenset(kinds), (own.sliding_window or 1) - 1, float(config.get("input_embedding_scale", 1.0)),
-                    head, float(config.get("output_multiplier", 1.0)), float(config.get("final_logit_softcapping") or 0) or None, selector, 1 - _is_dspark(config))
+    layout = Layout(_causal(config), (own.sliding_window or 1) - 1, _scale(config), head, float(config.get("output_multiplier", 1.0)),
+                    float(config.get("final_logit_softcapping") or 0) or None, selector, 1 - _is_dspark(config))
     draft = DFlashDraft(model, target, layout=layout)
     draft.check(target)
     return draft
@@ -64,8 +62,27 @@ def _check(folder: Path, config: dict, target: PreTrainedModel) -> None:
                          f"{width} and {count} layers.")
     if not _layers(config) or not all(0 <= layer < count for layer in _layers(config)):
         raise ValueError(f"{folder} reads the states of layers {_layers(config)} of its target; this target has {count} layers.")
+    unread = {"use_swa": config.get("use_swa") and "sliding_attention" not in (config.get("layer_types") or ()), "is_neox_style": config.get("is_neox_style") is False,
+              "rope_is_neox_style": config.get("rope_is_neox_style") is False, "swa_window_size": config.get("swa_window_size") not in (None, config.get("sliding_window"))}
+    for name in (name for name, told in unread.items() if told):
+        raise ValueError(f"{folder}: config.json says {name}={config[name]}, which is not read.")
     if not isinstance(config.get("mask_token_id"), int):
         raise ValueError(f"{folder}: config.json names no mask_token_id.")
+
+
+def _causal(config: dict) -> frozenset[str]:
+    """The types of layers that are causal; vLLM's own word for it is `causal`."""
+    said = next((config[name] for name in ("is_causal", "causal") if config.get(name) is not None), None)
+    if config.get("sliding_window_non_causal", config.get("speculators_model_type") == "dflash2") or said is False:
+        return frozenset()
+    return frozenset({"sliding_attention", "full_attention"} if said else {"sliding_attention"})
+
+
+def _scale(config: dict) -> float | None:
+    """What the target's embeddings are multiplied by, which then go in as their weights are; None: as the target's own module gives them, which may scale them itself (Gemma). So
+    were the first drafters trained; DFlash 2 and speculators take the weights."""
+    scale, weights = config.get("input_embedding_scale"), config.get("conv_kernel_size") or config.get("speculators_model_type")
+    return None if scale is None and not weights else float(1.0 if scale is None else scale)
 
 
 def _layers(config: dict) -> list[int]:
@@ -75,6 +92,9 @@ def _layers(config: dict) -> list[int]:
 
 
 def _config(folder: Path, config: dict):
+    rope = config.get("rope_parameters") or {}
+    if "sliding_attention" in rope:  # of each type of layers; speculators takes these for all
+        config = {**config, "rope_parameters": rope["sliding_attention"]}
     shape = AutoConfig.for_model("qwen3", **{name: config[name] for name in SHAPE if config.get(name) is not None})
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "max_position_embeddings",
              "rope_parameters", "layer_types")
@@ -110,25 +130,38 @@ def _head(folder: Path, tensors: dict[str, torch.Tensor], target: PreTrainedMode
     return PrunedHead(rows, ids, vocab)
 
 
-def _selector(folder: Path, config: dict, tensors: dict[str, torch.Tensor]) -> Selector | None:
+def _selector(folder: Path, config: dict, tensors: dict[str, torch.Tensor], head: PrunedHead | None) -> Selector | None:
+    """Its codebooks are of the head's tokens where the drafter has a head of its own; what they say of any other token is what they say of the last one before it that the head has."""
     own = {name.removeprefix("candidate_selector."): tensors.pop(name) for name in list(tensors) if name.startswith("candidate_selector.")}
     if not own:
         return None
     own = {name if name.endswith(".weight") else f"{name}.weight": tensor for name, tensor in own.items()}
     codebook = own.get("predecessor_codebook.weight", torch.empty(0, 0))
-    made = Selector(len(codebook), config["hidden_size"], codebook.shape[1], int(config.get("selector_top_k", 16)))
+    pruned = head is not None and len(codebook) == len(head.ids)
+    rows = None if not pruned else torch.isin(torch.arange(head.vocab_size, device=head.ids.device), head.ids).cumsum(0).sub(1).clamp(min=0)
+    made = Selector(len(codebook), config["hidden_size"], codebook.shape[1], int(config.get("selector_top_k", 16)), rows)
     fit(folder, made, own, assign=True)
-    return made.eval().requires_grad_(False)
+    return made.to(codebook.device).eval().requires_grad_(False)
+
+
+def _bias(model: nn.Module, config: dict) -> None:
+    """Transformers' assistant has no biases in its attention; where a checkpoint does (gpt-oss), room for them."""
+    for layer in model.layers if config.get("attention_bias") else ():
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            linear = getattr(layer.self_attn, name)
+            linear.bias = nn.Parameter(torch.empty(linear.out_features, device="meta"))
 
 
 def _is_dspark(config: dict) -> bool:
     return config.get("speculators_model_type") == "dspark" or any("DSpark" in name for name in config["architectures"])
 
 
-def _markov(folder: Path, config: dict, tensors: dict[str, torch.Tensor]) -> Markov | None:
+def _markov(folder: Path, config: dict, tensors: dict[str, torch.Tensor], head: PrunedHead | None) -> Markov | None:
     own = {name.removeprefix("markov_head."): tensors.pop(name) for name in list(tensors) if name.startswith("markov_head.")}
     if not own:
         return None
+    if head is not None:
+        raise ValueError(f"{folder}: its Markov head is of a vocabulary of its own, which is not read.")
     kind, table = str(config.get("markov_head_type", "vanilla")).lower(), own.get("markov_w1.weight", torch.empty(0, 0))
     if kind not in Markov.KINDS:
         raise ValueError(f"{folder}: markov_head_type {kind!r} is none of {Markov.KINDS}.")
