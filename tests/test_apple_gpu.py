@@ -15,7 +15,7 @@ from tests import encoder_decoders
 from tests.conformance.builders import VARIANTS, make
 from tests.helpers import padded, perturbed, small_vocabulary_llama, speculate, tiny_llama
 from tests.pretend_gpu import GpuTensor, PretendGpu
-from tests.test_pretend_gpu import CASES, ONLY_ON_THE_HOST, OPTIONS, ROWS, SAMPLED, both, call, waits_of_a_round
+from tests.test_pretend_gpu import CASES, ONLY_ON_THE_HOST, OPTIONS, ROWS, SAMPLED, both, call, every_config, texts_under, waits_of_a_round
 
 
 @pytest.fixture
@@ -51,24 +51,13 @@ def test_options_of_generate(gpu, name, draft, sampled):
 
 
 @pytest.mark.share(1 / 2)
-@pytest.mark.parametrize("config", [
-    {"record_probs": True}, {"acceptance": "block"}, {"acceptance": "spectr"}, {"acceptance": "coupled"}, {"acceptance": "typical"}, {"acceptance": "threshold"}, {"lenience": 0.5},
-    {"draft_stop": "confidence"}, {"draft_stop": "expected_gain"}, {"draft_stop": "heuristic"}, {"num_assistant_tokens": "auto"},
-], ids=str)  # fmt: skip
+@every_config
 @pytest.mark.parametrize("kind", [ModelDraft, ModelTreeDraft])
 def test_options_of_the_config(gpu, config, kind):
     if kind is ModelTreeDraft and config.get("draft_stop") in ("confidence", "expected_gain"):
         pytest.skip("trees have no such end")
-    texts = []
-    for put in (lambda thing: thing, gpu.put):
-        target = small_vocabulary_llama(2, vocab=12)
-        draft = put(perturbed(target, 0.1))
-        given = {"seed": 3, "num_assistant_tokens": 4, **config}
-        out = integration.generate(put(target), **put(padded(ROWS)), max_new_tokens=12, pad_token_id=0, do_sample=True, speculative=given, assistant_model=kind(draft),
-                                  return_dict_in_generate=True)  # fmt: skip
-        assert out.speculation.to_json()
-        texts.append(out.sequences.tolist())
-    assert texts[0] == texts[1]
+    host, device = texts_under(gpu, config, kind)
+    assert host == device
 
 
 @pytest.mark.share(1 / 2)
