@@ -12,7 +12,7 @@ import pytest
 from hf_specdec.drafts import PromptLookupDraft, SuffixAutomatonDraft
 from hf_specdec.budget import Budget, progress
 from hf_specdec.round_cost import RoundCost
-from hf_specdec.schedule import AutoSchedule, FixedSchedule, Rates
+from hf_specdec.schedule import AutoSchedule, FixedSchedule, Rates, _calls
 from tests.helpers import perturbed, repetitive, speculate, tiny_llama
 
 NEW = 48
@@ -354,7 +354,7 @@ def test_what_has_been_learned_is_soon_forgotten_where_it_is_no_longer_so(before
 
 def test_calls_of_a_model_follow_one_another_without_a_seed_and_keep_nothing_of_it_alive(monkeypatch):
     followed = []
-    monkeypatch.setattr(AutoSchedule, "follow", lambda self, model, kind, really=AutoSchedule.follow: followed.append(kind) or really(self, model, kind))
+    monkeypatch.setattr(AutoSchedule, "follow", lambda self, model, *kind, really=AutoSchedule.follow: followed.append(kind) or really(self, model, *kind))
     target, other, rows = tiny_llama(3), perturbed(tiny_llama(3), 0.3), repetitive(12)
     for draft, batch, options in ((PromptLookupDraft(), rows, {}), (PromptLookupDraft(), rows, {}), (PromptLookupDraft(), rows * 2, {}),
                                   (SuffixAutomatonDraft(), rows, {}), (other, rows, {}), (other, rows, {}), (PromptLookupDraft(), rows, {"seed": 5})):
@@ -364,6 +364,16 @@ def test_calls_of_a_model_follow_one_another_without_a_seed_and_keep_nothing_of_
     del target
     gc.collect()
     assert gone() is None
+
+
+def test_what_was_learned_with_a_draft_model_goes_when_it_does_and_is_not_another_ones():
+    """Another model may lie at the address of one that is gone."""
+    target, rows = tiny_llama(3), repetitive(12)
+    for seed in range(3):
+        speculate(target, rows, perturbed(target, seed=seed), "auto", max_new_tokens=4)
+        gc.collect()
+    speculate(target, rows, None, "auto", max_new_tokens=4)
+    assert [kind[0] for kind in _calls[target]] == [PromptLookupDraft]
 
 
 # --- passes that are filled up -----------------------------------------------------------------------------------------------------

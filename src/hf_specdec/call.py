@@ -232,7 +232,7 @@ class Call:
         if isinstance(schedule, AutoSchedule) and not schedule.drafting:  # a draft that costs something costs more with every token
             schedule.cost.blocks = target.blocks
         if isinstance(schedule, AutoSchedule) and timed:
-            schedule.follow(compat.unwrap(self.model), (type(draft), *(id(run.model) for run in draft.models()), len(self.prompts), by_row, target.blocks))
+            schedule.follow(compat.unwrap(self.model), (type(draft), len(self.prompts), by_row, target.blocks), [run.model for run in draft.models()])
         return schedule
 
     def _stop(self) -> StopRule | None:

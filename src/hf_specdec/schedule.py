@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import accumulate
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from .budget import Budget, progress
 from .round_cost import RoundCost
@@ -109,10 +110,13 @@ class AutoSchedule:
         self.idle, self.patience = 0, self.PATIENCE[0]
         self.reach = self.START + self.STEP if cost_ratio else k_max
 
-    def follow(self, model, kind: tuple) -> None:
+    def follow(self, model, kind: tuple, models: Iterable = ()) -> None:
         """Begin with what the last call has learned of the cost of `model`'s rounds of that kind, if it was ahead of plain decoding with that, and leave
-        it to the next one what this call learns."""
+        it to the next one what this call learns. models: those that the draft runs; what was learned with one goes when it does."""
         calls = _calls.setdefault(model, {})
+        for own in [own for own in list(calls) if any(isinstance(part, ref) and part() is None for part in own)]:
+            calls.pop(own, None)
+        kind = *kind, *map(ref, models)
         if kind in calls and calls[kind].ahead > 0:
             self.cost = calls[kind].cost.again()
             self.budget = Budget(self.cost, calls[kind])
