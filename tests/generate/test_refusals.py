@@ -1,6 +1,8 @@
 """What cannot be exact, or cannot be done, is refused by name before any work; what looks like it and can, is not."""
 
 import copy
+import gc
+import sys
 import threading
 import warnings
 from dataclasses import dataclass
@@ -12,7 +14,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 import hf_specdec
 from hf_specdec import SpeculativeDecoder
 from hf_specdec.compat import CACHE
-from hf_specdec.drafts import CascadeDraft, Draft, MixtureDraft, ModelDraft, PromptLookupDraft, RecyclingDraft
+from hf_specdec.drafts import CascadeDraft, Draft, MixtureDraft, ModelDraft, PromptLookupDraft, RecyclingDraft, base
 from hf_specdec.proposal import Proposal
 from tests.helpers import VOCAB, ScriptedDraft, build, generated, padded, perturbed, plain, prompts, repetitive, speculate, tiny_llama
 
@@ -284,6 +286,35 @@ def test_a_copy_made_while_its_draft_is_in_use_serves_a_call_inside_the_call():
 
     out = ours(model, ROWS[:1], assistant_model=draft, logits_processor=LogitsProcessorList([Copying(tiny_llama(3), None)]))
     assert out[0, len(ROWS[0]):].tolist() == plain(model, ROWS[:1], max_new_tokens=12)[0]
+
+
+@pytest.mark.parametrize("at", range(1, 13))
+def test_ctrl_c_while_a_draft_is_taken_leaves_it_free_and_while_it_is_given_back_another_one_at_its_address(at):
+    draft, before, lines, entered = PromptLookupDraft(), sys.gettrace(), [], False
+
+    def trace(frame, event, arg):
+        if frame.f_code.co_name != "in_use":
+            return None
+        lines.extend([frame.f_lineno] * (event == "line"))
+        if len(lines) == at:
+            sys.settrace(before)
+            raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        with draft.in_use():
+            entered = True
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+    if not entered:
+        with draft.in_use():
+            pass
+    del draft
+    gc.collect()
+    assert not base._in_use
 
 
 def test_threads_with_drafts_of_their_own_get_their_own_texts():

@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from transformers.generation import CandidateGenerator
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from ..media import Media
     from ..seq2seq import Source
 
-_in_use: set[int] = set()  # ids of drafts; no attribute, for a copy of one that is in use is not in use
+_in_use: WeakValueDictionary[int, Draft] = WeakValueDictionary()  # by id; no attribute, for a copy of one that is in use is not in use
 Guess = tuple[int, Hashable | None, float]
 
 
@@ -243,21 +244,20 @@ class Draft(CandidateGenerator):
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """For the length of a call, at the end of which the draft is `finish`ed. ValueError if it, or one inside it, is in another one, or is
-        inside it twice."""
-        ours: set[int] = set()
+        """For the length of a call, at the end of which the draft is `finish`ed. ValueError if it, or one inside it, is in another one, or is inside it twice."""
+        ours: dict[int, Draft] = {}
         for draft in self.all():
             if id(draft) in ours:
                 raise ValueError(f"assistant_model: one and the same {type(draft).__name__} is in this {type(self).__name__} twice. Make two of it.")
             if id(draft) in _in_use:
-                raise ValueError(f"assistant_model: this {type(draft).__name__} is in use by another call. Give every thread, and a call inside a call, a draft "
-                                 f"of its own (copy.deepcopy makes one).")
-            ours.add(id(draft))
-        _in_use.update(ours)
+                raise ValueError(f"assistant_model: this {type(draft).__name__} is in use by another call. Give every thread, and a call inside a call, a draft of its own (copy.deepcopy makes one).")
+            ours[id(draft)] = draft
         try:
+            _in_use.update(ours)
             yield
         finally:
-            _in_use.difference_update(ours)
+            for own in ours:
+                _in_use.pop(own, None)  # what Ctrl-C keeps here goes with the draft: another one at its address is free
             self.finish()
 
     def finish(self) -> None:
