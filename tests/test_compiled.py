@@ -5,6 +5,7 @@ import gc
 import shutil
 import warnings
 import weakref
+from contextvars import copy_context
 from dataclasses import replace
 
 import pytest
@@ -213,6 +214,14 @@ def test_a_model_that_was_changed_between_calls_is_compiled_again(traced, strict
         layer.mlp.act_fn = torch.nn.Tanh()
     after = plain(target, rows)
     assert run(target, rows, PromptLookupDraft()) == run(target, rows, PromptLookupDraft()) == after != before
+
+
+def test_later_calls_leave_nothing_in_the_context_of_their_caller(traced, strict):
+    target, rows = one_layer("Llama"), prompts(9)
+    run(target, rows, PromptLookupDraft())
+    before = len(copy_context())
+    run(target, rows, PromptLookupDraft())
+    assert len(copy_context()) == before
 
 
 def test_guards_are_evaluated_once_a_call(traced, strict, monkeypatch):
