@@ -13,7 +13,7 @@ from ..proposal import Proposal
 from ..uploads import upload
 from .base import Context
 from .inner import Holder, chains, common, refuse_encoder
-from .vocabulary import fitted
+from .vocabulary import fitted, readable
 
 
 class TranslatedDraft(Holder):
@@ -40,9 +40,6 @@ class TranslatedDraft(Holder):
                 raise TypeError(f"{role}: expected a tokenizer, got {type(one).__name__}.")
         ours, theirs = spelled(tokenizer.get_vocab()), spelled(draft_tokenizer.get_vocab())
         shared = sorted((ours[token], theirs[token]) for token in ours.keys() & theirs.keys() if theirs[token] < self.model_traits.vocab_size)
-        if max(theirs.values()) >= self.model_traits.vocab_size > max(ours.values()):
-            raise ValueError(f"draft_tokenizer has ids up to {max(theirs.values())}, and the draft model knows {self.model_traits.vocab_size} tokens, as many as tokenizer has: the two "
-                             f"are swapped. TranslatedDraft(model, tokenizer, draft_tokenizer) takes the target's first.")
         if not shared:
             raise ValueError("draft_tokenizer: shares no token with tokenizer; take a draft whose vocabulary overlaps the target's.")
         self.shared = torch.tensor(shared)  # int64 [n, 2]: the target's id, the draft's id
@@ -55,6 +52,7 @@ class TranslatedDraft(Holder):
 
     def propose(self, context: Context, k: list[int]) -> Proposal:
         rows = [self._encoded(self.draft_tokenizer, self.tokenizer.decode(row)) or [0] for row in context.rows]
+        rows = readable(rows, self.model_traits.vocab_size, 2**31)  # tokenizers may have more than their models
         most = self.model_traits.max_positions
         if most is not None:
             k = [max(min(own, most - max(map(len, rows))), 0) for own in k]  # all rows are in every pass
