@@ -37,8 +37,8 @@ class Standing:
 
 
 def say(model, speculative: bool | dict | SpeculativeConfig | None, assistant_model: Any) -> None:
-    """Set what calls do from now on. What is None stays as it was, but a draft that is named replaces one that was passed; speculative=False takes all back. ValueError and TypeError for options that no call
-    could have, and for a draft with another vocabulary."""
+    """Set what calls do from now on. What is None stays as it was, but a draft that is named replaces one that was passed; speculative=False takes all back.
+    ValueError and TypeError for options that no call could have, and for a draft with another vocabulary."""
     before = said(model)
     if speculative is False:
         unsay(model)

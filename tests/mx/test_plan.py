@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, LlamaForCausalLM
 
 from hf_specdec import mx
+from hf_specdec.mx.calibration import own_text
 from hf_specdec.mx.plan import plan
 from hf_specdec.mx.readers import weights_read_by
 
@@ -106,6 +107,13 @@ def test_what_was_tied_beside_the_head_is_saved_with_it(make, inputs, tmp_path):
         for other in (fly, type(model).from_pretrained(tmp_path / "packed"), type(model).from_pretrained(tmp_path / "fly")):
             other.tie_weights()
             assert torch.equal(other(**inputs).logits, expected)
+
+
+@pytest.mark.parametrize("make", [t5, bart])
+def test_an_encoder_decoder_writes_text_of_its_own(make):
+    model = make().eval()
+    parts = own_text(model, [4, 5], tokens=64, length=32)
+    assert len(parts) == 2 and all(part.shape == (1, 32) and part[0, 0] == model.generation_config.decoder_start_token_id for part in parts)
 
 
 def test_embeddings_that_shared_one_memory_with_the_head_still_share_one(tmp_path):

@@ -80,7 +80,9 @@ def own_text(model, start: Sequence[int] | None = None, tokens: int = TOKENS, le
         raise ValueError("start: there is no token to begin with, and the model has neither BOS nor EOS; give token ids.")
     length = min(length, _context(model) or length)
     first = torch.tensor([start], device=model.device).expand(max(1, tokens // length), -1)
-    kept, model.generation_config = model.generation_config, GenerationConfig(eos_token_id=vocabulary, pad_token_id=0)  # its own may have lengths and rules of chats
+    kept = model.generation_config  # which may have lengths and rules of chats
+    begins = {name: getattr(kept, name, None) for name in ("bos_token_id", "decoder_start_token_id")}
+    model.generation_config = GenerationConfig(eos_token_id=vocabulary, pad_token_id=0, **begins)
     try:
         with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
             torch.manual_seed(seed)
