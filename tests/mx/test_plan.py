@@ -109,6 +109,14 @@ def test_what_was_tied_beside_the_head_is_saved_with_it(make, inputs, tmp_path):
             assert torch.equal(other(**inputs).logits, expected)
 
 
+def test_a_dense_head_that_equals_the_embedding_stays_apart_from_it(tmp_path):
+    model = tiny(tie_word_embeddings=False)
+    model.lm_head.weight.data.copy_(model.model.embed_tokens.weight)
+    mx.compress(model).save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    assert torch.equal(again.lm_head.weight, again.model.embed_tokens.weight) and again.lm_head.weight is not again.model.embed_tokens.weight
+
+
 @pytest.mark.parametrize("make", [t5, bart])
 def test_an_encoder_decoder_writes_text_of_its_own(make):
     model = make().eval()

@@ -11,8 +11,7 @@ from .linear import MXLinear
 def untie(model: nn.Module) -> None:
     """A compressed head no longer shares the embedding's weight: the config must not say that it does. What else was tied (BART's two embeddings, BERT's bias of the head)
     stays so in memory."""
-    find = getattr(model, "get_output_embeddings", None)
-    if find is None or not isinstance(find(), MXLinear):
+    if not _has_packed_head(model):
         return
     for config in _configs(model):
         if getattr(config, "tie_word_embeddings", False):
@@ -26,7 +25,7 @@ def apart(model: nn.Module) -> dict[str, torch.Tensor] | None:
     nothing is."""
     state, found = model.state_dict(), False
     for name, source in _not_said(model).items():
-        if name in state and source in state and state[name].data_ptr() == state[source].data_ptr():
+        if name in state and source in state and not state[name].is_meta and state[name].data_ptr() == state[source].data_ptr():
             state[name], found = state[name].clone(), True
     return state if found else None
 
@@ -42,8 +41,8 @@ def share(model: nn.Module) -> None:
 
 
 def _not_said(model: nn.Module) -> dict[str, str]:
-    """Names of weights, and those that they were tied to, where the config says no longer that they are."""
-    if not hasattr(model, "get_expanded_tied_weights_keys"):
+    """Names of weights beside a packed head, and those that they were tied to, where the config says no longer that they are."""
+    if not _has_packed_head(model) or not hasattr(model, "get_expanded_tied_weights_keys"):
         return {}
     configs = [(config, config.tie_word_embeddings) for config in _configs(model) if getattr(config, "tie_word_embeddings", None) is not None]
     try:
@@ -54,7 +53,13 @@ def _not_said(model: nn.Module) -> dict[str, str]:
         for config, said in configs:
             config.tie_word_embeddings = said
     said = getattr(model, "all_tied_weights_keys", None) or {}
-    return {name: source for name, source in every.items() if name not in said}
+    packed = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, MXLinear)}
+    return {name: source for name, source in every.items() if name not in said and packed.isdisjoint((name, source))}
+
+
+def _has_packed_head(model: nn.Module) -> bool:
+    find = getattr(model, "get_output_embeddings", None)
+    return find is not None and isinstance(find(), MXLinear)
 
 
 def _configs(model: nn.Module) -> list:
