@@ -18,9 +18,9 @@ from ..formats import BLOCK, DENSE, FORMATS, SCALE_RULES, Format
 from .build import BuildError, build, packaged_library
 
 ROWS = 16  # of a tile
-ABI = 9
+ABI = 10
 WIDE, PANEL = 64, 1024  # rows of x from which on portable C leaves the product to torch; outputs it decodes at a time
-PATHS = ("portable", "avx2", "avx512f", "avx512_bf16")  # as in csrc/mx.h
+PATHS = ("portable", "neon", "avx2", "avx512f", "avx512_bf16")  # as in csrc/mx.h
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _NUMBERS = {name: number for number, name in enumerate((*FORMATS, *DENSE))}
 
@@ -126,7 +126,7 @@ def _number_of(name: str) -> int:
 
 
 def set_kernel_path(name: str | None) -> None:
-    """Force a code path (`portable`, `avx2`, `avx512f`, `avx512_bf16`); None goes back to the widest one.
+    """Force a code path (`portable`, `neon`, `avx2`, `avx512f`, `avx512_bf16`); None goes back to the widest one.
 
     Raises ValueError for an unknown name, or one that this processor cannot run.
     """

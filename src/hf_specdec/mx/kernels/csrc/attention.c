@@ -19,6 +19,8 @@
 void mx_attend_avx2(const mx_attention *, int64_t, int64_t, int64_t, int64_t, float *);
 void mx_attend_avx512(const mx_attention *, int64_t, int64_t, int64_t, int64_t, float *);
 void mx_attend_avx512_bf16(const mx_attention *, int64_t, int64_t, int64_t, int64_t, float *);
+#elif defined(__aarch64__)
+void mx_attend_neon(const mx_attention *, int64_t, int64_t, int64_t, int64_t, float *);
 #endif
 typedef void (*mx_attend)(const mx_attention *, int64_t, int64_t, int64_t, int64_t, float *);
 
@@ -54,6 +56,10 @@ int mx_attention_rows(const mx_attention *a, int path, int threads) {
     if (path >= MX_AVX2) run = mx_attend_avx2;
     if (path >= MX_AVX512F && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
         run = path == MX_AVX512_BF16 ? mx_attend_avx512_bf16 : mx_attend_avx512;
+#elif defined(__aarch64__)
+    if (path == MX_NEON) run = mx_attend_neon;
+#else
+    (void)path;
 #endif
     if (a->batch * a->heads * a->queries * a->slots < 1 << 12) threads = 1;
     const int64_t room = (a->slots + 31) & ~31, dk = (a->dk + 15) & ~15, dv = (a->dv + 15) & ~15, count = tile_of(a, threads, room);

@@ -5,10 +5,19 @@
 #include <string.h>
 #include <time.h>
 
-#define ABI 9
+#define ABI 10
 #define PIECES 4
 #define MANY_ROWS 32 /* of x: above, threads share its packing, and every group is a long piece */
 int mx_abi(void) { return ABI; }
+
+#if defined(__aarch64__)
+#if defined(__linux__)
+#include <sys/auxv.h>
+static int has_dot_products(void) { return (int)(getauxval(AT_HWCAP) >> 20 & 1); }
+#else
+static int has_dot_products(void) { return 1; } /* Apple's have them all */
+#endif
+#endif
 
 int mx_has_path(int path) {
     if (path == MX_PORTABLE) return 1;
@@ -22,6 +31,8 @@ int mx_has_path(int path) {
         return f && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vbmi") &&
                __builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("avx512vnni") &&
                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bf16");
+#elif defined(__aarch64__)
+    if (path == MX_NEON) return has_dot_products();
 #endif
     return 0;
 }
@@ -33,6 +44,8 @@ static mx_run runner(int path, int bits, int integers) {
     if (path == MX_AVX512_BF16) return mx_run_avx512_bf16;
     if (path == MX_AVX512F) return mx_run_avx512f;
     if (path == MX_AVX2) return mx_run_avx2;
+#elif defined(__aarch64__)
+    if (path == MX_NEON) return integers ? mx_run_neon_integers : bits == 32 ? mx_run32_neon : mx_run_neon;
 #endif
     return bits == 32 ? mx_run32_portable : mx_run_portable;
 }
@@ -59,12 +72,25 @@ __attribute__((target("avx2,fma"), noinline)) static int64_t fma_loop(int64_t ro
     for (int64_t r = 0; r < rounds; r++) { TWELVE(FMA) }
     return 12 * 8;
 }
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#define SIXTEEN(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7) DO(8) DO(9) DO(10) DO(11) DO(12) DO(13) DO(14) DO(15)
+__attribute__((noinline)) static int64_t fma_loop(int64_t rounds) {
+    float32x4_t one = vdupq_n_f32(1.0f), a[16];
+#define BEGIN4(i) a[i] = vdupq_n_f32(0.0f);
+#define FMA4(i) a[i] = vfmaq_f32(a[i], one, one); __asm__ volatile("" : "+w"(a[i]));
+    SIXTEEN(BEGIN4)
+    for (int64_t r = 0; r < rounds; r++) { SIXTEEN(FMA4) }
+    return 16 * 4;
+}
 #endif
 
 static int64_t mx_dot_loop(int64_t rounds) {
 #if defined(__x86_64__)
     if (mx_has_path(MX_AVX512_BF16)) return bf16_loop(rounds);
     if (mx_has_path(MX_AVX2)) return fma_loop(rounds);
+#elif defined(__aarch64__)
+    return fma_loop(rounds);
 #endif
     return 0;
 }
@@ -133,6 +159,8 @@ static void pack(const void *context, int64_t chunk, int thread) {
 #if defined(__x86_64__)
     if (p->integers) (p->path == MX_AVX512_BF16 ? mx_pack_integers : mx_pack_integers_avx2)(p->x, p->dtype, p->packed, chunk, p->m, p->integers);
     else mx_pack_pairs(p->x, p->packed, chunk, p->m, p->k);
+#elif defined(__aarch64__)
+    mx_pack_integers_neon(p->x, p->dtype, p->packed, chunk, p->m, p->integers);
 #endif
 }
 
@@ -143,13 +171,14 @@ int mx_make_input(mx_input *in, const mx_layer *const *layers, int count, const 
     for (int i = 0; i < count; i++) wide |= layers[i]->bits == 32;
     if (path == MX_AVX512_BF16 && wide && !integers) path = MX_AVX512F;
     /* Rows that lie a power of two apart fall into few places of a cache; block by block they lie together. */
-    *in = (mx_input){.x = x, .row = path == MX_AVX2 ? MX_BLOCK : k, .block = path == MX_AVX2 ? m * MX_BLOCK : MX_BLOCK, .path = path};
-    if (integers ? path >= MX_AVX2 : path == MX_AVX512_BF16 && m > 1) {
+    const int apart = path == MX_AVX2 || path == MX_NEON;
+    *in = (mx_input){.x = x, .row = apart ? MX_BLOCK : k, .block = apart ? m * MX_BLOCK : MX_BLOCK, .path = path};
+    if (integers ? path != MX_PORTABLE : path == MX_AVX512_BF16 && m > 1) {
         in->own = malloc((size_t)(integers ? m * k / MX_BLOCK * 40 : m * k * 2));
         if (!in->own) return 1;
         const packing whole = {x, in->own, m, k, dtype, integers ? layers[0] : NULL, path};
         mx_share(pack, &whole, (m + 7) / 8, m > MANY_ROWS ? threads : 1);
-    } else if (path != MX_AVX512_BF16 && (dtype != MX_DT_F32 || integers || (path == MX_AVX2 && m > 1))) {
+    } else if (path != MX_AVX512_BF16 && (dtype != MX_DT_F32 || integers || (apart && m > 1))) {
         in->own = widened(x, dtype, m, k, in->row, in->block, integers);
         if (!in->own) return 1;
     }

@@ -4,7 +4,7 @@
 #include <math.h>
 
 #ifdef _OPENMP
-#include <omp.h>
+int omp_get_max_threads(void); /* Apple's compiler has no omp.h */
 #else
 static int omp_get_max_threads(void) { return 1; }
 #endif

@@ -3,7 +3,7 @@
 #include <sched.h>
 #include <stdatomic.h>
 #ifdef _OPENMP
-#include <omp.h>
+int omp_get_thread_num(void), omp_get_num_threads(void), omp_in_parallel(void); /* Apple's compiler has no omp.h */
 #define THREAD omp_get_thread_num()
 #define THREADS omp_get_num_threads()
 #define IN_PARALLEL omp_in_parallel()
@@ -161,6 +161,8 @@ static void wait_and_work(int thread, unsigned seen) {
             if (looks == PATIENCE) looks = 0, sched_yield();
 #if defined(__x86_64__)
             __builtin_ia32_pause();
+#elif defined(__aarch64__)
+            __asm__ volatile("yield");
 #endif
         }
         const unsigned job = atomic_load_explicit(&team.posted, memory_order_acquire);
