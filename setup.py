@@ -4,6 +4,7 @@ Optional: without it the package installs all the same, and the kernels are comp
 """
 
 import os
+import platform
 from concurrent.futures import ThreadPoolExecutor
 from glob import glob
 
@@ -11,11 +12,12 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 FOLDER = "src/hf_specdec/mx/kernels/csrc"
+OPENMP = ["-Xclang", "-fopenmp"] if platform.system() == "Darwin" else ["-fopenmp"]
 kernels = Extension(
     "hf_specdec.mx.kernels._mx",
     sources=sorted(glob(f"{FOLDER}/*.c")),
     depends=glob(f"{FOLDER}/*.h"),
-    extra_compile_args=["-O3", "-g0", "-std=gnu11", "-ffp-contract=off", "-fopenmp"],  # as in mx/kernels/build.py
+    extra_compile_args=["-O3", "-g0", "-std=gnu11", "-ffp-contract=off", *OPENMP],  # as in mx/kernels/build.py
     optional=True,  # OpenMP is not linked: the runtime that torch brings is bound when the library is loaded
 )
 

@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -183,6 +184,26 @@ def test_nothing_that_newer_compilers_refuse(source):
     assert done.returncode == 0, done.stderr
 
 
+def test_apples_compiler_is_told_of_openmp_in_its_own_way_and_takes_torchs_runtime(monkeypatch):
+    monkeypatch.setattr("platform.system", lambda: "Darwin")
+    monkeypatch.setattr(Path, "read_text", lambda path, *args, **kwargs: (_ for _ in ()).throw(FileNotFoundError(path)))
+    apple = runpy.run_path(built.__file__)
+    assert apple["FLAGS"][-2:] == ("-Xclang", "-fopenmp") and apple["LINK"] == ("-shared", "-undefined", "dynamic_lookup")
+    (runtime,) = cpu._openmp_runtimes()
+    assert Path(runtime).parts[-3:] == ("torch", "lib", "libomp.dylib")
+
+
+def test_this_system_links_with_nothing_of_apples():
+    assert built.APPLE or ("-Xclang" not in built.FLAGS and built.LINK == ("-shared",))
+
+
+@pytest.mark.parametrize(("path", "apple", "left_to_torch"), [("portable", False, True), ("neon", True, True), ("neon", False, False), ("avx2", True, False)])
+def test_where_many_rows_are_left_to_torch(path, apple, left_to_torch, monkeypatch):
+    monkeypatch.setattr(cpu, "APPLE", apple)
+    monkeypatch.setattr(cpu, "kernel_path", lambda: cpu.PATHS.index(path))
+    assert cpu.by_panels() is left_to_torch
+
+
 @needs_a_compiler
 def test_a_source_that_does_not_compile(sources, tmp_path):
     (sources / "tiny.c").write_text("#error this cannot be\n")
@@ -298,7 +319,7 @@ def test_a_path_that_is_none_is_named_with_those_there_are(unloaded, monkeypatch
     monkeypatch.setenv("HF_SPECDEC_MX_PATH", "nonsense")
     layer, x = some_layer()
     for ask in (lambda: layer(x), cpu.kernel_info):
-        with pytest.raises(ValueError, match="'nonsense'.*portable.*avx2.*avx512f.*avx512_bf16"):
+        with pytest.raises(ValueError, match="'nonsense'.*portable.*neon.*avx2.*avx512f.*avx512_bf16"):
             ask()
 
 

@@ -14,7 +14,9 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 SOURCES = HERE / "csrc"
-FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=off", "-fPIC", "-fopenmp")
+APPLE = platform.system() == "Darwin"  # whose compiler knows OpenMP, but not the option, nor its runtime: torch brings one
+FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=off", "-fPIC", *(("-Xclang",) if APPLE else ()), "-fopenmp")
+LINK = ("-shared", *(("-undefined", "dynamic_lookup") if APPLE else ()))
 
 
 class BuildError(RuntimeError):
@@ -64,7 +66,7 @@ def build() -> Path:
             objects = [str(Path(folder) / f"{source.stem}.o") for source in sources]
             list(pool.map(lambda source, made: _run([*command, "-c", str(source), "-o", made]), sources, objects))
             fresh = Path(folder) / target.name
-            _run([*command, "-shared", *objects, "-o", str(fresh)])
+            _run([*command, *LINK, *objects, "-o", str(fresh)])
             os.replace(fresh, target)
     except OSError as error:
         raise BuildError(f"the kernels could not be built in {target.parent}: {error}") from error

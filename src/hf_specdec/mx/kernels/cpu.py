@@ -15,7 +15,7 @@ import torch
 
 from ..codec import round_to_integers
 from ..formats import BLOCK, DENSE, FORMATS, SCALE_RULES, Format
-from .build import BuildError, build, packaged_library
+from .build import APPLE, BuildError, build, packaged_library
 
 ROWS = 16  # of a tile
 ABI = 10
@@ -94,8 +94,8 @@ def _load(path: Path) -> ctypes.CDLL:
 def _openmp_runtimes() -> list[str]:
     try:
         maps = Path("/proc/self/maps").read_text()
-    except OSError:
-        return []
+    except OSError:  # no Linux
+        return [str(Path(torch.__file__).parent / "lib" / "libomp.dylib")]
     found = re.findall(r"\s(/\S*/(?:libgomp|libiomp5|libomp)[^/\s]*)$", maps, re.MULTILINE)
     return [*dict.fromkeys(found), "libgomp.so.1"]
 
@@ -139,7 +139,7 @@ def set_kernel_path(name: str | None) -> None:
 
 def by_panels() -> bool:
     """Whether many rows are better multiplied by torch than by the kernel."""
-    return PATHS[kernel_path()] == "portable"
+    return PATHS[kernel_path()] in (("portable", "neon") if APPLE else ("portable",))  # Apple's own product has units of its own
 
 
 def kernel_info() -> dict:

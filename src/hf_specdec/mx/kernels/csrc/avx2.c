@@ -17,7 +17,8 @@
     for (int i = 0; i < PARTS; i++) {                                                                                      \
         const __m256i e = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)((scales) + i / 2 * 8)));    \
         const int a = i % 2 ? on_top ? 2 : 4 : 0, b = on_top ? a + 4 : a + 2;                                              \
-        s[i] = (bits32)_mm256_permutevar8x32_epi32(e, _mm256_setr_epi32(a, a, a + 1, a + 1, b, b, b + 1, b + 1));          \
+        const __m256i scale = _mm256_max_epu32(_mm256_slli_epi32(e, 23), _mm256_set1_epi32(1 << 22));                      \
+        s[i] = (lanes)_mm256_permutevar8x32_epi32(scale, _mm256_setr_epi32(a, a, a + 1, a + 1, b, b, b + 1, b + 1));       \
     }
 #define PLACE(r, on_top) ((on_top) ? (r) / 8 * 16 + (r) / 2 % 2 * 8 + (r) / 4 % 2 * 4 + (r) % 2 * 2 : 2 * (r))
 #include "pairs.h"

@@ -11,7 +11,8 @@
 #define MOST_AT_ONCE 4
 #define AT_ONCE(bits) ((bits) == 6 ? 4 : 3)
 #define MULADD(a, b, c) ((lanes)_mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c)))
-#define LOAD_SCALES(scales) _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)(scales)))
+#define LOAD_SCALES(scales) \
+    _mm256_max_epu32(_mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)(scales))), 23), _mm256_set1_epi32(1 << 22))
 
 MX_INLINE int offset_of(const mx_layer *l) { return l->bits == 8 ? 0 : mx_offset(l); }
 

@@ -6,7 +6,7 @@
  *   held, FOUR(sum, held, w, x, v, bits)  sum += products with four inputs of x, summed row by row; v counts the vectors of a block, and what is
  *                          not summed yet stays in held until v % 4 == 3
  *   MULADD(a, b, c)        a * b + c, fused
- *   LOAD_SCALES(scales)    LANES scale bytes in 32 bits each
+ *   LOAD_SCALES(scales)    LANES scales; byte 0 is 2^-127
  */
 #define SIDES (MX_ROWS / LANES) /* vectors of a tile's rows */
 #define VECTORS 8  /* of a tile and side: four inputs each */
@@ -14,13 +14,14 @@
 #define MOST 64    /* rows of x that share a decoded block: whole chunks */
 #define AHEAD 2048 /* bytes of codes that are asked for in advance */
 
-typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef int32_t whole __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef uint16_t words __attribute__((vector_size(4 * LANES), aligned(2)));
+typedef float lanes __attribute__((vector_size(4 * LANES)));
+typedef int32_t whole __attribute__((vector_size(4 * LANES)));
+typedef uint16_t words __attribute__((vector_size(4 * LANES)));
+typedef words words_anywhere __attribute__((aligned(2), may_alias));
 
 /* Vector v of the four of half a tile, LANES rows of it, as bytes with a code each. */
 MX_INLINE TARGET words code_bytes(const uint8_t *half, const int v, const int bits) {
-#define LOAD(i) (*(const words *)(const void *)(half + 64 * (i)))
+#define LOAD(i) (*(const words_anywhere *)(const void *)(half + 64 * (i)))
     if (bits == 8) return LOAD(v);
     if (bits == 4) return (v % 2 ? LOAD(v / 2) >> 4 : LOAD(v / 2)) & 0x0f0f;
     if (v < 3) return (LOAD(v) & 0x003f) | (LOAD(v) << 2 & 0x3f00);
@@ -51,8 +52,7 @@ MX_INLINE TARGET void multiply(const whole (*tile)[SIDES], const uint8_t *codes,
 #pragma GCC unroll 4
     for (int m = 0; m < rows; m++)
         for (int s = 0; s < SIDES; s++) {
-            const whole bytes = (whole)LOAD_SCALES(scales + LANES * s);
-            const lanes scale = (lanes)(bytes << 23 | ((bytes == 0) & 1 << 22)), own = (lanes){0} + mx_from_bits((uint32_t)x[9 * chunk + m]);
+            const lanes scale = (lanes)LOAD_SCALES(scales + LANES * s), own = (lanes){0} + mx_from_bits((uint32_t)x[9 * chunk + m]);
             total[m][s] = MULADD(__builtin_convertvector(sum[m][s], lanes) * scale, own, total[m][s]);
         }
 }

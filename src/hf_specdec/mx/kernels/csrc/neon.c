@@ -18,7 +18,9 @@
         const uint8x16_t rows = vld1q_u8(scales);                                                           \
         const uint8x16_t twice = i < 4 ? vzip1q_u8(rows, rows) : vzip2q_u8(rows, rows);                     \
         const uint16x8_t e = i % 4 ? vmovl_high_u8(twice) : vmovl_u8(vget_low_u8(twice));                   \
-        s[i] = (bits32)vmovl_u16(vget_low_u16(e)), s[i + 1] = (bits32)vmovl_high_u16(e);                    \
+        const uint32x4_t least = vdupq_n_u32(1u << 22);                                                     \
+        s[i] = (lanes)vmaxq_u32(vshlq_n_u32(vmovl_u16(vget_low_u16(e)), 23), least);                        \
+        s[i + 1] = (lanes)vmaxq_u32(vshlq_n_u32(vmovl_high_u16(e), 23), least);                             \
     }
 #define PLACE(r, on_top) ((void)(on_top), 2 * (r)) /* in their order */
 #include "pairs.h"

@@ -71,12 +71,12 @@ MX_INLINE int8x16_t values_of(uint8x16_t code, const tables *t, const int bits) 
 }
 
 typedef char held; /* nothing */
-MX_INLINE uint32x4_t four_bytes(const uint8_t *at) {
+MX_INLINE uint32x4_t four_scales(const uint8_t *at) {
     uint32_t four;
     __builtin_memcpy(&four, at, 4);
-    return vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four))));
+    return vmaxq_u32(vshlq_n_u32(vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four)))), 23), vdupq_n_u32(1u << 22));
 }
-#define LOAD_SCALES(scales) four_bytes(scales)
+#define LOAD_SCALES(scales) four_scales(scales)
 #define VALUES(code, t, bits) values_of((uint8x16_t)(code), t, bits)
 #define FOUR(sum, rest, w, x, v, bits) \
     (void)rest;                        \

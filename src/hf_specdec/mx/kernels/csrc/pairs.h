@@ -7,7 +7,7 @@
  *   MULADD(a, b, c)     a * b + c, fused
  *   FROM_HALVES(w, to)  float16 numbers to float32, in two vectors
  *   ON_TOP(w, to)       words as the upper halves of 32 bits over zeros, in two vectors
- *   ROWS(scales, s, on_top)  the scale bytes of 16 rows, each one twice, in 32 bits, in PARTS vectors, as FROM_HALVES has the rows, or ON_TOP
+ *   ROWS(scales, s, on_top)  the scales of 16 rows, each one twice, in PARTS vectors, as FROM_HALVES has the rows, or ON_TOP; byte 0 is 2^-127
  *   PLACE(r, on_top)    where row r of a pair lies after the one or the other
  */
 #include "mx.h"
@@ -18,11 +18,11 @@
 #define MOST 64     /* rows of x that share a decoded block */
 #define AHEAD 2048  /* bytes of codes that are asked for in advance */
 
-typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef int32_t whole __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef uint32_t bits32 __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef uint16_t words __attribute__((vector_size(4 * LANES), aligned(2)));
-typedef int16_t signed_words __attribute__((vector_size(4 * LANES), aligned(2)));
+typedef float lanes __attribute__((vector_size(4 * LANES)));
+typedef int32_t whole __attribute__((vector_size(4 * LANES)));
+typedef uint16_t words __attribute__((vector_size(4 * LANES)));
+typedef int16_t signed_words __attribute__((vector_size(4 * LANES)));
+typedef words words_anywhere __attribute__((aligned(2), may_alias));
 typedef struct {
     lanes part[PARTS];
 } vectors;
@@ -31,7 +31,7 @@ typedef struct {
 
 /* Words of vector v of the eight of half a tile (see pack_half in tiles.c), which begin with their code, whatever follows. */
 MX_INLINE TARGET words code_first(const uint8_t *half, const int v, const int bits) {
-#define WORDS(i) (*(const words *)(const void *)(half + 64 * (i)))
+#define WORDS(i) (*(const words_anywhere *)(const void *)(half + 64 * (i)))
     if (bits == 4) return WORDS(v / 4) << (12 - v % 4 * 4);
     if (bits == 8) return v % 2 ? WORDS(v / 2) : WORDS(v / 2) << 8;
     if (bits == 16) return WORDS(v);
@@ -72,12 +72,10 @@ MX_INLINE TARGET vectors decode(const uint8_t *codes, const int pair, const int 
     return w;
 }
 
-/* The scales of a block's 16 rows, as `decode` has the rows. Scale bytes of 0 are 2^-127. */
+/* The scales of a block's 16 rows, as `decode` has the rows. */
 MX_INLINE TARGET vectors load_scales(const uint8_t *scales, const int format) {
-    bits32 bytes[PARTS];
     vectors s;
-    ROWS(scales, bytes, IS_ON_TOP(format));
-    for (int i = 0; i < PARTS; i++) s.part[i] = (lanes)(bytes[i] << 23 | ((bits32)(bytes[i] == 0) & 1u << 22));
+    ROWS(scales, s.part, IS_ON_TOP(format));
     return s;
 }
 
@@ -114,7 +112,7 @@ MX_INLINE TARGET void multiply(const vectors *tile, const uint8_t *codes, const 
 MX_INLINE TARGET void store(const mx_job *job, int64_t group, int64_t m, const vectors *total, const int format) {
     const int64_t left = job->layer->n - group * MX_ROWS;
     float pairs[2 * MX_ROWS], values[MX_ROWS];
-    for (int i = 0; i < PARTS; i++) *(lanes *)(pairs + LANES * i) = total->part[i];
+    __builtin_memcpy(pairs, total, sizeof pairs);
     for (int r = 0; r < MX_ROWS; r++) values[r] = pairs[PLACE(r, IS_ON_TOP(format))] + pairs[PLACE(r, IS_ON_TOP(format)) + 1];
     mx_store(job, m, group * MX_ROWS, values, left < MX_ROWS ? left : MX_ROWS);
 }
