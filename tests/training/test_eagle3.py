@@ -48,7 +48,8 @@ def test_names_and_shapes_are_those_that_vllm_loads(deep, tmp_path):
     assert torch.equal(torch.arange(len(IDS)) + stored["d2t"], IDS) and stored["d2t"].dtype == torch.int64
     assert torch.equal(stored["t2d"].nonzero()[:, 0], IDS) and stored["t2d"].dtype == torch.bool
     assert {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": len(IDS), "vocab_size": V, "num_hidden_layers": 1, "fc_norm": True}.items() <= config.items()
-    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]  # the states before these layers
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]  # as vLLM counts them, from the embedding on
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]  # SGLang's way
 
 
 def test_it_reads_back_as_what_it_was_and_is_exported_as_it_lies(deep, tmp_path):

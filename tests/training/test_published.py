@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch.nn.functional import linear, silu
 
 from hf_specdec.drafts.feature_tree import FeatureTreeDraft
-from hf_specdec.drafts.features import hidden_states
+from hf_specdec.drafts.features import fused, hidden_states, inputs
 from hf_specdec.drafts.medusa import MedusaDraft
 from hf_specdec.training import load_drafter
 from hf_specdec.training.drafter import is_drafter
@@ -22,6 +22,7 @@ from .watched import Watched
 H, I, V, HEADS, KV, THETA = 32, 40, 61, 4, 2, 5000.0
 CONFIG = dict(model_type="llama", hidden_size=H, intermediate_size=I, num_attention_heads=HEADS, num_key_value_heads=KV, num_hidden_layers=1,
               vocab_size=V, rms_norm_eps=1e-5, rope_theta=THETA, max_position_embeddings=256, hidden_act="silu")
+IDS = "eagle_aux_hidden_state_layer_ids"
 ROWS = [[5, 6, 7, 8, 9], [11, 12, 13]]
 
 
@@ -148,11 +149,15 @@ def test_an_eagle_checkpoint_computes_what_its_paper_says(deep, tmp_path):
     check_against(eagle_forward, deep, tensors, write(tmp_path, tensors), (8,))
 
 
-@pytest.mark.parametrize("own_layers", [False, True], ids=["usual layers", "layers named"])
-def test_an_eagle3_checkpoint_computes_what_its_paper_says(deep, tmp_path, own_layers):
-    tensors, named = eagle3(deep), {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 7]}} if own_layers else {}
-    folder = write(tmp_path, tensors, draft_vocab_size=31, **named)
-    check_against(eagle3_forward, deep, tensors, folder, (0, 2, 6) if own_layers else (1, 3, 4))
+@pytest.mark.parametrize(("named", "layers"), [
+    ({}, (1, 3, 4)),
+    ({IDS: [1, 3, 7]}, (0, 2, 6)),  # speculators and vLLM count from the embedding on
+    ({"eagle_config": {IDS: [1, 7, 3]}}, (1, 3, 7)),  # SpecForge, SGLang and ModelOpt say which layers put them out
+    ({"eagle_config": {IDS: [1, 3, 7]}, "hf_specdec_notes": {}}, (0, 2, 6)),  # what this package has written before
+])
+def test_an_eagle3_checkpoint_computes_what_its_paper_says(deep, tmp_path, named, layers):
+    tensors = eagle3(deep)
+    check_against(eagle3_forward, deep, tensors, write(tmp_path, tensors, draft_vocab_size=31, **named), layers)
 
 
 @pytest.mark.parametrize("make", [eagle, eagle3])
@@ -161,6 +166,56 @@ def test_output_is_the_targets_own(deep, tmp_path, make):
     for draft in (loaded, FeatureTreeDraft(loaded.model, deep)):
         out = speculate(deep, ROWS, draft, 4)
         assert generated(out, ROWS) == plain(deep, ROWS) and out.speculation.proposed > 0
+
+
+@torch.no_grad()
+def test_eagle3_goes_on_from_the_state_behind_the_norm_where_the_config_says_so(deep, tmp_path):
+    tensors = eagle3(deep)
+    plain_one, normed = (load_drafter(write(tmp_path / name, tensors, norm_output=name == "normed"), deep).model for name in ("plain", "normed"))
+    x = torch.randn(1, 4, 2 * H)
+    before, after = (model.base_model(inputs_embeds=x).last_hidden_state for model in (plain_one, normed))
+    torch.testing.assert_close(after, norm(before, tensors["norm.weight"]))
+    torch.testing.assert_close(normed(inputs_embeds=x).logits, plain_one(inputs_embeds=x).logits)
+
+
+@torch.no_grad()
+def test_eagle3_norms_all_states_as_one_where_the_config_says_so(deep, tmp_path):
+    tensors = eagle3(deep) | {"input_norm.weight": 1 + random(3 * H)}
+    for name, said in (("a", {"norm_before_fc": True}), ("b", {"eagle_config": {"norm_before_fc": True}})):
+        model, states = load_drafter(write(tmp_path / name, tensors, **said), deep).model, torch.randn(2, 5, 3 * H)
+        torch.testing.assert_close(fused(model, states), linear(norm(states, tensors["input_norm.weight"]), tensors["fc.weight"]))
+    with pytest.raises(ValueError, match="input_norm"):
+        load_drafter(write(tmp_path / "c", eagle3(deep), norm_before_fc=True), deep)
+
+
+def test_an_eagle3_checkpoint_may_be_narrower_than_its_target(deep, tmp_path):
+    def cut(tensor):  # every H becomes 24, but for what fc reads; heads of 6
+        return tensor[tuple(slice({H: 24, 2 * H: 48, KV * H // HEADS: 12}.get(size, size)) for size in tensor.shape)]
+
+    tensors = {name: cut(tensor) if tensor.is_floating_point() and name != "fc.weight" else tensor for name, tensor in eagle3(deep).items()}
+    tensors |= {"fc.weight": random(24, 3 * H), "embed_tokens.weight": random(V, 24)}
+    draft = load_drafter(write(tmp_path / "a", tensors, hidden_size=24, target_hidden_size=H), deep)
+    states, tokens = torch.randn(1, 4, 3 * H), torch.tensor([[5, 6, 7, 8]])
+    expected = torch.cat([linear(states, tensors["fc.weight"]), tensors["embed_tokens.weight"][tokens]], dim=-1)
+    torch.testing.assert_close(inputs(draft.model, fused(draft.model, states), tokens), expected)
+    out = speculate(deep, ROWS, draft, 4)
+    assert generated(out, ROWS) == plain(deep, ROWS) and out.speculation.proposed > 0
+    tensors.pop("embed_tokens.weight")
+    with pytest.raises(ValueError, match="embed_tokens.weight has shape none"):
+        load_drafter(write(tmp_path / "b", tensors, hidden_size=24, target_hidden_size=H), deep)
+
+
+def test_an_eagle_checkpoint_may_have_biases_in_q_k_and_v_alone(deep, tmp_path):
+    """As those of Qwen2, whose config says qkv_bias."""
+    biases = {f"layers.0.self_attn.{name}_proj.bias": random(H if name == "q" else KV * H // HEADS) for name in "qkv"}
+    attention = load_drafter(write(tmp_path, eagle(deep) | biases, qkv_bias=True), deep).model.base_model.layers[0].self_attn
+    assert torch.equal(attention.k_proj.bias, biases["layers.0.self_attn.k_proj.bias"]) and attention.o_proj.bias is None
+
+
+@pytest.mark.parametrize("said", [{"logit_scale": 0.5}, {"eagle_config": {"use_aux_hidden_state": False}}])
+def test_what_an_eagle3_config_says_and_nobody_reads_is_refused(deep, tmp_path, said):
+    with pytest.raises(ValueError, match="not read"):
+        load_drafter(write(tmp_path, eagle3(deep), **said), deep)
 
 
 def test_an_embedding_of_its_own_is_used(deep, tmp_path):

@@ -31,6 +31,19 @@ class EachNorm(nn.Module):
         return nn.functional.rms_norm(states, states.shape[-1:], eps=self.eps) * torch.stack(list(self.weights)).to(states.dtype)
 
 
+class JointNorm(nn.Module):
+    """One RMS norm over several states side by side (vLLM's `norm_before_fc`)."""
+
+    def __init__(self, weight: torch.Tensor, eps: float):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(weight.clone()), eps
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """states [.., n, H] -> the same shape."""
+        flat = states.flatten(-2)
+        return (nn.functional.rms_norm(flat, flat.shape[-1:], eps=self.eps) * self.weight.to(states.dtype)).view_as(states)
+
+
 def tapped(target: PreTrainedModel, layers: tuple[int, ...], context: Context) -> Tap:
     """What `layers` of `target` put out in the call. ValueError if the draft drafts for another model, which would show it nothing."""
     if compat.unwrap(context.target.model).base_model is not compat.unwrap(target).base_model:

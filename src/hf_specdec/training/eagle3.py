@@ -75,7 +75,8 @@ def save(draft: PreTrainedModel, folder: str | Path, notes: dict | None = None) 
     config = {name: getattr(own, name) for name in published.LLAMA_KEYS if getattr(own, name, None) is not None}
     config |= {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1, "vocab_size": own.vocab_size,
                "draft_vocab_size": len(draft.get_output_embeddings().ids), "tie_word_embeddings": False, "torch_dtype": "bfloat16", "fc_norm": True,
-               "eagle_config": {"eagle_aux_hidden_state_layer_ids": before, "use_aux_hidden_state": True}, "hf_specdec_notes": notes or {}}
+               "eagle_aux_hidden_state_layer_ids": before,  # as vLLM reads it; SGLang reads eagle_config
+               "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(draft.reads), "use_aux_hidden_state": True}, "hf_specdec_notes": notes or {}}
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
     save_whole(tensors(draft), folder / "model.safetensors", {"format": "pt"})
     return folder

@@ -1,5 +1,5 @@
 """Published drafters: of Llama-family targets Medusa heads (the layouts of FasterDecoding/Medusa and of vLLM), EAGLE and EAGLE-3 layers
-(SafeAILab/EAGLE; EAGLE-3 also as speculators writes it), of any target those of DFlash (`training.dflash`). From safetensors only.
+(SafeAILab/EAGLE; EAGLE-3 also as speculators, SpecForge and ModelOpt do), of any target those of DFlash (`training.dflash`). From safetensors only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from ..assistants import is_dflash
 from ..drafts.base import Draft
 from ..drafts.feature import FeatureDraft
-from ..drafts.features import EachNorm
+from ..drafts.features import EachNorm, JointNorm
 from ..drafts.medusa import MedusaDraft, MedusaHeads
 from ..folders import json_object
 from . import dflash, shared
@@ -156,35 +156,66 @@ def _eagle(folder: Path, config: dict, tensors: dict[str, torch.Tensor], target:
 
 
 def _eagle3(folder: Path, config: dict, tensors: dict[str, torch.Tensor], target: PreTrainedModel) -> FeatureDraft:
-    """EAGLE-3: fc of a low, a middle and a high hidden state; one decoder layer that attends from (embedding, state); own head."""
+    """EAGLE-3: fc of hidden states of several layers; one decoder layer that attends from (embedding, state), of a width of its own; own head."""
     config = {**config, **config.get("transformer_layer_config", {})}
-    draft, count = empty(folder, config, target, 1), target.config.get_text_config().num_hidden_layers
-    width, vocab = draft.config.hidden_size, _vocab(target)
-    tensors = {re.sub(r"^midlayer\.", "layers.0.", name): tensor for name, tensor in tensors.items() if name != "t2d"}
-    reads = (config.get("eagle_config") or config).get("eagle_aux_hidden_state_layer_ids") or (2, count // 2, count - 3)
-    draft.reads = tuple(layer - 1 for layer in reads)  # counted from the embedding on
-    if len(set(draft.reads)) != 3 or not all(0 <= layer < count for layer in draft.reads):
-        raise ValueError(f"{folder} reads the states before layers {list(reads)} of its target; this target has {count} layers.")
+    own = config.get("eagle_config") or {}
+    if config.get("logit_scale", 1.0) != 1.0 or own.get("use_aux_hidden_state") is False:
+        raise ValueError(f"{folder}: config.json speaks of logit_scale or use_aux_hidden_state=false, which are not read.")
+    draft = empty(folder, config, target, 1, config.get("target_hidden_size"))
+    draft.reads = _reads(folder, config, target.config.get_text_config().num_hidden_layers)
+    tensors = {re.sub(r"^midlayer\.", "layers.0.", name): tensor for name, tensor in tensors.items() if name != "t2d" and not name.startswith("verifier_")}
     _embedding(folder, draft, tensors, target)
-    _linear(folder, draft, "feature_fuse", tensors, 3 * width)
-    if config.get("fc_norm"):
-        weights = [tensors.pop(f"fc_norm.{i}.weight", None) for i in range(3)]
-        if any(weight is None or list(weight.shape) != [width] for weight in weights):
-            raise ValueError(f"{folder}: fc_norm asks for fc_norm.0.weight to fc_norm.2.weight of {width} numbers each; copy the checkpoint again.")
-        draft.feature_norm = EachNorm([weight.to(target.device, target.dtype) for weight in weights], draft.config.rms_norm_eps)
+    seen = target.get_input_embeddings().weight.shape[1]
+    _linear(folder, draft, "feature_fuse", tensors, len(draft.reads) * seen)
+    norms = _feature_norms(folder, draft, tensors, seen, own.get("norm_before_fc", config.get("norm_before_fc")), config.get("fc_norm"))
+    draft.feature_norm = norms.to(target.device, target.dtype)
     draft.feature_join = nn.Identity()
-    rows = tensors.pop("lm_head.weight", None)
-    offsets = tensors.pop("d2t", None)
+    _eagle3_head(folder, draft, tensors, target, bool(config.get("norm_output")))
+    draft.base_model.layers[0] = Eagle3Layer(draft.base_model.layers[0], bool(config.get("norm_before_residual")))
+    return _made(folder, draft, tensors, target)
+
+
+def _reads(folder: Path, config: dict, count: int) -> tuple[int, ...]:
+    """The target's layers whose outputs are read, ascending as whoever serves it shows them. Named beside all else (speculators, vLLM) they are counted from the
+    embedding on; named in eagle_config (SpecForge, SGLang, ModelOpt) they are what these layers put out. Earlier versions of this package counted there as vLLM does."""
+    named, inner = config.get("eagle_aux_hidden_state_layer_ids"), (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    outputs = not named and inner and "hf_specdec_notes" not in config
+    reads = tuple(sorted(layer if outputs else layer - 1 for layer in named or inner or (2, count // 2, count - 3)))
+    if len(set(reads)) != len(reads) or not all(0 <= layer < count for layer in reads):
+        raise ValueError(f"{folder} reads what layers {list(reads)} of its target put out; this target has {count} layers.")
+    return reads
+
+
+def _feature_norms(folder: Path, draft: PreTrainedModel, tensors: dict[str, torch.Tensor], seen: int, joint: bool, each: bool) -> nn.Sequential:
+    """What comes before fc: one norm over all the states (input_norm), one for each of them (fc_norm.I), or nothing."""
+    norms, eps, parts = nn.Sequential(), draft.config.rms_norm_eps, len(draft.reads)
+    if joint:
+        weight = tensors.pop("input_norm.weight", torch.empty(0))
+        if len(weight) != parts * seen:
+            raise ValueError(f"{folder}: norm_before_fc asks for input_norm.weight of {parts * seen} numbers; copy the checkpoint again.")
+        norms.append(JointNorm(weight, eps))
+    if each:
+        weights = [tensors.pop(f"fc_norm.{i}.weight", torch.empty(0)) for i in range(parts)]
+        if any(list(weight.shape) != [seen] for weight in weights):
+            raise ValueError(f"{folder}: fc_norm asks for fc_norm.0.weight to fc_norm.{parts - 1}.weight of {seen} numbers each; copy the checkpoint again.")
+        norms.append(EachNorm(weights, eps))
+    return norms
+
+
+def _eagle3_head(folder: Path, draft: PreTrainedModel, tensors: dict[str, torch.Tensor], target: PreTrainedModel, output: bool) -> None:
+    """Norm and head. What the drafter goes on from is the state before the norm, or with `output` behind it."""
+    width, vocab = draft.config.hidden_size, _vocab(target)
+    rows, offsets = tensors.pop("lm_head.weight", None), tensors.pop("d2t", None)
     if rows is None or "norm.weight" not in tensors:
         raise ValueError(f"{folder} has no {'lm_head.weight' if rows is None else 'norm.weight'}, which an EAGLE-3 checkpoint needs.")
     ids = torch.arange(len(rows)) if offsets is None else torch.arange(len(rows)) + offsets.long()
     if rows.shape[1] != width or len(ids) != len(rows) or int(ids.min()) < 0 or int(ids.max()) >= vocab or len(ids.unique()) != len(ids):
         raise ValueError(f"{folder}: lm_head.weight and d2t do not fit a vocabulary of {vocab} tokens and width {width}.")
-    norm, draft.base_model.norm = draft.base_model.norm, nn.Identity()  # what goes on is the state before the norm
-    norm.load_state_dict({"weight": tensors.pop("norm.weight")})
+    norm = nn.Identity() if output else draft.base_model.norm
+    if not output:
+        norm.load_state_dict({"weight": tensors.pop("norm.weight")})
+        draft.base_model.norm = nn.Identity()
     draft.set_output_embeddings(NormedHead(norm, rows.to(target.device, target.dtype), ids, vocab))
-    draft.base_model.layers[0] = Eagle3Layer(draft.base_model.layers[0], bool(config.get("norm_before_residual")))
-    return _made(folder, draft, tensors, target)
 
 
 class NormedHead(shared.PrunedHead):
@@ -222,13 +253,13 @@ class Eagle3Layer(nn.Module):
         return state + self.mlp(self.post_attention_layernorm(state))
 
 
-def empty(folder: Path, config: dict, target: PreTrainedModel, layers: int) -> PreTrainedModel:
-    """A Llama of the checkpoint's shape, without weights."""
+def empty(folder: Path, config: dict, target: PreTrainedModel, layers: int, reads: int | None = None) -> PreTrainedModel:
+    """A Llama of the checkpoint's shape, without weights. reads: the width of the target's states, where the checkpoint's own differs."""
     if config.get("model_type", "llama") not in ("llama", "speculator_model", "eagle", "eagle3"):
         raise ValueError(f"{folder}: model_type {config['model_type']!r}; only EAGLE layers of the Llama family map to the feature drafter.")
     width = target.get_input_embeddings().weight.shape[1]
-    if config.get("hidden_size") != width:
-        raise ValueError(f"{folder}: hidden_size {config.get('hidden_size')} does not map to this target's {width}.")
+    if (reads or config.get("hidden_size")) != width:
+        raise ValueError(f"{folder}: hidden_size {reads or config.get('hidden_size')} does not map to this target's {width}.")
     own = LlamaConfig(**{name: config[name] for name in LLAMA_KEYS if config.get(name) is not None}, num_hidden_layers=layers,
                       vocab_size=_vocab(target), tie_word_embeddings=False)
     draft = shared.empty(target, own)
@@ -238,13 +269,13 @@ def empty(folder: Path, config: dict, target: PreTrainedModel, layers: int) -> P
 
 def _embedding(folder: Path, draft: PreTrainedModel, tensors: dict[str, torch.Tensor], target: PreTrainedModel) -> None:
     """The target's embedding, or the checkpoint's own where it has another one."""
-    shared, weight = target.get_input_embeddings(), tensors.pop("embed_tokens.weight", None)
+    shared, weight, width = target.get_input_embeddings(), tensors.pop("embed_tokens.weight", None), draft.config.hidden_size
     draft.set_input_embeddings(shared)
-    if weight is None:
+    if weight is None and width == shared.weight.shape[1]:
         return
-    if weight.shape != shared.weight.shape:
-        raise ValueError(f"{folder}: embed_tokens.weight has shape {list(weight.shape)}; this target's is {list(shared.weight.shape)}.")
-    if not torch.allclose(weight.to(shared.weight), shared.weight, rtol=0.02, atol=1e-3):
+    if weight is None or list(weight.shape) != [len(shared.weight), width]:
+        raise ValueError(f"{folder}: embed_tokens.weight has shape {'none' if weight is None else list(weight.shape)}; this target's tokens need {[len(shared.weight), width]}.")
+    if weight.shape != shared.weight.shape or not torch.allclose(weight.to(shared.weight), shared.weight, rtol=0.02, atol=1e-3):
         draft.set_input_embeddings(nn.Embedding.from_pretrained(weight.to(shared.weight)))
 
 
@@ -262,5 +293,8 @@ def _linear(folder: Path, draft: PreTrainedModel, name: str, tensors: dict[str, 
 
 def _made(folder: Path, draft: PreTrainedModel, tensors: dict[str, torch.Tensor], target: PreTrainedModel) -> FeatureDraft:
     tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
+    for name, module in draft.base_model.named_modules():  # configs speak of biases in several ways (Qwen2: of q, k and v alone)
+        if isinstance(module, nn.Linear) and module.bias is None and f"{name}.bias" in tensors:
+            module.bias = nn.Parameter(module.weight.new_zeros(module.out_features))
     fit(folder, draft.base_model, tensors, {name for name in draft.base_model.state_dict() if name.startswith("embed_tokens.")})
     return FeatureDraft(draft.eval().requires_grad_(False), target)
