@@ -16,14 +16,19 @@ if [ ! -e "$place/ready" ]; then
             -o Dir::Cache="$place" -o APT::Install-Recommends=false -o Debug::NoLocking=true -o APT::Sandbox::User=root "$@"
     }
     apt_arm update
-    apt_arm install -y --download-only python3 python3-dev gcc g++ libc6-dev libgomp1 bash coreutils
+    apt_arm install -y --download-only python3 python3-dev gcc g++ libc6-dev libgomp1 bash dash coreutils
     for package in "$place"/archives/*.deb; do dpkg -x "$package" "$place/root"; done
+    ln -sf dash "$place/root/bin/sh"
     cp /etc/passwd /etc/group "$place/root/etc/"
     python=$(basename "$(ls "$place"/root/usr/bin/python3.* | grep -E '3\.[0-9]+$')")
-    grep -vE '^(#|torch=|triton=|torchao=)' "$repo/constraints.txt" > "$place/constraints.txt"
-    python3 -m pip install --no-compile --only-binary=:all: --platform manylinux_2_28_aarch64 --platform manylinux2014_aarch64 --platform any \
-        --implementation cp --python-version "${python#python}" --target "$place/root/site" -c "$place/constraints.txt" \
-        torch==2.8.0 transformers accelerate scipy ml_dtypes pytest rich typer gguf sentencepiece   # the last torch for ARM without CUDA's libraries
+    # By name and without what they ask for: pip would take that for this machine's own processor.
+    needed='accelerate|annotated-doc|anyio|certifi|click|execnet|filelock|fsspec|gguf|h11|hf-xet|httpcore2|httpx2|huggingface_hub|idna|iniconfig|Jinja2
+        |markdown-it-py|MarkupSafe|mdurl|ml_dtypes|mpmath|networkx|numpy|packaging|pluggy|psutil|Pygments|pytest|PyYAML|regex|requests|rich|safetensors
+        |scipy|sentencepiece|shellingham|sniffio|sympy|tokenizers|tqdm|transformers|truststore|typer|typing_extensions|urllib3'
+    # torch 2.8: the last one for ARM that comes without CUDA's libraries
+    python3 -m pip install --no-compile --no-deps --only-binary=:all: --platform manylinux_2_28_aarch64 --platform manylinux_2_26_aarch64 \
+        --platform manylinux_2_17_aarch64 --platform manylinux2014_aarch64 --platform any --implementation cp --python-version "${python#python}" \
+        --target "$place/root/site" torch==2.8.0 $(grep -E "^(${needed//[[:space:]]/})==" "$repo/constraints.txt")
     touch "$place/ready"
 fi
 
@@ -33,4 +38,4 @@ mountpoint -q "$place/root/proc" || mount -t proc proc "$place/root/proc"
 mountpoint -q "$place/root/dev" || mount --bind /dev "$place/root/dev"
 mountpoint -q "$place/root/repo" || mount --bind "$repo" "$place/root/repo"
 chroot "$place/root" bash -c 'cd /repo && export HOME=/tmp PYTHONPATH=/site:/repo/src PYTHONDONTWRITEBYTECODE=1 HF_SPECDEC_CACHE=/tmp/cache HF_HUB_OFFLINE=1 \
-    OMP_NUM_THREADS=2 TOKENIZERS_PARALLELISM=false && exec python3.* -m pytest -q -p no:cacheprovider "$@"' bash "$@"
+    OMP_NUM_THREADS=2 TOKENIZERS_PARALLELISM=false && exec python3 -m pytest -q -p no:cacheprovider "$@"' bash "$@"
