@@ -10,6 +10,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 import warnings
 from pathlib import Path
@@ -202,6 +203,25 @@ def test_where_many_rows_are_left_to_torch(path, apple, left_to_torch, monkeypat
     monkeypatch.setattr(cpu, "APPLE", apple)
     monkeypatch.setattr(cpu, "kernel_path", lambda: cpu.PATHS.index(path))
     assert cpu.by_panels() is left_to_torch
+
+
+@pytest.mark.parametrize(("checkout", "taken"), [(False, True), (True, False)])
+def test_a_library_older_than_its_sources_is_stale_in_a_checkout_and_not_in_a_wheel(checkout, taken, tmp_path, monkeypatch):
+    """pip unpacks a wheel's files one after the other, the library before its sources."""
+    kernels = tmp_path / "root" / "src" / "hf_specdec" / "mx" / "kernels"
+    (kernels / "csrc").mkdir(parents=True)
+    if checkout:
+        (tmp_path / "root" / "setup.py").touch()
+    monkeypatch.setattr(built, "HERE", kernels)
+    monkeypatch.setattr(built, "SOURCES", kernels / "csrc")
+    assert built.packaged_library() is None
+    library = kernels / f"_mx{sysconfig.get_config_var('EXT_SUFFIX')}"
+    for path, when in ((library, 1000), (kernels / "csrc" / "mx.h", 1001)):
+        path.touch()
+        os.utime(path, (when, when))
+    assert built.packaged_library() == (library if taken else None)
+    os.utime(library, (1002, 1002))
+    assert built.packaged_library() == library
 
 
 @needs_a_compiler

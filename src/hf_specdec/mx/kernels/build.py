@@ -34,9 +34,11 @@ def cache_dir() -> Path:
 
 
 def packaged_library() -> Path | None:
-    """The library that was built when the package was installed, if it was, and not before the sources were changed."""
+    """The library that was built when the package was installed, if it was; in a checkout, where sources change, if it is newer than they are. Installed, both come
+    from one wheel, and their times say in which order they were unpacked."""
     path = HERE / f"_mx{sysconfig.get_config_var('EXT_SUFFIX') or '.so'}"
-    if not path.is_file() or path.stat().st_mtime < max(source.stat().st_mtime for source in SOURCES.iterdir()):
+    checkout = (HERE.parents[3] / "setup.py").is_file()
+    if not path.is_file() or checkout and path.stat().st_mtime < max(source.stat().st_mtime for source in SOURCES.iterdir()):
         return None
     return path
 
