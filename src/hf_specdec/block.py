@@ -12,12 +12,13 @@ from .fixed_cache import Held
 
 if TYPE_CHECKING:
     from .kv_cache import SlotCache
+    from .seq2seq import Read
 
 
 class Block(NamedTuple):
     """What a compiled pass over W places is given: tokens int64 [B, W], or embeds [B, W, H] in their place (None: there are none), positions int64 [B, W],
     mask float [B, 1, W, S] or one per layer type, slots int64 [W] of the one row, or [B, W], and what each layer holds. Of several passes, tokens [B, 1] are the
-    first one's, and embeds are (make, states [B, 1, H])."""
+    first one's, and embeds are (make, states [B, 1, H]). read: what an encoder has read, for decoders that look at it."""
 
     tokens: torch.Tensor
     embeds: torch.Tensor | tuple[Callable, torch.Tensor] | None
@@ -25,22 +26,24 @@ class Block(NamedTuple):
     mask: torch.Tensor | dict[str, torch.Tensor | None] | None
     slots: torch.Tensor
     layers: list[Held]
+    read: Read | None
 
     @classmethod
-    def laid_out(cls, cache: SlotCache, tokens, embeds, positions, mask) -> Block:
+    def laid_out(cls, cache: SlotCache, tokens, embeds, positions, mask, read: Read | None = None) -> Block:
         """At the slots of `cache.plan`. What is no buffer is contiguous: a compiled function is made for the strides of its arguments, which are not
         checked again (`passes.unguarded`)."""
         slots = cache.plan.slots
         given = tree_map_only(torch.Tensor, torch.Tensor.contiguous, (tokens, embeds, positions, mask, slots if len(tokens) > 1 else slots[0]))
-        return cls(*given, [layer.held() for layer in cache.layers])
+        return cls(*given, [layer.held() for layer in cache.layers], read)
 
     @property
     def kind(self) -> tuple:
-        """What a function is made for, beside the shape of the block: the number format of the cache, and how many layers there are."""
-        return next((held.keys.dtype for held in self.layers if held.keys is not None), None), len(self.layers)
+        """What a function is made for, beside the shape of the block: the number format of the cache, how many layers there are, and what of an encoder."""
+        return next((held.keys.dtype for held in self.layers if held.keys is not None), None), len(self.layers), self.read and self.read.mask is None
 
     def sizes(self) -> list[tuple[torch.Tensor, int]]:
-        """The tensors that have a dimension of the cache's slots, each with the number of that dimension."""
+        """The tensors that have a dimension of the cache's slots, or of what an encoder has read, each with the number of that dimension."""
         masks = self.mask.values() if isinstance(self.mask, dict) else [self.mask]
         buffers = [part for held in self.layers for part in (held.keys, held.values)]
-        return [(part, 3) for part in masks if part is not None] + [(part, 2) for part in buffers if part is not None]
+        read = [] if self.read is None else self.read.sizes()
+        return [(part, 3) for part in masks if part is not None] + [(part, 2) for part in buffers if part is not None] + read

@@ -170,7 +170,7 @@ class CachedModel(Forward):
         """`extend` up to max(k) times by one compiled function (`compiled.several`), each time with the token that follows from the pass before; None
         where there is none. uniform: float64 [B, max(k)]. Row b keeps at most k[b] of the tokens fed."""
         n = 0 if self.compiled is None or self.compiled.places(1) is None else min(1 << max(k).bit_length() - 1, self.compiled.most_steps())
-        if n < 2:
+        if n < 2 or isinstance(self.run, Decoder) and (self.blind or self._compiled_places(n, self.lengths) is None):
             return None
         begin, sizes = perf_counter(), [min(max(own, 0), n) for own in k]
         self.cache.plan.lay(self.lengths, n, self.device, whole=True)

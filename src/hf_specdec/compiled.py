@@ -19,11 +19,12 @@ from transformers import PreTrainedModel
 
 from . import compat, passes
 from .block import Block
-from .fixed_cache import FixedCache, fixed, why_not_compiled
+from .fixed_cache import CountingCache, FixedCache, fixed, why_not_compiled
 from .kv_cache import SlotCache
 from .layerwise import TRIAL, Layerwise, Made, NotCompiled, own_forward
 from .parts import decoder_layers, modules, read_at, read_once
 from .recurrences import telling
+from .seq2seq import Read, reading
 from .tap import SHOWN, note, watched
 
 if TYPE_CHECKING:
@@ -43,31 +44,38 @@ _idle: WeakKeyDictionary = WeakKeyDictionary()  # model -> {what for: a buffer t
 _refusals: WeakKeyDictionary = WeakKeyDictionary()  # model -> {why it runs without: whether for good}
 
 
-def forward(model, tokens, embeds, positions, mask, slots, layers):
+def forward(model, tokens, embeds, positions, mask, slots, layers, read):
     """One pass over a `Block`: logits [B, W, V], what the layers that are watched put out, and the states that layers have taken. Compiled as a whole."""
-    return telling(over, FixedCache([fixed(held, slots) for held in layers]), model, tokens, embeds, positions, mask)
+    return telling(over, _cache(layers, slots, read), model, tokens, embeds, positions, mask, read)
 
 
-def over(cache: FixedCache, model, tokens, embeds, positions, mask):
+def _cache(layers, slots, read) -> FixedCache:
+    return (FixedCache if read is None else CountingCache)([fixed(held, slots) for held in layers])
+
+
+def over(cache: FixedCache, model, tokens, embeds, positions, mask, read=None):
     """`forward` with its cache made."""
-    given = {"input_ids": tokens} if embeds is None else {"inputs_embeds": embeds}
+    if read is None:
+        given = {"position_ids": positions, "attention_mask": mask, compat.CACHE: cache} | ({"input_ids": tokens} if embeds is None else {"inputs_embeds": embeds})
+    else:
+        given = reading(model, cache, tokens, mask, read)
     SHOWN.clear()
-    logits = model(**given, position_ids=positions, attention_mask=mask, use_cache=True, return_dict=True, **{compat.CACHE: cache}).logits
+    logits = model(**given, use_cache=True, return_dict=True).logits
     states = tuple(SHOWN)
     SHOWN.clear()
     return logits, states, tuple(layer.taken for layer in cache.layers)
 
 
-def several(model, tokens, embeds, positions, mask, slots, layers, vocab, drawing, uniform):
+def several(model, tokens, embeds, positions, mask, slots, layers, read, vocab, drawing, uniform):
     """Passes over one token each, every one over that of the first `vocab` tokens which `drawing` (a `distributions.Drawing`) takes after the one
     before, with uniform float64 [B, n]: int64 [B, n], their laws [B, n, vocab] or None, and the last states that were noted. The others are those of a
     `Block`; make(model, states, tokens) makes the inputs of a pass of the states noted in the one before."""
     drawn, laws, (make, states) = [], [], embeds or (None, None)
     for i in range(positions.shape[1]):
         masks = {name: each[:, :, i : i + 1] for name, each in mask.items()} if isinstance(mask, dict) else mask[:, :, i : i + 1]
-        cache = FixedCache([fixed(held, slots[..., i : i + 1]) for held in layers])
+        cache = _cache(layers, slots[..., i : i + 1], read)
         given = None if make is None else make(model, states, tokens)
-        logits, shown, _ = over(cache, model, tokens, given, positions[:, i : i + 1], masks)
+        logits, shown, _ = over(cache, model, tokens, given, positions[:, i : i + 1], masks, read)
         states = shown[-1] if shown else None
         token, law = drawing(logits[:, -1, :vocab], uniform[:, i])
         tokens = token[:, None]
@@ -83,13 +91,16 @@ class CompiledPasses:
     untried: whether the last pass was the first of its function ever, so that its logits are to be compared (`judge`).
     checked: the functions without their guards (what torch checks before it reuses a function): evaluated once a call, because
         nothing that they look at changes within one, and they take up to a tenth of a small model's pass.
+    read: what an encoder has read, where the model looks at it; such a model is compiled as a whole.
     """
 
-    def __init__(self, model: PreTrainedModel, role: str, way: bool | str = True):
+    read: Read | None = None
+
+    def __init__(self, model: PreTrainedModel, role: str, way: bool | str = True, reads: bool = False):
         self.model, self.role = model, role
         self.way = way if isinstance(way, str) else WAYS[compat.device_of(model).type != "cpu"]
         self.functions: passes.Functions = _functions.setdefault(model, passes.Functions())
-        self.layerwise = self._layerwise()
+        self.layerwise = None if reads else self._layerwise()
         self.by_layers = self.way == "layers" and self.layerwise is not None
         self.checked: dict[tuple, Callable] = {}
         self.usable: bool | None = False if any(_refusals.get(model, {}).values()) else None
@@ -125,7 +136,7 @@ class CompiledPasses:
         more = plan.width - width
         masks = attention_mask if isinstance(attention_mask, dict) else {None: attention_mask}
         masks = {name: _longer(mask, 2, more) for name, mask in masks.items()}
-        block = Block.laid_out(cache, pad(tokens, (0, more)), _longer(embeds, 1, more), _longer(position_ids, 1, more), masks.get(None, masks))
+        block = Block.laid_out(cache, pad(tokens, (0, more)), _longer(embeds, 1, more), _longer(position_ids, 1, more), masks.get(None, masks), self.read)
         key = (tokens.shape[0], plan.width, tokens.device, *block.kind, type(self.model), embeds is None, reads)
         run = self._run_by_layers if self.by_layers else self._run
         done = run(key, forward, tokens.shape[0] * plan.width, plan.capacity, reads, block)
@@ -171,7 +182,7 @@ class CompiledPasses:
     def several(self, tokens: torch.Tensor, embeds: tuple[Callable, torch.Tensor] | None, cache: SlotCache, reads: tuple[int, ...], vocab: int,
                 drawing: Drawing, uniform: torch.Tensor, position_ids: torch.Tensor, attention_mask) -> tuple | None:
         """What the function `several` gives for the n tokens that `cache.plan` has laid out; None where the model does not compile."""
-        block = Block.laid_out(cache, tokens, embeds, position_ids, attention_mask)
+        block = Block.laid_out(cache, tokens, embeds, position_ids, attention_mask, self.read)
         key = (tokens.shape[0], -cache.plan.width, tokens.device, *block.kind, type(self.model), vocab, embeds and embeds[0], drawing.settings, reads)
         return self._run(key, several, tokens.shape[0], cache.plan.capacity, reads, block, vocab, drawing, uniform.contiguous())
 

@@ -112,6 +112,13 @@ class FixedCache(Cache):
         return self.layers[layer_idx].get_mask_sizes(query_length)
 
 
+class CountingCache(FixedCache):
+    """One that says where its block begins, int64 [], to decoders of an encoder's states, which count positions from there."""
+
+    def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor:
+        return self.get_query_offset(layer_idx)
+
+
 class EmptyCache(Cache):
     """A cache before the first token of a text, which keeps the keys and values that one layer gives it."""
 

@@ -55,10 +55,10 @@ class Forward:
         self.shares = bool(getattr(compat.unwrap(model).config.get_text_config(), "num_kv_shared_layers", 0))
         self.blind = source is not None and compat.unwrap(model).config.model_type in BLIND
         self.states = Checkpoints(self.cache.layers, compat.unwrap(model)) if self.traits.states else None
-        self.compiled = CompiledPasses(model, role, compile) if compile else None
+        self.compiled = CompiledPasses(model, role, compile, source is not None) if compile else None
         self.most, self.runner = passes.runner(model, compiled=False)
-        if compile and (source is not None or self.traits.own_positions and not self.traits.states or counts_itself(compat.unwrap(model), limit)):
-            flash = self.traits.flash
+        flash, own = self.traits.flash, self.traits.own_positions and not self.traits.states
+        if compile and (own and (source is None or flash) or counts_itself(compat.unwrap(model), limit)):
             self.compiled.give_up("it runs flash attention, which takes no mask over buffers of fixed shapes" if flash else
                                   "it makes its masks or positions itself", for_good=not flash)
         if compile and shared_by_processes(model):
@@ -115,7 +115,7 @@ class Forward:
         width, starts, layers = tokens.shape[1], [length + first for length in self.lengths], layers_of(self.taps)
         logits = taken = None
         embeds = self.embed and self.embed(tokens)
-        places = self.compiled.places(width) if self.compiled is not None and any(self.lengths) and self._told(starts) else None
+        places = self._compiled_places(width, starts)
         if places is not None:
             self.cache.plan.lay(starts, places, self.device, whole=True)
             with nullcontext() if self.states is None else self.states.telling():
@@ -152,6 +152,20 @@ class Forward:
             for state, meant in () if taken is None else self.states.beside(taken):
                 self.compiled.judge(state, meant, "states")
         return reference
+
+    def _compiled_places(self, width: int, starts: list[int]) -> int | None:
+        """The places of the compiled block that takes `width` tokens; None where there is none."""
+        if self.compiled is None or not any(self.lengths) or not self._told(starts):
+            return None
+        if not isinstance(self.run, Decoder):
+            return self.compiled.places(width)
+        if self.compiled.usable is not False and len(starts) > 1:
+            self.compiled.give_up("it counts the positions of all rows of a batch alike", for_good=False)
+        places = self.compiled.places(max(width, 1 + self.blind))
+        if places is None or self.traits.max_positions and starts[0] + places > self.traits.max_positions:
+            return None
+        self.compiled.read = self.run.read()
+        return places
 
     def _told(self, starts: list[int]) -> bool:
         """Whether a pass may be compiled: of layers that carry states all but those over prompts, if states follow from what layers are told."""

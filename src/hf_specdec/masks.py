@@ -71,7 +71,7 @@ class Placing:
             return self._beside_states(plan, [length + first for length in lengths], width, sizes)
         if self.traits.states and not self.traits.placed:  # Mamba takes a mask for its block alone; there is no padding
             return {"attention_mask": None}
-        if self.traits.own_positions:
+        if self.traits.own_positions and not (plan.whole and self.traits.encoder != "none"):  # compiled, decoders take a mask as others do
             return self._by_columns(plan, [length + first for length in lengths], width, sizes)
         level = plan.start is not None and min(sizes) == width  # all rows begin at the same slot, and none is padded
         if level and chain and not plan.whole and (width == 1 or plan.start == 0):  # the model's own causal mask says the same, at less cost

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from . import compat, parts
+from .fixed_cache import FixedCache, FixedLayer, Held
 from .uploads import upload
 
 BLIND = {"led"}  # decoders that look at no mask in a pass over one token
@@ -97,6 +98,29 @@ class Source:
         return Source(encoder, inputs, mask, encoder(**given, return_dict=True), self.tokens)
 
 
+class Read(NamedTuple):
+    """What a compiled pass is given of a source: the encoder's states [1, S, H], which say how long it is, its mask int64 [1, S] or None, and per layer of
+    the decoder keys and values of it, [1, H, S, D]."""
+
+    states: torch.Tensor
+    mask: torch.Tensor | None
+    cross: list[tuple[torch.Tensor, torch.Tensor]]
+
+    def sizes(self) -> list[tuple[torch.Tensor, int]]:
+        """The tensors that have a dimension of S, each with the number of that dimension."""
+        return [(self.states, 1), *[(part, 2) for layer in self.cross for part in layer]] + ([] if self.mask is None else [(self.mask, 1)])
+
+
+def reading(model: PreTrainedModel, cache: FixedCache, tokens: torch.Tensor, mask: torch.Tensor, read: Read) -> dict:
+    """The arguments of a compiled pass of `model` over the decoder's own tokens [1, W], of whose `cache` mask [1, 1, W, slots] shows a part."""
+    both = EncoderDecoderCache(cache, FixedCache([FixedLayer(Held(*layer), cache.layers[0].slots) for layer in read.cross]))
+    both.is_updated = dict.fromkeys(range(len(read.cross)), True)
+    given = {compat.CACHE: both, "encoder_outputs": BaseModelOutput(last_hidden_state=read.states)}
+    if not compat.unwrap(model).config.is_encoder_decoder:
+        return given | {"input_ids": tokens, "attention_mask": mask}
+    return given | {"decoder_input_ids": tokens, "decoder_attention_mask": mask} | ({} if read.mask is None else {"attention_mask": read.mask})
+
+
 class Decoder:
     """The decoder of `model` with its source: takes a decoder's own tokens and cache, as a decoder-only model does.
 
@@ -108,6 +132,7 @@ class Decoder:
         self.cross = self.whole = DynamicCache()
         self.cache: EncoderDecoderCache | None = None
         self.own = compat.unwrap(model).config.is_encoder_decoder
+        self.given: Read | None = None
 
     def __call__(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **inputs):
         """attention_mask int64 [B, S]: of the decoder's own tokens. One that hides nothing says nothing that the model does not know."""
@@ -121,8 +146,18 @@ class Decoder:
             inputs["attention_mask"] = self.source.mask
         return self.model(encoder_outputs=self.source.outputs, **inputs)
 
+    def read(self) -> Read:
+        """What compiled passes are given, after the first pass: contiguous, for what they are made for is not checked again."""
+        if self.given is None:
+            for layer in self.cross.layers:
+                layer.keys, layer.values = layer.keys.contiguous(), layer.values.contiguous()
+            mask = None if not self.own or self.source.mask is None or bool(self.source.mask.all()) else self.source.mask  # one that hides nothing says nothing
+            self.given = Read(self.source.outputs[0].contiguous(), mask, [(layer.keys, layer.values) for layer in self.cross.layers])
+        return self.given
+
     def keep(self, rows: list[int]) -> None:
         """Only these rows go on."""
+        self.given = None
         self.source.keep(rows)
         self.cross, self.cache = copy.copy(self.cross), None
         self.cross.layers = [copy.copy(layer) for layer in self.cross.layers]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
 
 from . import compat
 from .assistants import kind_of
@@ -17,8 +18,10 @@ from .hints import check_int, what
 from .kv_cache import FEWEST
 from .proposal import Proposal
 from .registry import DRAFTS, load
+from .seq2seq import Source
 from .tap import Tap
 
+READ = 45  # places of an encoder that are read
 BEHIND = 8  # tokens that the first passes are behind: as many as it takes for a wrong mask to show
 
 
@@ -86,7 +89,7 @@ def _passes(run: Run, role: str, widest: int, max_length: int, k: int) -> list[t
 
 def _compile(run: Run, role: str, width: int, capacity: int, steps: int, batch: int, vocab: int, sampler: Sampler, way: bool | str) -> None:
     """Run the pass once, behind a prompt."""
-    cached = CachedModel(run.model, capacity, role, compile=way)
+    cached = CachedModel(run.model, capacity, role, source=_source(run.model, role), compile=way)
     if run.make is not None:
         cached.embed = lambda tokens: run.make(run.model, _blank(run, tokens.shape), tokens)
     cached.taps = [Tap(run.reads)] if run.reads else []
@@ -104,6 +107,14 @@ def _compile(run: Run, role: str, width: int, capacity: int, steps: int, batch: 
         uniform = torch.zeros((batch, steps), dtype=torch.float64)
         cached.several(root, [steps] * batch, vocab, sampler.traceable(cached.device), uniform, run.make and (run.make, _blank(run, (batch, 1))))
     cached.cache.release()
+
+
+def _source(model: PreTrainedModel, role: str) -> Source | None:
+    """What an encoder might have read, without padding, for a model that looks at it: its length does not matter."""
+    if compat.traits_of(compat.unwrap(model), role).encoder == "none":
+        return None
+    states = torch.zeros((1, READ, model.config.hidden_size), dtype=model.dtype, device=compat.device_of(model))
+    return Source(model, None, None, BaseModelOutput(last_hidden_state=states), [])
 
 
 def _blank(run: Run, shape: tuple[int, int]) -> torch.Tensor:
