@@ -2,6 +2,7 @@
 
     OMP_NUM_THREADS=2 python benchmarks/encoder_decoders.py [--shape whisper whisper-small bart t5] [--batch 1 4] [--dtype float32] [--tiles] [--rate 0.8] [--k 3 7]
     OMP_NUM_THREADS=2 python benchmarks/encoder_decoders.py --kernels [...]    # the model as it is, in tiles and in MXFP6, over the first one's plain generate()
+    OMP_NUM_THREADS=2 python benchmarks/encoder_decoders.py --compile --tiles --dtype bfloat16 --batch 1 [...]    # compiled passes over the same passes uncompiled
 
 Shapes of whisper-base, whisper-small, bart-large and t5-base, random weights. Acceptance is SIMULATED: at each place a draft that costs nothing proposes the
 target's own next token with probability --rate, else another one, for each row by itself. The cost of the passes is real. Plain generate and speculation take turns, with the encoder's
@@ -24,7 +25,7 @@ from rich.table import Table
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 from transformers.modeling_outputs import BaseModelOutput
 
-from hf_specdec import integration, mx
+from hf_specdec import integration, mx, warmup
 from hf_specdec.bench.simulated import SimulatedTable
 
 _BART = dict(encoder_attention_heads=16, decoder_attention_heads=16, encoder_ffn_dim=4096, decoder_ffn_dim=4096, d_model=1024, encoder_layers=12, decoder_layers=12)
@@ -50,6 +51,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--tiles", action="store_true", help="weights in the kernels' tiles")
     parser.add_argument("--kernels", action="store_true", help="the model as it is, in tiles and in MXFP6, over the plain generate() of the first")
+    parser.add_argument("--compile", action="store_true", help="speculation with compiled passes over the same without, in turns")
     parser.add_argument("--rate", type=float, default=0.8)
     parser.add_argument("--k", type=int, nargs="+", default=[3, 7])
     parser.add_argument("--new-tokens", type=int, default=48)
@@ -58,6 +60,8 @@ def main() -> None:
     logging.getLogger("transformers").setLevel(logging.ERROR)  # which length counts, in every call
     if given.kernels:
         sys.exit(over_stock(given))
+    if given.compile:
+        sys.exit(over_uncompiled(given))
     table = Table(title=f"{given.dtype}{', tiles' if given.tiles else ''}, acceptance SIMULATED at {given.rate}; speed-up over plain generate()")
     for name in ("shape", "rows", *(f"K = {k}, decoding" for k in given.k), *(f"K = {k}, whole call" for k in given.k), "block efficiency", "= plain"):
         table.add_column(name)
@@ -152,6 +156,36 @@ def over_stock(given: argparse.Namespace) -> int:
                 table.add_row(name, str(batch), arm, *ratios, "/".join(map(str, right[arm])))
                 differ += right[arm][1] - right[arm][0]
     console.print(table)
+    return int(given.dtype == "float32" and differ > 0)
+
+
+def over_uncompiled(given: argparse.Namespace) -> int:
+    """A table of what compiled passes make of speculation, the encoder's outputs given; 1 where a text in float32 is another one."""
+    table, differ = Table(title=f"{given.dtype}{', tiles' if given.tiles else ''}, acceptance SIMULATED at {given.rate}; compiled over uncompiled"), 0
+    for name in ("shape", "K", "warm-up, s", "uncompiled, ms", "compiled, ms", "speed-up: median (smallest to largest)", "= uncompiled"):
+        table.add_column(name)
+    settings = dict(do_sample=False, num_beams=1, max_new_tokens=given.new_tokens, min_new_tokens=given.new_tokens, return_dict_in_generate=True)
+    for name in given.shape:
+        model = shaped(name, given)
+        read = {"encoder_outputs": encoded(model, sources(name, model, 1))}
+        text = integration.generate(model, **read, **settings).sequences
+        for k in given.k:
+            def turn(compile: bool, seed: int, k=k) -> tuple[float, torch.Tensor]:
+                draft, begin = SimulatedTable(text[:, 1:].tolist(), given.rate, seed=seed), perf_counter()
+                out = integration.generate(model, **read, assistant_model=draft, num_assistant_tokens=k, speculative={"compile": compile}, **settings)
+                return perf_counter() - begin, out.sequences
+
+            begin, turns = perf_counter(), []
+            warmup(model, None, {"num_assistant_tokens": k}, max_length=given.new_tokens + 1)
+            first = perf_counter() - begin
+            turn(False, 0), turn(True, 0)
+            for seed in range(given.repetitions):
+                turns.append((*turn(False, seed), *turn(True, seed)))
+            same, ratios = sum(torch.equal(one, other) for _, one, _, other in turns), [own[0] / own[2] for own in turns]
+            times = [f"{1e3 * statistics.median(own[i] for own in turns):.0f}" for i in (0, 2)]
+            table.add_row(name, str(k), f"{first:.0f}", *times, f"{statistics.median(ratios):.2f}x ({min(ratios):.2f}x to {max(ratios):.2f}x)", f"{same}/{len(turns)}")
+            differ += len(turns) - same
+    Console(width=170).print(table)
     return int(given.dtype == "float32" and differ > 0)
 
 

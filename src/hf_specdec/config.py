@@ -52,7 +52,7 @@ class SpeculativeConfig:
         safetensors only, no code. The last model is kept, and a drafter as long as its target.
     compile: whether passes are compiled (`torch.compile`) over fixed shapes, the target's and a draft model's (default False): "layers" (one function
         for all layers alike), "model" (the whole pass: up to a fifth faster for a small model, six times as long to compile), or True
-        ("layers" on a CPU, "model" with CUDA graphs on a GPU). The first pass of a shape takes a while: `hf_specdec.warmup` has it done before. A model
+        ("layers" on a CPU, "model" with CUDA graphs on a GPU; encoder-decoders always "model"). The first pass of a shape takes a while: `hf_specdec.warmup` has it done before. A model
         that does not compile runs as it is, with one warning while it lives.
     predicted_speedup: what `hf-specdec tune` predicted of decoding with this config; nothing depends on it.
 

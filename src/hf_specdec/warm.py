@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from . import compat
@@ -71,8 +71,10 @@ def _sampler(model: PreTrainedModel, sampling: dict) -> Sampler:
     def asked(model, input_ids, logits_processor, stopping_criteria, generation_config, **_):
         return Sampler([list(logits_processor)], generation_config.do_sample)
 
-    token = torch.zeros((1, 1), dtype=torch.long, device=compat.device_of(model))
     without = {"max_new_tokens": 1, "stop_strings": None}  # these would need a tokenizer
+    if model.config.is_encoder_decoder:  # Whisper's own generate() would look for features
+        return GenerationMixin.generate(compat.unwrap(model), encoder_outputs=_source(model, "target").outputs, custom_generate=asked, **without | sampling)
+    token = torch.zeros((1, 1), dtype=torch.long, device=compat.device_of(model))
     return model.generate(token, attention_mask=token + 1, custom_generate=asked, **without | sampling)
 
 
