@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch.utils._pytree import tree_map_only
 
-from .fixed_cache import Held
+from .fixed_cache import Held, Read
 
 if TYPE_CHECKING:
     from .kv_cache import SlotCache
-    from .seq2seq import Read
 
 
 class Block(NamedTuple):

@@ -19,12 +19,11 @@ from transformers import PreTrainedModel
 
 from . import compat, passes
 from .block import Block
-from .fixed_cache import CountingCache, FixedCache, fixed, why_not_compiled
+from .fixed_cache import CountingCache, FixedCache, Read, fixed, why_not_compiled
 from .kv_cache import SlotCache
 from .layerwise import TRIAL, Layerwise, Made, NotCompiled, own_forward
 from .parts import decoder_layers, modules, read_at, read_once
 from .recurrences import telling
-from .seq2seq import Read, reading
 from .tap import SHOWN, note, watched
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ def over(cache: FixedCache, model, tokens, embeds, positions, mask, read=None):
     if read is None:
         given = {"position_ids": positions, "attention_mask": mask, compat.CACHE: cache} | ({"input_ids": tokens} if embeds is None else {"inputs_embeds": embeds})
     else:
-        given = reading(model, cache, tokens, mask, read)
+        given = read.inputs(tokens, mask) | {compat.CACHE: read.beside(cache)}
     SHOWN.clear()
     logits = model(**given, use_cache=True, return_dict=True).logits
     states = tuple(SHOWN)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from transformers import PreTrainedModel
+from transformers import EncoderDecoderCache, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
+from transformers.modeling_outputs import BaseModelOutput
 
 
 class Held(NamedTuple):
@@ -117,6 +118,33 @@ class CountingCache(FixedCache):
 
     def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor:
         return self.get_query_offset(layer_idx)
+
+
+class Read(NamedTuple):
+    """What a compiled pass is given of what an encoder has read: its states [1, S, H], which say how long that is, its mask int64 [1, S] or None, and per
+    layer of the decoder keys and values of it, [1, H, S, D]. own: whether the encoder is a part of the model."""
+
+    states: torch.Tensor
+    mask: torch.Tensor | None
+    cross: list[tuple[torch.Tensor, torch.Tensor]]
+    own: bool
+
+    def sizes(self) -> list[tuple[torch.Tensor, int]]:
+        """The tensors that have a dimension of S, each with the number of that dimension."""
+        return [(self.states, 1), *[(part, 2) for layer in self.cross for part in layer]] + ([] if self.mask is None else [(self.mask, 1)])
+
+    def beside(self, cache: FixedCache) -> EncoderDecoderCache:
+        """The cache of a pass whose own tokens go to `cache`."""
+        both = EncoderDecoderCache(cache, FixedCache([FixedLayer(Held(*layer), cache.layers[0].slots) for layer in self.cross]))
+        both.is_updated = dict.fromkeys(range(len(self.cross)), True)
+        return both
+
+    def inputs(self, tokens: torch.Tensor, mask: torch.Tensor) -> dict:
+        """What else the model is given: tokens int64 [1, W] of the decoder, and a mask [1, 1, W, slots] of those that they see."""
+        given = {"encoder_outputs": BaseModelOutput(last_hidden_state=self.states)}
+        if not self.own:
+            return given | {"input_ids": tokens, "attention_mask": mask}
+        return given | {"decoder_input_ids": tokens, "decoder_attention_mask": mask} | ({} if self.mask is None else {"attention_mask": self.mask})
 
 
 class EmptyCache(Cache):

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from . import compat, parts
-from .fixed_cache import FixedCache, FixedLayer, Held
+from .fixed_cache import Read
 from .uploads import upload
 
 BLIND = {"led"}  # decoders that look at no mask in a pass over one token
@@ -98,29 +98,6 @@ class Source:
         return Source(encoder, inputs, mask, encoder(**given, return_dict=True), self.tokens)
 
 
-class Read(NamedTuple):
-    """What a compiled pass is given of a source: the encoder's states [1, S, H], which say how long it is, its mask int64 [1, S] or None, and per layer of
-    the decoder keys and values of it, [1, H, S, D]."""
-
-    states: torch.Tensor
-    mask: torch.Tensor | None
-    cross: list[tuple[torch.Tensor, torch.Tensor]]
-
-    def sizes(self) -> list[tuple[torch.Tensor, int]]:
-        """The tensors that have a dimension of S, each with the number of that dimension."""
-        return [(self.states, 1), *[(part, 2) for layer in self.cross for part in layer]] + ([] if self.mask is None else [(self.mask, 1)])
-
-
-def reading(model: PreTrainedModel, cache: FixedCache, tokens: torch.Tensor, mask: torch.Tensor, read: Read) -> dict:
-    """The arguments of a compiled pass of `model` over the decoder's own tokens [1, W], of whose `cache` mask [1, 1, W, slots] shows a part."""
-    both = EncoderDecoderCache(cache, FixedCache([FixedLayer(Held(*layer), cache.layers[0].slots) for layer in read.cross]))
-    both.is_updated = dict.fromkeys(range(len(read.cross)), True)
-    given = {compat.CACHE: both, "encoder_outputs": BaseModelOutput(last_hidden_state=read.states)}
-    if not compat.unwrap(model).config.is_encoder_decoder:
-        return given | {"input_ids": tokens, "attention_mask": mask}
-    return given | {"decoder_input_ids": tokens, "decoder_attention_mask": mask} | ({} if read.mask is None else {"attention_mask": read.mask})
-
-
 class Decoder:
     """The decoder of `model` with its source: takes a decoder's own tokens and cache, as a decoder-only model does.
 
@@ -152,7 +129,7 @@ class Decoder:
             for layer in self.cross.layers:
                 layer.keys, layer.values = layer.keys.contiguous(), layer.values.contiguous()
             mask = None if not self.own or self.source.mask is None or bool(self.source.mask.all()) else self.source.mask  # one that hides nothing says nothing
-            self.given = Read(self.source.outputs[0].contiguous(), mask, [(layer.keys, layer.values) for layer in self.cross.layers])
+            self.given = Read(self.source.outputs[0].contiguous(), mask, [(layer.keys, layer.values) for layer in self.cross.layers], self.own)
         return self.given
 
     def keep(self, rows: list[int]) -> None:

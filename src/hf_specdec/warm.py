@@ -91,7 +91,7 @@ def _passes(run: Run, role: str, widest: int, max_length: int, k: int) -> list[t
 
 def _compile(run: Run, role: str, width: int, capacity: int, steps: int, batch: int, vocab: int, sampler: Sampler, way: bool | str) -> None:
     """Run the pass once, behind a prompt."""
-    cached = CachedModel(run.model, capacity, role, source=_source(run.model, role), compile=way)
+    cached = CachedModel(run.model, capacity, role, source=_source(run.model, role, batch), compile=way)
     if run.make is not None:
         cached.embed = lambda tokens: run.make(run.model, _blank(run, tokens.shape), tokens)
     cached.taps = [Tap(run.reads)] if run.reads else []
@@ -111,11 +111,11 @@ def _compile(run: Run, role: str, width: int, capacity: int, steps: int, batch: 
     cached.cache.release()
 
 
-def _source(model: PreTrainedModel, role: str) -> Source | None:
+def _source(model: PreTrainedModel, role: str, batch: int = 1) -> Source | None:
     """What an encoder might have read, without padding, for a model that looks at it: its length does not matter."""
     if compat.traits_of(compat.unwrap(model), role).encoder == "none":
         return None
-    states = torch.zeros((1, READ, model.config.hidden_size), dtype=model.dtype, device=compat.device_of(model))
+    states = torch.zeros((batch, READ, model.config.hidden_size), dtype=model.dtype, device=compat.device_of(model))
     return Source(model, None, None, BaseModelOutput(last_hidden_state=states), [])
 
 
