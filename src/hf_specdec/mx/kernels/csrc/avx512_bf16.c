@@ -93,12 +93,12 @@ MX_INLINE BF16 void multiply(const mx_job *job, int64_t group, int64_t m0, const
 #define PANEL 8
 #define WIDE 32 /* rows above which decoding once pays for writing the result down */
 
-MX_INLINE BF16 void panel_rows(const __m512i *w, const __m512 *scale, const int32_t *x, float *totals, int64_t blocks, const int groups,
-                               const int rows, const int bits) {
+MX_INLINE BF16 void panel_rows(const uint8_t *w, const int64_t apart, const __m512 *scale, const int32_t *x, float *totals, int64_t blocks,
+                               const int groups, const int rows, const int bits) {
     __m512 total[2][8];
     for (int g = 0; g < groups; g++)
         for (int m = 0; m < rows; m++) total[g][m] = _mm512_loadu_ps(totals + (m * groups + g) * MX_ROWS);
-    for (int64_t b = 0; b < blocks; b++, w += 16, x += rows * 16) {
+    for (int64_t b = 0; b < blocks; b++, w += 1024, x += rows * 16) {
         __m512 sum[2][8];
         for (int g = 0; g < groups; g++)
             for (int m = 0; m < rows; m++) sum[g][m] = _mm512_setzero_ps();
@@ -108,7 +108,7 @@ MX_INLINE BF16 void panel_rows(const __m512i *w, const __m512 *scale, const int3
             for (int m = 0; m < rows; m++) {
                 const __m512i pair = _mm512_set1_epi32(x[v * rows + m]);
 #pragma GCC unroll 2
-                for (int g = 0; g < groups; g++) sum[g][m] = _mm512_dpbf16_ps(sum[g][m], (__m512bh)w[16 * PANEL * g + v], (__m512bh)pair);
+                for (int g = 0; g < groups; g++) sum[g][m] = _mm512_dpbf16_ps(sum[g][m], (__m512bh)LOAD(w + g * apart, v), (__m512bh)pair);
             }
         for (int g = 0; g < groups; g++)
             for (int m = 0; m < rows; m++) total[g][m] = ADD_BLOCK(total[g][m], sum[g][m], scale[PANEL * g + b], bits);
@@ -122,28 +122,30 @@ MX_INLINE BF16 void multiply_wide(const mx_job *job, int64_t group, float *total
     const int64_t blocks = l->k / MX_BLOCK;
     const int half_bytes = 32 * bits;
     const mx_table table = bits == 8 ? mx_load_byte_table(job) : mx_load_table(job);
-    __m512i w[2 * 16 * PANEL];
+    __m512i decoded[2 * 16 * PANEL];
     __m512 scale[2 * PANEL];
     __builtin_memset(totals, 0, (size_t)job->m * groups * MX_ROWS * sizeof(float));
     for (int64_t b0 = 0; b0 < blocks; b0 += PANEL) {
         const int64_t count = blocks - b0 < PANEL ? blocks - b0 : PANEL;
         for (int g = 0; g < groups; g++) {
             const uint8_t *codes = mx_group_codes(l, group + g) + b0 * 2 * half_bytes, *scales = mx_group_scales(l, group + g);
-            for (int64_t half = 0; half < 2 * count; half++)
+            for (int64_t half = 0; bits < 16 && half < 2 * count; half++)
 #pragma GCC unroll 4
                 for (int j = 0; j < 4; j++)
-                    decode_two(codes + half * half_bytes, &table, w + 16 * PANEL * g + 8 * half + 2 * j, j, bits, integer);
-            for (int64_t b = 0; b < count; b++)
-                scale[PANEL * g + b] = bits == 16 ? _mm512_setzero_ps() : mx_load_scales(scales + (b0 + b) * MX_ROWS);
+                    decode_two(codes + half * half_bytes, &table, decoded + 16 * PANEL * g + 8 * half + 2 * j, j, bits, integer);
+            for (int64_t b = 0; bits < 16 && b < count; b++) scale[PANEL * g + b] = mx_load_scales(scales + (b0 + b) * MX_ROWS);
         }
+        /* codes of 16 bits are the numbers, where they lie */
+        const uint8_t *first = mx_group_codes(l, group), *w = bits < 16 ? (const uint8_t *)decoded : first + b0 * 2 * half_bytes;
+        const int64_t apart = bits < 16 ? 1024 * PANEL : groups < 2 ? 0 : mx_group_codes(l, group + 1) - first;
         for (int64_t m0 = 0; m0 < job->m; m0 += 8) {
             const int64_t rows = job->m - m0 < 8 ? job->m - m0 : 8, panel = count * 2 * half_bytes;
             const int32_t *x = (const int32_t *)job->x + m0 * l->k / 2 + b0 * 16 * rows;
             for (int g = 0; g < groups; g++) {
-                const uint8_t *next = mx_group_codes(l, group + g) + (b0 + count) * 2 * half_bytes;
+                const uint8_t *next = b0 + count < blocks ? mx_group_codes(l, group + g) + (b0 + count) * 2 * half_bytes : mx_group_codes(l, group + groups + g);
                 ask(next + panel * m0 / job->m, next + panel * (m0 + rows) / job->m);
             }
-#define PANEL_ROWS(R) case R: panel_rows(w, scale, x, totals + m0 * groups * MX_ROWS, count, groups, R, bits); break;
+#define PANEL_ROWS(R) case R: panel_rows(w, apart, scale, x, totals + m0 * groups * MX_ROWS, count, groups, R, bits); break;
             switch (rows) {
                 PANEL_ROWS(1) PANEL_ROWS(2) PANEL_ROWS(3) PANEL_ROWS(4) PANEL_ROWS(5) PANEL_ROWS(6) PANEL_ROWS(7) PANEL_ROWS(8)
             }

@@ -192,15 +192,28 @@ static void by_team(mx_piece piece, const void *context, int64_t items, int thre
         if (looks == PATIENCE) looks = 0, sched_yield();
 }
 
+/* Every thread begins with the items of its own, one after another, and goes on with its neighbours'. */
+static void by_region(mx_piece piece, const void *context, int64_t items, int threads) {
+    struct {
+        _Alignas(64) atomic_llong at;
+    } range[MOST];
+    for (int t = 0; t < threads; t++) atomic_init(&range[t].at, items * t / threads);
+#pragma omp parallel num_threads(threads)
+    for (int i = 0; i < threads; i++) {
+        const int owner = (THREAD + i) % threads;
+        for (long long at; (at = atomic_fetch_add_explicit(&range[owner].at, 1, memory_order_relaxed)) < items * (owner + 1) / threads;) piece(context, at, THREAD);
+    }
+}
+
 void mx_share(mx_piece piece, const void *context, int64_t items, int threads) {
     if (threads > items) threads = (int)items;
+    if (threads > MOST) threads = MOST;
     if (threads <= 1) {
         for (int64_t i = 0; i < items; i++) piece(context, i, 0);
     } else if (leading) {
         by_team(piece, context, items, threads);
     } else {
-#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
-        for (int64_t i = 0; i < items; i++) piece(context, i, THREAD);
+        by_region(piece, context, items, threads);
     }
 }
 
