@@ -40,8 +40,8 @@ class SpeculativeConfig:
     max_auto_tokens: the largest K that "auto" may choose, 1..64 (default 16).
     draft_stop: when the draft stops: "constant" (default, at K); "heuristic" (K grows by 2 after full acceptance and falls by 1
         otherwise, "auto" begins with 5); for a draft model, before K or `max_auto_tokens` too: "confidence" (after a token whose acceptance,
-        estimated from the draft's probability of it, is below `draft_confidence`) or "expected_gain" (when another draft step costs
-        more than the tokens it is expected to add). All are exact.
+        estimated from the draft's probability of it, is below `draft_confidence`; before it, where DSpark's confidence head says so) or
+        "expected_gain" (when another draft step costs more than the tokens it is expected to add). All are exact.
     draft_confidence: of draft_stop="confidence", in (0, 1] (default 0.4).
     typical_epsilon, typical_delta: of acceptance="typical", numbers in (0, 1]; threshold: of acceptance="threshold", in (0, 1]
         (default 0.09, 0.3, 0.3).

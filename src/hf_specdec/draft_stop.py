@@ -1,5 +1,5 @@
-"""When a draft model stops before K. A token that made it stop is kept and judged like the others, so that every way is exact: what is
-proposed depends on nothing but tokens that are proposed."""
+"""When a draft stops before K. A token that made it stop is kept and judged like the others, and what is said of a token before it is drawn
+may leave it undrawn, so that every way is exact: what is proposed depends on nothing but tokens that are proposed."""
 
 from __future__ import annotations
 
@@ -66,15 +66,28 @@ class DraftStop:
             out.append(own)
         return out
 
-    def _goes_on(self, rates: list[float]) -> bool:
-        """rates: estimated acceptances of the tokens drafted so far."""
-        if self.rule.kind == "confidence":
-            return rates[-1] >= self.rule.threshold
+    def foretold(self, k: list[int], step: int, confidence: list[float]) -> list[int]:
+        """k before token `step` of every row is drafted, of whose acceptance this much is expected by what knows the tokens before it alone: rows
+        that stop end without it. The first token is drafted in any case."""
+        out = []
+        for own, seen, calibration, value in zip(k, self.round, self.rows, confidence):
+            if step < own:
+                if step and not self._goes_on([calibration(one) for one in seen], calibration(value)):
+                    own = step
+                else:
+                    seen.append(value)
+            out.append(own)
+        return out
+
+    def _goes_on(self, rates: list[float], ahead: float | None = None) -> bool:
+        """rates: estimated acceptances of the tokens drafted so far; ahead: that of the next one, where there is any before it is drawn."""
         reached, expected = 1.0, 1.0  # probability that all are accepted; tokens of the round, the target's own included
         for rate in rates:
             reached *= rate
             expected += reached
-        gain = reached * sum(rates) / len(rates)  # the next token is taken to be like those before it
+        if self.rule.kind == "confidence":
+            return (rates[-1] if ahead is None else reached * ahead) >= self.rule.threshold
+        gain = reached * (sum(rates) / len(rates) if ahead is None else ahead)  # without `ahead` the next token is taken to be like those before it
         return gain > self.rule.cost * expected / (1 + self.rule.cost * len(rates))
 
     def learn(self, accepted: list[int]) -> None:

@@ -29,8 +29,16 @@ UNCAUSAL = {**WINDOWS, "dflash_config": {**WINDOWS["dflash_config"], "causal": F
 SPARKS = {f"DSpark, {kind}": {**OWN, "architectures": ["Qwen3DSparkModel"], "block_size": BLOCK, "mask_token_id": 1, "target_layer_ids": READS, "num_anchors": 8, "markov_rank": 6,
                              "markov_head_type": kind, "enable_confidence_head": True, "confidence_head_with_markov": True, "layer_types": ["full_attention"] * LAYERS}
           for kind in ("vanilla", "gated", "rnn")}  # fmt: skip
+HEADS_OF = dict(markov_rank=6, enable_confidence_head=True)
+SPARKS["DSpark of speculators"] = {**SPECULATORS, **HEADS_OF, "speculators_model_type": "dspark", "architectures": ["DSparkSpeculator"], "sample_from_anchor": True,
+                                   "markov_head_type": "gated", "confidence_head_with_markov": True}
+SPARKS["DSpark of speculators, behind the root"] = {**SPARKS["DSpark of speculators"], "sample_from_anchor": False, "markov_head_type": "rnn"}
+SPARKS["DSpark of SpecForge"] = {**ZLAB, "architectures": ["DSparkDraftModel"], "dflash_config": {
+    **ZLAB["dflash_config"], **HEADS_OF, "projector_type": "dspark", "markov_head_type": "vanilla", "confidence_head_with_markov": False}}
+ANCHORED = {**SPECULATORS, "sample_from_anchor": True}
 CONFIGS = {"z-lab": ZLAB, "with windows": WINDOWS, "causal": {**ZLAB, "is_causal": True}, "not causal in windows": UNCAUSAL,
-           "with biases": {**ZLAB, "attention_bias": True}, "DFlash 2": TWO, "speculators": SPECULATORS, "DFlash 2 of speculators": BOTH, **SPARKS}
+           "with biases": {**ZLAB, "attention_bias": True}, "DFlash 2": TWO, "speculators": SPECULATORS, "DFlash 2 of speculators": BOTH, "at the root's place": ANCHORED,
+           **SPARKS}
 
 
 def every(config) -> dict:
@@ -52,9 +60,11 @@ def checkpoint(config) -> dict[str, torch.Tensor]:
                 shapes |= {f"layers.{i}.{conv}.base_kernel": (2, 2, H), f"layers.{i}.{conv}.kernel_projection.weight": (2 * 2 * H // 4, H)}
     if two:
         shapes |= {f"candidate_selector.{name}": (kept, 6) for name in ("predecessor_codebook", "successor_codebook")} | {"candidate_selector.hidden_projection.weight": (6, H)}
-    if "markov_rank" in config:
-        more = {"gated": {"gate_proj": (6, H + 6)}, "rnn": {"joint_proj": (18, 12 + H)}}.get(config["markov_head_type"], {})
-        shapes |= {"markov_head.markov_w1.weight": (V, 6), "markov_head.markov_w2.weight": (V, 6), "confidence_head.proj.weight": (1, H + 6), "confidence_head.proj.bias": (1,)}
+    own = every(config)
+    if "markov_rank" in own:
+        more = {"gated": {"gate_proj": (6, H + 6)}, "rnn": {"joint_proj": (18, 12 + H)}}.get(own["markov_head_type"], {})
+        shapes |= {"markov_head.markov_w1.weight": (V, 6), "markov_head.markov_w2.weight": (kept, 6)}
+        shapes |= {"confidence_head.proj.weight": (1, H + (6 if own["confidence_head_with_markov"] else 0)), "confidence_head.proj.bias": (1,)}
         shapes |= {"embed_tokens.weight": (V, H), "lm_head.weight": (V, H)}
         for name, shape in more.items():
             shapes |= {f"markov_head.{name}.weight": shape, f"markov_head.{name}.bias": shape[:1]}
@@ -167,18 +177,34 @@ def stepping(kind, w, state, before, carried):
     return linear(bias, w["markov_w2.weight"]), carried
 
 
+def first_place(config):
+    """Of the block, the place that says what comes behind the root."""
+    return 0 if every(config).get("sample_from_anchor", "markov_rank" in every(config)) else 1
+
+
+def trusted(config, tensors, states, root, tokens):
+    """How likely each place's token is to be accepted, by the places' states and the token before each: the root, then these tokens."""
+    out = []
+    for state, before in zip(states[first_place(config) :], [root, *tokens]):
+        known = tensors["markov_head.markov_w1.weight"][before] if every(config)["confidence_head_with_markov"] else torch.zeros(0)
+        score = sum(weight * value for weight, value in zip(tensors["confidence_head.proj.weight"][0].tolist(), [*state.tolist(), *known.tolist()]))
+        out.append(1 / (1 + math.exp(-score - float(tensors["confidence_head.proj.bias"]))))
+    return out
+
+
 def laws(config, tensors, states, logits, root, tokens):
     """Logits [V] of each place ahead whose forerunners are the root and these tokens, which may grow meanwhile."""
-    first, carried = 0 if "markov_rank" in config else 1, torch.zeros(6)
+    own_config, carried = every(config), torch.zeros(6)
+    first = first_place(config)
     for i, (state, own) in enumerate(zip(states[first:], logits[first:])):
         if i > len(tokens):
             return
         before = tokens[i - 1] if i else root
         if "candidate_selector.predecessor_codebook" in tensors:
             yield following(tensors, state, own, before)
-        elif "markov_rank" in config:
-            bias, carried = stepping(config["markov_head_type"], part(tensors, "markov_head."), state, before, carried)
-            yield own + bias
+        elif "markov_rank" in own_config:
+            bias, carried = stepping(own_config["markov_head_type"], part(tensors, "markov_head."), state, before, carried)
+            yield own + (bias if len(bias) == V else torch.zeros(V).index_copy(0, torch.arange(30) * 2, bias))
         else:
             yield own
 

@@ -83,6 +83,7 @@ class DFlashDraft(OnePassDraft):
         super().__init__(SimpleNamespace(depth=model.config.block_size - layout.first, ids=None, rates=()), tree)
         self.model, self.target, self.seen, self.layout = model, target, None, layout
         self.choices: Choices | Steps | None = None
+        self.hidden: torch.Tensor | None = None  # [B, K, H] of the places ahead
         self.cache: SlotCache | None = None
 
     @property
@@ -158,14 +159,21 @@ class DFlashDraft(OnePassDraft):
     def _said(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [B, K, V] of states [B, K, H]; where a selector is to choose, its choices are kept."""
         logits = self.layout.capped(self.head(hidden.to(next(self.head.parameters()).device, self.embedding.weight.dtype)))
+        self.hidden = hidden
         self.choices = self.layout.selector and self.layout.selector.ahead(hidden, fitted(logits, self.context.vocab_size).to(hidden.device))
         return logits
 
     def _place(self, logits: torch.Tensor, step: int, tokens: list[torch.Tensor]) -> torch.Tensor:
         if self.choices is None:
             return super()._place(logits, step, tokens)
-        before = tokens[-1] if tokens else upload([row[-1] for row in self.context.rows], logits.device)
-        return self.choices.after(before, step, logits.shape[-1])[:, None].to(logits.device)
+        return self.choices.after(self._before(tokens), step, logits.shape[-1])[:, None].to(logits.device)
+
+    def _before(self, tokens: list[torch.Tensor]) -> torch.Tensor:
+        """[B]: the last of the drafted tokens, or the roots."""
+        return tokens[-1] if tokens else upload([row[-1] for row in self.context.rows], self.context.device)
+
+    def _foretold(self, step: int, tokens: list[torch.Tensor]) -> list[float] | None:
+        return self.layout.confidence and self.layout.confidence(self.hidden[:, step], self._before(tokens)).tolist()
 
     def _noise(self, context: Context) -> torch.Tensor:
         """What goes in at the block's places [B, P, H]: the roots, then masks; an embedding's own norm is left out."""
@@ -215,5 +223,5 @@ class DFlashDraft(OnePassDraft):
     def finish(self) -> None:
         if self.cache is not None:
             self.cache.release()
-        self.cache, self.seen, self.embedding, self.head, self.choices, self.context = None, None, None, None, None, None
+        self.cache, self.seen, self.embedding, self.head, self.choices, self.hidden, self.context = (None,) * 7
         super().finish()

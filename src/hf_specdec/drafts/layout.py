@@ -17,6 +17,7 @@ class Layout:
     multiplier, softcap: logits z become softcap * tanh(multiplier * z / softcap); multiplier * z where softcap is None.
     selector:   chooses the tokens of a chain one after another (DFlash 2, DSpark); None: each place's own law does.
     first:      the place of the block that the first token is drafted at: behind the root, or its own (DSpark).
+    confidence: says how likely a place's token is to be accepted before it is drawn (DSpark), which `draft_stop` then goes by.
     """
 
     causal: frozenset[str] = frozenset()
@@ -27,6 +28,7 @@ class Layout:
     softcap: float | None = None
     selector: Selector | Markov | None = None
     first: int = 1
+    confidence: Confidence | None = None
 
     def capped(self, logits: torch.Tensor) -> torch.Tensor:
         logits = logits if self.multiplier == 1 else logits * self.multiplier
@@ -75,14 +77,18 @@ class Choices:
 
 class Markov(nn.Module):
     """A bias [V] to a place's logits, of `rank` numbers that the token before it has: as they are ("vanilla"), weighted by what the place's state says ("gated"), or of a
-    state of its own that goes from place to place ("rnn"). DSpark (DeepSeek 2026)."""
+    state of its own that goes from place to place ("rnn"). DSpark (DeepSeek 2026).
+
+    ids: the tokens that the biases are of, int64 [V'], all different; None: all.
+    """
 
     KINDS = ("vanilla", "gated", "rnn")
 
-    def __init__(self, vocab: int, width: int, rank: int, kind: str):
+    def __init__(self, vocab: int, width: int, rank: int, kind: str, ids: torch.Tensor | None = None):
         super().__init__()
         self.kind = kind
-        self.markov_w1, self.markov_w2 = nn.Embedding(vocab, rank), nn.Linear(rank, vocab, bias=False)
+        self.register_buffer("ids", ids, persistent=False)
+        self.markov_w1, self.markov_w2 = nn.Embedding(vocab, rank), nn.Linear(rank, vocab if ids is None else len(ids), bias=False)
         if kind == "gated":
             self.gate_proj = nn.Linear(width + rank, rank)
         elif kind == "rnn":
@@ -92,9 +98,13 @@ class Markov(nn.Module):
         """Of states [B, K, H] and logits [B, K, V] of the places ahead."""
         return Steps(self, hidden, logits.float(), hidden.new_zeros((len(hidden), self.markov_w1.embedding_dim)))
 
+    def known(self, before: torch.Tensor) -> torch.Tensor:
+        """What it knows of the tokens before, int64 [B]: [B, r]."""
+        return self.markov_w1(before.to(self.markov_w1.weight.device).clamp(max=self.markov_w1.num_embeddings - 1))
+
     def step(self, before: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The bias [B, V] after the tokens before, int64 [B], at a place with states [B, H], and the state [B, r] for the next place."""
-        known = self.markov_w1(before)
+        known = self.known(before)
         if self.kind == "gated":
             known = self.gate_proj(torch.cat([hidden, known], dim=-1)).sigmoid() * known
         elif self.kind == "rnn":
@@ -115,6 +125,22 @@ class Steps:
 
     def after(self, before: torch.Tensor, place: int, vocab: int) -> torch.Tensor:
         """As `Choices.after`, of all tokens."""
-        before = before.to(self.states.device).clamp(max=self.markov.markov_w1.num_embeddings - 1)
         bias, self.state = self.markov.step(before, self.states[:, place], self.state)
-        return self.logits[:, place, :vocab] + bias[:, :vocab].float()
+        logits, ids = self.logits[:, place, :vocab], self.markov.ids
+        return logits + bias[:, :vocab].float() if ids is None else logits.index_add(-1, ids, bias.float())
+
+
+class Confidence(nn.Module):
+    """How likely a place's token is to be accepted, by the place's state and, where there is a `markov` head to know it by, by the token before: both are known before the token
+    itself is drawn. Trained on the mass that the laws of draft and target have in common (DSpark)."""
+
+    def __init__(self, width: int, markov: Markov | None = None, bias: bool = True):
+        super().__init__()
+        self.proj = nn.Linear(width + (0 if markov is None else markov.markov_w1.embedding_dim), 1, bias=bias)
+        self.shared = (markov,)  # in a tuple: its weights are not this module's
+
+    def forward(self, hidden: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        """[B] in 0..1 of a place's states [B, H] and the tokens before it, int64 [B]."""
+        markov = self.shared[0]
+        features = hidden if markov is None else torch.cat([hidden, markov.known(before).to(hidden)], dim=-1)
+        return self.proj(features)[:, 0].float().sigmoid()

@@ -78,6 +78,11 @@ class OnePassDraft(Draft):
 
         while len(tokens) < min(max(k), len(self.shape)):
             step = len(tokens)
+            known = None if self.stop is None else self._foretold(step, tokens)
+            if known is not None:
+                k = self.stop.foretold(k, step, known)
+                if step >= max(k):
+                    break
             law = context.sampler(self._place(logits, step, tokens), [step < own for own in k], prefix, draft=True)
             if context.sampler.do_sample:
                 q = law.probs_at(start)
@@ -86,7 +91,7 @@ class OnePassDraft(Draft):
                 tokens.append(draw(laws[-1], context.noise(f"draft:{step}", 1)[:, 0]))
             else:
                 tokens.append(law.argmax[:, 0])
-            if self.stop is not None:  # the token that makes a row stop is part of the proposal
+            if self.stop is not None and known is None:  # the token that makes a row stop is part of the proposal
                 k = self.stop.shortened(k, step, law.prob_of(tokens[-1][:, None], start[:, None])[:, 0].nan_to_num(0.0).tolist())
         sizes = [min(own, len(tokens)) for own in k]
         return Proposal.chain(torch.stack(tokens, 1), torch.stack(laws, 1) if laws else None, sizes, self.name)
@@ -94,6 +99,10 @@ class OnePassDraft(Draft):
     def _place(self, logits: torch.Tensor, step: int, tokens: list[torch.Tensor]) -> torch.Tensor:
         """[B, 1, V] of the place after the drafted `tokens`, each int64 [B]."""
         return logits[:, step : step + 1]
+
+    def _foretold(self, step: int, tokens: list[torch.Tensor]) -> list[float] | None:
+        """Of every row, how likely the token after the drafted `tokens` is to be accepted, whichever it will be; None: nothing is known of it."""
+        return None
 
     def _filled(self, logits: torch.Tensor, shape: Tree) -> tuple[Tree, torch.Tensor]:
         """The fixed shape: a node of depth d and sibling rank r is place d's r-th token."""

@@ -1,5 +1,5 @@
 """Published DFlash drafters (Chen, Liang and Liu 2026, arXiv 2602.06036), as z-lab writes them, DFlash 2 among them, and as speculators does, and DSpark drafters as DeepSeek
-writes them (DeepSpec, 2026). They are run by transformers' own assistant of the kind, which has the same layers under other names."""
+(DeepSpec, 2026), speculators and SpecForge write them. They are run by transformers' own assistant of the kind, which has the same layers under other names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from ..drafts.dflash import DFlashDraft
-from ..drafts.layout import Layout, Markov, Selector
+from ..drafts.layout import Confidence, Layout, Markov, Selector
 from .shared import PrunedHead
 from .storage import fit
 
@@ -19,7 +19,7 @@ SHAPE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention
          "max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters", "layer_types", "sliding_window", "use_sliding_window", "max_window_layers", "vocab_size")
 NAMES = {r"^fc\.": "encoder.fc.", r"^hidden_norm\.": "encoder.output_norm_enc."}
 CONVOLVED = {"attention_conv": "self_attn", "mlp_conv": "mlp"}
-NOT_READ = ("embed_tokens.", "rotary_emb.", "verifier_", "t2d", "confidence_head.")  # the target's own, or of use in training alone
+NOT_READ = ("embed_tokens.", "rotary_emb.", "verifier_", "t2d")  # the target's own, or of use in training alone
 KINDS = (None, "dflash", "dflash2", "dspark")
 ASSISTANT = "muse_glimmer_assistant"
 
@@ -38,13 +38,14 @@ def load(folder: Path, config: dict, tensors: dict[str, torch.Tensor], target: P
     model.rotary_emb = type(model.rotary_emb)(own)
     _bias(model, config)
     _convolve(model, config)
-    tensors = {name: tensor.to(target.device, None if name in ("d2t",) else target.dtype) for name, tensor in tensors.items() if not name.startswith(NOT_READ)}
+    tensors = {name.removeprefix("logit_head."): tensor.to(target.device, None if name in ("d2t",) else target.dtype) for name, tensor in tensors.items() if not name.startswith(NOT_READ)}
     head = _head(folder, tensors, target)
     selector = _selector(folder, config, tensors, head) or _markov(folder, config, tensors, head)
+    confidence = _confidence(folder, config, tensors, selector)
     fit(folder, model, {_name(name, model): tensor for name, tensor in tensors.items()}, assign=True)
     model = model.to(target.device).eval().requires_grad_(False)
     layout = Layout(_causal(config), (own.sliding_window or 1) - 1, _scale(config), head, float(config.get("output_multiplier", 1.0)),
-                    float(config.get("final_logit_softcapping") or 0) or None, selector, 1 - _is_dspark(config))
+                    float(config.get("final_logit_softcapping") or 0) or None, selector, 1 - _from_anchor(config), confidence)
     draft = DFlashDraft(model, target, layout=layout)
     draft.check(target)
     return draft
@@ -52,9 +53,9 @@ def load(folder: Path, config: dict, tensors: dict[str, torch.Tensor], target: P
 
 def _check(folder: Path, config: dict, target: PreTrainedModel) -> None:
     kind, text = config.get("speculators_model_type"), target.config.get_text_config()
-    other = kind if kind not in KINDS else config.get("projector_type") if config.get("projector_type", "dflash") != "dflash" else None
+    other = kind if kind not in KINDS else config.get("projector_type") if config.get("projector_type") not in KINDS else None
     other = next((name for name in config["architectures"] if "Gemma" in name), other)  # DSpark's for Gemma 4 has Gemma's layers
-    if other or config.get("sample_from_anchor", _is_dspark(config)) != _is_dspark(config) or config.get("shift_label"):
+    if other or config.get("shift_label"):
         raise ValueError(f"{folder} is a drafter of another kind than DFlash, DFlash 2 and DSpark ({other or 'it drafts its first token at another place'}), which is not read.")
     width, count = text.hidden_size, text.num_hidden_layers
     if config.get("hidden_size") != width or config.get("num_target_layers", count) != count:
@@ -132,7 +133,7 @@ def _head(folder: Path, tensors: dict[str, torch.Tensor], target: PreTrainedMode
 
 def _selector(folder: Path, config: dict, tensors: dict[str, torch.Tensor], head: PrunedHead | None) -> Selector | None:
     """Its codebooks are of the head's tokens where the drafter has a head of its own; what they say of any other token is what they say of the last one before it that the head has."""
-    own = {name.removeprefix("candidate_selector."): tensors.pop(name) for name in list(tensors) if name.startswith("candidate_selector.")}
+    own = _part(tensors, "candidate_selector.")
     if not own:
         return None
     own = {name if name.endswith(".weight") else f"{name}.weight": tensor for name, tensor in own.items()}
@@ -152,22 +153,41 @@ def _bias(model: nn.Module, config: dict) -> None:
             linear.bias = nn.Parameter(torch.empty(linear.out_features, device="meta"))
 
 
-def _is_dspark(config: dict) -> bool:
-    return config.get("speculators_model_type") == "dspark" or any("DSpark" in name for name in config["architectures"])
+def _from_anchor(config: dict) -> bool:
+    """Whether the first token is drafted at the root's own place: DSpark does so where it does not say otherwise."""
+    dspark = "dspark" in (config.get("speculators_model_type"), config.get("projector_type")) or any("DSpark" in name for name in config["architectures"])
+    said = config.get("sample_from_anchor")
+    return dspark if said is None else bool(said)
 
 
 def _markov(folder: Path, config: dict, tensors: dict[str, torch.Tensor], head: PrunedHead | None) -> Markov | None:
-    own = {name.removeprefix("markov_head."): tensors.pop(name) for name in list(tensors) if name.startswith("markov_head.")}
+    """It knows every token before; its biases are of the head's tokens where the drafter has a head of its own (speculators)."""
+    own = _part(tensors, "markov_head.")
     if not own:
         return None
-    if head is not None:
-        raise ValueError(f"{folder}: its Markov head is of a vocabulary of its own, which is not read.")
     kind, table = str(config.get("markov_head_type", "vanilla")).lower(), own.get("markov_w1.weight", torch.empty(0, 0))
     if kind not in Markov.KINDS:
         raise ValueError(f"{folder}: markov_head_type {kind!r} is none of {Markov.KINDS}.")
-    made = Markov(len(table), config["hidden_size"], table.shape[1], kind)
+    made = Markov(len(table), config["hidden_size"], table.shape[1], kind, None if head is None else head.ids)
     fit(folder, made, own, assign=True)
     return made.eval().requires_grad_(False)
+
+
+def _confidence(folder: Path, config: dict, tensors: dict[str, torch.Tensor], selector: Selector | Markov | None) -> Confidence | None:
+    """proj.{weight, bias} (DeepSpec, speculators, SpecForge) or {weight, bias} (the first ones of speculators), H or H + r wide: with what the Markov head knows of the token before
+    or without, as `confidence_head_with_markov` says, too."""
+    own = {name if name.startswith("proj.") else f"proj.{name}": tensor for name, tensor in _part(tensors, "confidence_head.").items()}
+    if not own:
+        return None
+    markov = selector if isinstance(selector, Markov) and own.get("proj.weight", torch.empty(1, 0)).shape[1] > config["hidden_size"] else None
+    made = Confidence(config["hidden_size"], markov, "proj.bias" in own)
+    fit(folder, made, own, assign=True)
+    return made.eval().requires_grad_(False)
+
+
+def _part(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    """The tensors of that prefix, taken out, by what follows it."""
+    return {name.removeprefix(prefix): tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
 
 
 # --- the convolutions of DFlash 2 ---------------------------------------------------------------------------------------------
