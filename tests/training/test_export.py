@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from hf_specdec.cli import app
@@ -17,8 +17,10 @@ from hf_specdec.training.export import CONFIG, export
 from hf_specdec.training.heads import build as build_heads
 from hf_specdec.training.heads import save as save_heads
 
+from . import dflash_checkpoints
+from .dflash_checkpoints import CONFIGS
 from .test_published import eagle3, medusa, write, write_medusa
-from ..conformance.builders import of_heads
+from ..conformance.builders import masked_places, of_heads
 from ..helpers import build, tiny_llama
 
 
@@ -85,6 +87,47 @@ def test_published_layers_and_models_are_named_where_they_are(tmp_path):
     folder = write(tmp_path / "eagle3", eagle3(deep))
     assert export(str(folder), deep, tmp_path / "a", 5) == {"method": "eagle3", "model": str(folder), "num_speculative_tokens": 5}
     assert export("some/model", deep, tmp_path / "b", 5)["model"] == "some/model"
+
+
+@pytest.mark.skipif("muse_glimmer_assistant" not in CONFIG_MAPPING, reason="this version of transformers has no assistant of the kind")
+def test_block_drafters_are_named_where_they_are(tmp_path):
+    deep = tiny_llama(3, num_hidden_layers=4)
+    for name, method, places in (("z-lab", "dflash", 4), ("DFlash 2", "dflash", 4), ("speculators", "dflash", 4), ("DSpark, rnn", "dspark", 5), ("DSpark of SpecForge", "dspark", 5),
+                                 ("DSpark of speculators, behind the root", "dspark", 4)):
+        folder = dflash_checkpoints.write(tmp_path / name, CONFIGS[name], dflash_checkpoints.checkpoint(CONFIGS[name]))
+        assert export(str(folder), deep, tmp_path / "out" / name) == {"method": method, "model": str(folder), "num_speculative_tokens": places}
+        assert export(str(folder), deep, tmp_path / "less" / name, 3)["num_speculative_tokens"] == 3
+        with pytest.raises(ValueError, match=f"k={places + 1}: a block has {places} places"):
+            export(str(folder), deep, tmp_path / "more" / name, places + 1)
+    anchored = dflash_checkpoints.write(tmp_path / "anchored", CONFIGS["at the root's place"], dflash_checkpoints.checkpoint(CONFIGS["at the root's place"]))
+    with pytest.raises(ValueError, match="first token is drafted at the root's place"):
+        export(str(anchored), deep, tmp_path / "not")
+    masked_places(deep).save_pretrained(tmp_path / "glimmer")
+    assert export(str(tmp_path / "glimmer"), deep, tmp_path / "muse") == {"method": "dflash", "model": str(tmp_path / "glimmer"), "num_speculative_tokens": 4}
+
+
+def in_vllm(name: str) -> str:
+    """The parameter that vLLM's DFlashQwen3ForCausalLM (qwen3_dflash.py: load_weights, and its model's mapper) puts a checkpoint's tensor into."""
+    if name == "t2d":
+        return ""
+    name = "draft_id_to_target_id" if name == "d2t" else name if "lm_head" in name else f"model.{name}"
+    for old, new in (("encoder.output_norm_enc.", "hidden_norm."), ("encoder.fc.", "fc."), (".q_proj", ".qkv_proj"), (".k_proj", ".qkv_proj"), (".v_proj", ".qkv_proj"),
+                     (".gate_proj", ".gate_up_proj"), (".up_proj", ".gate_up_proj")):  # fmt: skip
+        name = name.replace(old, new)
+    return name
+
+
+@pytest.mark.skipif("muse_glimmer_assistant" not in CONFIG_MAPPING, reason="this version of transformers has no assistant of the kind")
+@pytest.mark.parametrize("name", ["z-lab", "speculators", "Muse Glimmer"])
+def test_every_tensor_of_a_block_drafter_has_its_place_in_vllm(name, tmp_path):
+    """Those of the layouts that these tests write, by hand from vLLM's source."""
+    deep = tiny_llama(3, num_hidden_layers=4)
+    tensors = masked_places(deep).state_dict() if name == "Muse Glimmer" else dflash_checkpoints.checkpoint(CONFIGS[name])
+    layer = ("self_attn.qkv_proj.weight", "self_attn.o_proj.weight", "self_attn.q_norm.weight", "self_attn.k_norm.weight", "mlp.gate_up_proj.weight", "mlp.down_proj.weight",
+             "input_layernorm.weight", "post_attention_layernorm.weight")
+    own = {"model.fc.weight", "model.hidden_norm.weight", "model.norm.weight", *(f"model.layers.{i}.{part}" for i in range(2) for part in layer)}
+    found = {in_vllm(key) for key in tensors} - {""}
+    assert own <= found <= own | {"model.embed_tokens.weight", "lm_head.weight", "draft_id_to_target_id"}
 
 
 @pytest.mark.parametrize("vocab", [40, 60, 61])

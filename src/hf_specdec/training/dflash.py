@@ -153,11 +153,16 @@ def _bias(model: nn.Module, config: dict) -> None:
             linear.bias = nn.Parameter(torch.empty(linear.out_features, device="meta"))
 
 
+def is_dspark(config: dict) -> bool:
+    """Whether that is the config of a DSpark drafter, and not of a DFlash one."""
+    kinds = config.get("speculators_model_type"), config.get("projector_type"), config.get("dflash_config", {}).get("projector_type")
+    return "dspark" in kinds or any("DSpark" in name for name in config.get("architectures") or ())
+
+
 def _from_anchor(config: dict) -> bool:
     """Whether the first token is drafted at the root's own place: DSpark does so where it does not say otherwise."""
-    dspark = "dspark" in (config.get("speculators_model_type"), config.get("projector_type")) or any("DSpark" in name for name in config["architectures"])
     said = config.get("sample_from_anchor")
-    return dspark if said is None else bool(said)
+    return is_dspark(config) if said is None else bool(said)
 
 
 def _markov(folder: Path, config: dict, tensors: dict[str, torch.Tensor], head: PrunedHead | None) -> Markov | None:

