@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from .. import parts
 from ..drafts.features import EachNorm
-from . import published, shared
+from . import published_eagle as published, shared
 from .feature_trainer import FeatureRunConfig, FeatureTrainer
 from .shards import save_whole
 from .weights import dense, make_ready
