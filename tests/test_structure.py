@@ -34,7 +34,7 @@ LINES = [
     {"integration"},
     {""},
 ]
-WITHIN = {("compat", "assistants"), ("compat", "caches"), ("compat", "flash"), ("media", "compat"), ("media", "caches"), ("states", "kv_cache"), ("states", "checkpoint"), ("lazy_law", "law"), ("lazy_law", "nucleus"), ("drafts.feature_tree", "drafts.feature"), ("drafts.feature_tree", "drafts.model_tree"), ("drafts.feature", "drafts.features"),
+WITHIN = {("compat", "assistants"), ("compat", "caches"), ("compat", "flash"), ("media", "compat"), ("media", "caches"), ("states", "kv_cache"), ("states", "checkpoint"), ("lazy_law", "law"), ("lazy_law", "nucleus"), ("drafts.feature_tree", "drafts.feature"), ("drafts.feature_parallel", "drafts.feature"), ("drafts.feature_parallel", "drafts.features"), ("drafts.feature_tree", "drafts.model_tree"), ("drafts.feature", "drafts.features"),
           ("drafts.feature", "drafts.model"), ("drafts.ngram", "drafts.ngram_table"), ("drafts", "drafts.base"),
           ("drafts.model_tree", "drafts.model"), ("acceptance.coupled", "acceptance.greedy"), ("acceptance.block", "acceptance.sampling"),
           ("acceptance.spectr", "acceptance.sampling"), ("acceptance.typical", "acceptance.threshold"), ("drafts.mixture", "drafts.choosing"), ("drafts.mixture", "drafts.merging"),

@@ -22,7 +22,7 @@ from .registry import DRAFTS, LOADERS, SHIPPED, load
 
 OF_A_MODEL = ("model", "model_tree")
 OF_A_FILE = ("ngram", "retrieval")
-ALSO = {"feature": ("feature_tree",)}  # what else a drafter's weights may be put into
+ALSO = {"feature": ("feature_tree",), "feature_parallel": ("feature", "feature_tree")}  # what else a drafter's weights may be put into
 _kept: WeakKeyDictionary = WeakKeyDictionary()  # target -> what its drafter was read from, and the drafter
 
 

@@ -14,6 +14,7 @@ DRAFTS = {
     "dflash": "drafts.dflash:DFlashDraft",
     "early_exit": "drafts.early_exit:EarlyExitDraft",
     "feature": "drafts.feature:FeatureDraft",
+    "feature_parallel": "drafts.feature_parallel:ParallelFeatureDraft",
     "feature_tree": "drafts.feature_tree:FeatureTreeDraft",
     "horizontal_cascade": "drafts.horizontal:HorizontalCascadeDraft",
     "jump_forward": "drafts.jump_forward:JumpForwardDraft",

@@ -13,6 +13,7 @@ from hf_specdec.drafts import (
 from hf_specdec.drafts.dflash import DFlashDraft
 from hf_specdec.drafts.layout import Layout, Markov, Selector
 from hf_specdec.drafts.feature import FeatureDraft
+from hf_specdec.drafts.feature_parallel import ParallelFeatureDraft
 from hf_specdec.drafts.feature_tree import FeatureTreeDraft
 from hf_specdec.drafts.medusa import MedusaDraft
 from hf_specdec.drafts.online import OnlineDraft
@@ -131,6 +132,14 @@ def masked_places(target, block: int = 5, window: int = 6, **settings):
         pad_token_id=None, rope_parameters={"rope_type": "default", "rope_theta": 1e4}) | settings)
 
 
+def masked_text(target):
+    """A feature drafter with masked places behind the text, as P-EAGLE has them."""
+    model = feature_drafter(target)
+    torch.manual_seed(4)
+    model.mask_token, model.mask_states = 1, torch.randn(model.feature_fuse.weight.shape[1])
+    return ParallelFeatureDraft(model, target)
+
+
 def selecting(target) -> Layout:
     """As DFlash 2 has it: tokens are chosen one after another among each place's likeliest."""
     config = target.config.get_text_config()
@@ -152,6 +161,7 @@ BUILDERS = {
     "dflash": lambda target: DFlashDraft(masked_places(target)),
     "early_exit": early_exit,
     "feature": lambda target: FeatureDraft(feature_drafter(target), target),
+    "feature_parallel": masked_text,
     "feature_tree": lambda target: FeatureTreeDraft(feature_drafter(target), target, (4, 2, 1), "independent"),
     "horizontal_cascade": lambda target: HorizontalCascadeDraft(ModelDraft(perturbed(target, 0.1)), PromptLookupDraft()),
     "jump_forward": lambda target: JumpForwardDraft(),

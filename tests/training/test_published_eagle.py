@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
 import torch
 from torch.nn.functional import linear
 
+from hf_specdec import SpeculativeConfig, enable
+from hf_specdec.drafts import FeatureTreeDraft, MixtureDraft
+from hf_specdec.drafts.feature_parallel import ParallelFeatureDraft
+from hf_specdec.drafts.features import hidden_states
+from hf_specdec.loading import loaded
 from hf_specdec.training import load_drafter
+from hf_specdec.training.export import export
+from tests.conformance import law
 
-from ..helpers import generated, plain, speculate, tiny_llama
-from .test_published import HEADS, KV, ROWS, H, V, check_against, eagle, eagle3, layer, mlp, norm, part, random, rotated, write
+from ..helpers import FULL, generated, plain, small_vocabulary_llama, speculate, tiny_llama
+from .test_published import HEADS, IDS, KV, ROWS, H, V, check_against, eagle, eagle3, layer, mlp, norm, part, random, rotated, write
 
 D = H // HEADS
 
@@ -89,3 +97,87 @@ def test_eagle_of_qwen2_is_read(deep, tmp_path):
     draft = load_drafter(write(tmp_path, eagle(deep) | biases, model_type="qwen2"), deep)
     assert torch.equal(draft.model.base_model.layers[0].self_attn.v_proj.bias, biases["layers.0.self_attn.v_proj.bias"])
     assert generated(speculate(deep, ROWS, draft, 4), ROWS) == plain(deep, ROWS)
+
+
+# --- P-EAGLE --------------------------------------------------------------------------------------------------------------------
+
+
+class Whole(ParallelFeatureDraft):
+    """log: of every round the rows, and the logits [B, K, V] of the block."""
+
+    def start(self, context):
+        super().start(context)
+        self.log = []
+
+    def _scores(self, context, tokens, k, step):
+        logits = super()._scores(context, tokens, k, step)
+        if step == 0:
+            self.log.append(([list(row) for row in context.rows], list(k), self.block.clone()))
+        return logits
+
+
+def masked(target, layers: int = 2, normed: bool = False) -> dict[str, torch.Tensor]:
+    return made(target, layers, normed) | {"mask_hidden": random(1, 1, 3 * H) * 5}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("named", "normed"), [("mask_token_id", False), ("pard_token", True), ("ptd_token_id", False)])
+def test_masked_places_compute_what_the_original_does(deep, tmp_path, named, normed):
+    """One pass over the text, its first token left out, and K - 1 masks; every place sees what is before it."""
+    tensors = masked(deep, normed=normed)
+    found = load_drafter(write(tmp_path, tensors, head_dim=D, **{named: 4}), deep)
+    assert type(found) is ParallelFeatureDraft
+    draft, judged = Whole(found.model, deep), 0
+    out = speculate(deep, ROWS, draft, 4, max_new_tokens=12)
+    for rows, k, block in draft.log:
+        for b, row in enumerate(rows):
+            with hidden_states(deep, (1, 3, 4)) as seen:
+                deep(input_ids=torch.tensor([row[:-1]]))
+                states = seen()[0]
+            embedded = deep.get_input_embeddings()(torch.tensor([*row[1:], *[4] * (k[b] - 1)]))
+            known = torch.cat([states, *[tensors["mask_hidden"][0]] * (k[b] - 1)])
+            expected = forward(deep, tensors, embedded, known)[1][len(row) - 2 :]
+            torch.testing.assert_close(block[b, : k[b]], expected[: k[b]], atol=2e-4, rtol=2e-4)
+            judged += k[b] > 1
+    assert judged > 8 and generated(out, ROWS) == plain(deep, ROWS, max_new_tokens=12) and out.speculation.proposed > 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("stop", ["constant", "confidence", "expected_gain"])
+def test_its_text_is_the_targets_own(deep, tmp_path, stop):
+    draft = load_drafter(write(tmp_path, masked(deep), mask_token_id=4), deep)
+    for one in (draft, MixtureDraft(["suffix_automaton", draft], mode="choose")):
+        for k in (1, 5, "auto"):
+            out = speculate(deep, ROWS, one, k, max_new_tokens=16, speculative={"draft_stop": stop})
+            assert generated(out, ROWS) == plain(deep, ROWS, max_new_tokens=16)
+    out = speculate(deep, ROWS, FeatureTreeDraft(draft.model, deep), 4)  # token by token, too
+    assert generated(out, ROWS) == plain(deep, ROWS)
+
+
+def test_sampled_text_follows_the_targets_law(tmp_path):
+    target, rows = small_vocabulary_llama(2, law.VOCAB, hidden_size=H, num_hidden_layers=3), [[1, 2, 3, 1, 2], [4, 3]]
+    tensors = {name: tensor for name, tensor in masked(target).items() if name not in ("d2t", "t2d")}
+    small = write(tmp_path, tensors | {"lm_head.weight": 2 * random(law.VOCAB, H)}, mask_token_id=4, vocab_size=law.VOCAB, **{IDS: [1, 2, 3]})
+    found, traces = law.counts(target, rows, load_drafter(small, target), 40_000 if FULL else 1_200, 3, 4)
+    assert law.worst_p_value(found, [law.joint(target, row, 3) for row in rows], 3) > law.THRESHOLD
+    assert sum(trace.proposed for trace in traces) > sum(trace.accepted for trace in traces) > 0
+
+
+def test_masks_that_do_not_fit_are_refused(deep, tmp_path):
+    for i, (tensors, said) in enumerate(((masked(deep), {}), (masked(deep), {"mask_token_id": V}), (masked(deep) | {"mask_hidden": random(1, 1, 2 * H)}, {"mask_token_id": 4}))):
+        with pytest.raises(ValueError, match="mask_hidden needs 96 numbers, and config.json a mask_token_id of this target's vocabulary"):
+            load_drafter(write(tmp_path / str(i), tensors, **said), deep)
+    with pytest.raises(ValueError, match="has no masked places"):
+        ParallelFeatureDraft(load_drafter(write(tmp_path / "plain", made(deep, 1, False)), deep).model, deep)
+
+
+def test_a_config_names_it(deep, tmp_path):
+    folder, model = str(write(tmp_path, masked(deep), mask_token_id=4)), enable(copy.deepcopy(deep))
+    for name in ("feature_parallel", "feature", "feature_tree"):
+        draft = loaded(SpeculativeConfig(draft=name, draft_source=folder), model)
+        assert draft.name == name and isinstance(draft, ParallelFeatureDraft) == (name == "feature_parallel")
+
+
+def test_its_export_says_that_vllm_is_to_draft_in_one_pass(deep, tmp_path):
+    folder = write(tmp_path / "from", masked(deep), mask_token_id=4)
+    assert export(str(folder), deep, tmp_path / "to", 5) == {"method": "eagle3", "model": str(folder), "num_speculative_tokens": 5, "parallel_drafting": True}

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ..config import MAX_ASSISTANT_TOKENS
 from ..drafts.dflash import DFlashDraft
+from ..drafts.feature_parallel import ParallelFeatureDraft
 from ..drafts.medusa import MedusaDraft
 from ..drafts.one_pass import OnePassDraft
 from ..folders import check_model_folder, written_whole
@@ -100,7 +101,8 @@ def _config(name: str, target: PreTrainedModel, folder: Path, given: int | None)
     if not kind:
         raise ValueError(f"draft: {name} is a feature drafter of this package's own form, whose layer norms the sum of state and embedding and adds to it; "
                          f"vLLM's EAGLE layers do not have that. Train one in EAGLE-3's form (hf-specdec train --eagle3), or export another draft.")
-    return {"method": kind, "model": _place(name.removeprefix(published.HUB)), "num_speculative_tokens": k}
+    parallel = {"parallel_drafting": True} if isinstance(draft, ParallelFeatureDraft) else {}
+    return {"method": kind, "model": _place(name.removeprefix(published.HUB)), "num_speculative_tokens": k, **parallel}
 
 
 def _block(name: str, method: str, places: int, k: int | None) -> dict:

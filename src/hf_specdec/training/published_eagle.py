@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
 from ..drafts.feature import FeatureDraft
+from ..drafts.feature_parallel import ParallelFeatureDraft
 from ..drafts.features import EachNorm, JointNorm
 from . import shared
 from .storage import fit
@@ -52,7 +53,21 @@ def eagle3(folder: Path, config: dict, tensors: dict[str, torch.Tensor], target:
     draft.feature_join = nn.Identity()
     _eagle3_head(folder, draft, tensors, target, bool(config.get("norm_output")))
     draft.base_model.layers[0] = Eagle3Layer(draft.base_model.layers[0], bool(config.get("norm_before_residual")))
-    return _made(folder, draft, tensors, target)
+    masked = _mask(folder, config, draft, tensors, seen)
+    made = _made(folder, draft, tensors, target)
+    return ParallelFeatureDraft(made.model, target) if masked else made
+
+
+def _mask(folder: Path, config: dict, draft: PreTrainedModel, tensors: dict[str, torch.Tensor], seen: int) -> bool:
+    """P-EAGLE: the token and the states of masked places; False where there are none. vLLM calls the token pard_token or ptd_token_id, speculators mask_token_id."""
+    states = tensors.pop("mask_hidden", None)
+    if states is None:
+        return False
+    token = next((config[name] for name in ("mask_token_id", "pard_token", "ptd_token_id") if isinstance(config.get(name), int)), None)
+    if token is None or not 0 <= token < len(draft.get_input_embeddings().weight) or states.numel() != len(draft.reads) * seen:
+        raise ValueError(f"{folder}: mask_hidden needs {len(draft.reads) * seen} numbers, and config.json a mask_token_id of this target's vocabulary; there are {states.numel()}, and {token}.")
+    draft.mask_token, draft.mask_states = token, states.flatten().to(draft.dtype)
+    return True
 
 
 def _count(tensors: dict[str, torch.Tensor]) -> int:
