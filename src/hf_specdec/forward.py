@@ -83,6 +83,10 @@ class Forward:
         if in_stages(self.model):
             raise ValueError("assistant_model: it reads what layers of the target put out, and these lie in several processes, one after the other (pipeline parallel). "
                              "Pass another draft.")
+        looking = getattr(compat.unwrap(self.model).config.get_text_config(), "cross_attention_layers", None) or ()
+        if self.media is None and not set(layers).isdisjoint(looking):
+            raise ValueError(f"assistant_model: it reads what the layers {list(layers)} of the target put out, and {list(looking)} look at images, without which they do not "
+                             "run. Pass another draft.")
         self.taps.append(Tap(layers))
         return self.taps[-1]
 

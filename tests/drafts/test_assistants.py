@@ -18,6 +18,7 @@ from hf_specdec.compat import CACHE
 from hf_specdec.drafts import CascadeDraft, DFlashDraft, MixtureDraft, ModelDraft, ModelTreeDraft, PromptLookupDraft, SharedKVDraft, TranslatedDraft
 from hf_specdec.loading import as_draft, loaded
 from tests import seeing
+from tests.architectures import FAMILIES
 from tests.conformance import law
 from tests.conformance.builders import VARIANTS, make, masked_places, of_heads
 from tests.helpers import OLD_TORCH, VOCAB, Logged, build, generated, perturbed, plain, prompts, repetitive, speculate, tiny_llama, word_tokenizer
@@ -350,3 +351,13 @@ def test_a_mixture_with_another_law_is_refused():
 def test_builders_make_both_kinds_for_the_batteries():
     assert {name for name in VARIANTS if name.split(",")[0] in assistants.KINDS} == {"shared_kv", "dflash", "dflash, markov", "dflash, selected", "dflash, tree"}
     assert make("dflash, tree", tiny_llama(), VARIANTS).may_branch
+
+
+def test_layers_that_the_target_leaves_out_are_refused_by_name():
+    """Mllama runs those that look at images where one is shown alone."""
+    target = next(family for family in FAMILIES if family.name == "Mllama").model("eager")
+    with pytest.raises(ValueError, match="assistant_model: .*look at images, without which they do not run"):
+        speculate(target, [[5, 6, 7, 8]], DFlashDraft(masked_places(target)))
+    rows = [[5, 6, 7, 8]]
+    out = speculate(target, rows, DFlashDraft(masked_places(target, target_layer_ids=[0, 2])))
+    assert generated(out, rows) == plain(target, rows)
