@@ -106,6 +106,12 @@ def test_a_head_of_another_width_is_refused(target, tmp_path):
         loaded(target, tmp_path, SPARKS["DSpark, rnn"], {"confidence_head.proj.weight": torch.zeros(1, 33)})
 
 
+def test_a_drafter_whose_states_overflow_is_no_error(target, tmp_path):
+    draft = loaded(target, tmp_path, SPARKS["DSpark, gated"])
+    draft.model.norm.weight.fill_(torch.nan)
+    assert generated(speculate(target, ROWS, draft, 4, speculative=STOP), ROWS) == plain(target, ROWS)
+
+
 # --- the rule and the law -------------------------------------------------------------------------------------------------------
 
 

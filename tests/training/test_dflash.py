@@ -163,6 +163,15 @@ def test_a_markov_head_of_another_kind_is_refused(target, tmp_path):
         load_drafter(write(tmp_path / "other", config, checkpoint(SPARKS["DSpark, rnn"])), target)
 
 
+def test_a_markov_head_of_fewer_or_more_tokens_drafts_those_that_it_and_the_target_have(target, tmp_path):
+    for vocab in (V - 6, V + 3):
+        tensors = {f"markov_head.markov_w{i}.weight": torch.randn(vocab, 6) for i in (1, 2)}
+        loaded = load_drafter(write(tmp_path / str(vocab), SPARKS["DSpark, vanilla"], checkpoint(SPARKS["DSpark, vanilla"]) | tensors), target)
+        draft, rows = BlockLog(loaded.model, layout=loaded.layout), repetitive(13)
+        assert generated(speculate(target, rows, draft, BLOCK), rows) == plain(target, rows)
+        assert max(token for _, proposal in draft.log for token in proposal.listed()[0]) < min(vocab, V)
+
+
 def test_pickles_are_not_opened_and_foreign_tensors_are_named(target, tmp_path):
     with pytest.raises(ValueError, match="does not map: layers.0.extra"):
         load_drafter(write(tmp_path / "more", ZLAB, checkpoint(ZLAB) | {"layers.0.extra.weight": torch.zeros(2)}), target)

@@ -173,7 +173,7 @@ class DFlashDraft(OnePassDraft):
         return tokens[-1] if tokens else upload([row[-1] for row in self.context.rows], self.context.device)
 
     def _foretold(self, step: int, tokens: list[torch.Tensor]) -> list[float] | None:
-        return self.layout.confidence and self.layout.confidence(self.hidden[:, step], self._before(tokens)).tolist()
+        return self.layout.confidence and self.layout.confidence(self.hidden[:, step], self._before(tokens)).nan_to_num(0.0).tolist()
 
     def _noise(self, context: Context) -> torch.Tensor:
         """What goes in at the block's places [B, P, H]: the roots, then masks; an embedding's own norm is left out."""

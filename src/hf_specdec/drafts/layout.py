@@ -124,10 +124,12 @@ class Steps:
     state: torch.Tensor
 
     def after(self, before: torch.Tensor, place: int, vocab: int) -> torch.Tensor:
-        """As `Choices.after`, of all tokens."""
+        """As `Choices.after`, of all tokens that the head knows."""
         bias, self.state = self.markov.step(before, self.states[:, place], self.state)
         logits, ids = self.logits[:, place, :vocab], self.markov.ids
-        return logits + bias[:, :vocab].float() if ids is None else logits.index_add(-1, ids, bias.float())
+        if ids is None:
+            return logits + nn.functional.pad(bias.float(), (0, vocab - bias.shape[-1]), value=-torch.inf)
+        return logits.index_add(-1, ids, bias.float())
 
 
 class Confidence(nn.Module):
