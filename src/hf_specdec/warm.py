@@ -58,7 +58,8 @@ def warmup(model: PreTrainedModel, draft=None, config: SpeculativeConfig | dict 
     watching, runs = (draft.watching(), draft.models()) if isinstance(draft, Draft) else ((), [] if draft is None else [Run(draft, steps=True)])
     passes = _passes(Run(model, reads=watching), "target", widest, max_length, k)
     sampler = _sampler(model, sampling or {})
-    passes += [each for run in runs for each in _passes(run, "assistant_model", 4, max_length, k if sampler.traceable(model.device) is not None else 1)]
+    steps = k if sampler.traceable(model.device) is not None else 1
+    passes += [each for run in runs for each in _passes(run, "assistant_model", _widest(run, k), max_length, steps)]
     vocab = compat.traits_of(compat.unwrap(model), "target").vocab_size
     with progress("Compiling", passes) as items:
         for each in items:
@@ -76,6 +77,12 @@ def _sampler(model: PreTrainedModel, sampling: dict) -> Sampler:
         return GenerationMixin.generate(compat.unwrap(model), encoder_outputs=_source(model, "target").outputs, custom_generate=asked, **without | sampling)
     token = torch.zeros((1, 1), dtype=torch.long, device=compat.device_of(model))
     return model.generate(token, attention_mask=token + 1, custom_generate=asked, **without | sampling)
+
+
+def _widest(run: Run, k: int) -> int:
+    """Places of a draft's widest pass. One that reads the target's states takes all that was committed in a round, and, unless it drafts one token after the other, what it drafts."""
+    most = WIDTHS[1] if run.make is None else 1 + k if run.steps else 2 * k
+    return next(width for width in WIDTHS if width >= min(most, WIDTHS[-1]))
 
 
 def _passes(run: Run, role: str, widest: int, max_length: int, k: int) -> list[tuple]:

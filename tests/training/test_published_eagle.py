@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from hf_specdec import SpeculativeConfig, enable
-from hf_specdec.drafts import FeatureTreeDraft, MixtureDraft
+from hf_specdec import SpeculativeConfig, compiled, enable, passes, warmup
+from hf_specdec.drafts import FeatureDraft, FeatureTreeDraft, MixtureDraft
 from hf_specdec.drafts.feature_parallel import ParallelFeatureDraft
 from hf_specdec.drafts.features import hidden_states
 from hf_specdec.loading import loaded
@@ -18,7 +18,7 @@ from hf_specdec.training import load_drafter
 from hf_specdec.training.export import export
 from tests.conformance import law
 
-from ..helpers import FULL, generated, plain, small_vocabulary_llama, speculate, tiny_llama
+from ..helpers import FULL, OLD_TORCH, generated, plain, small_vocabulary_llama, speculate, tiny_llama
 from .test_published import HEADS, IDS, KV, ROWS, H, V, check_against, eagle, eagle3, layer, mlp, norm, part, random, rotated, write
 
 D = H // HEADS
@@ -169,6 +169,21 @@ def test_masks_that_do_not_fit_are_refused(deep, tmp_path):
             load_drafter(write(tmp_path / str(i), tensors, **said), deep)
     with pytest.raises(ValueError, match="has no masked places"):
         ParallelFeatureDraft(load_drafter(write(tmp_path / "plain", made(deep, 1, False)), deep).model, deep)
+
+
+@pytest.mark.skipif(OLD_TORCH, reason="this torch compiles some functions once more")
+def test_warming_up_compiles_what_its_calls_need(deep, tmp_path, monkeypatch):
+    """Its masked places come on top of what was committed; token by token, there are none."""
+    monkeypatch.setattr(passes, "options", lambda device, places, whole=True: {"backend": "eager"})
+    torch._dynamo.reset()
+    target, made = enable(copy.deepcopy(deep)), []
+    draft = load_drafter(write(tmp_path, masked(target), mask_token_id=4), target)
+    for one in (FeatureDraft(draft.model, target), draft):
+        warmup(target, one, {"num_assistant_tokens": 7}, max_length=40)
+        made.append(dict(compiled._functions[draft.model].made))
+    assert [max(key[1] for key in functions) for functions in made] == [8, 16]
+    speculate(target, ROWS[:1], draft, 7, speculative={"compile": True})
+    assert compiled._functions[draft.model].made == made[1]
 
 
 def test_a_config_names_it(deep, tmp_path):
