@@ -279,7 +279,7 @@ def export(
     draft: Annotated[str, typer.Argument(help="The draft: prompt_lookup, a drafter's name or folder, a published checkpoint, a model's folder or hub id.")],
     out: Annotated[Path, typer.Option("--out", help="A new or empty folder.")],
     target: Annotated[str, typer.Option("--target", help="The model that the draft is for: smollm2, a folder, or a hub id.")] = "smollm2",
-    k: Annotated[int | None, typer.Option("--k", min=1, max=MAX_ASSISTANT_TOKENS, help="Tokens drafted per round; without it 4, or as many as there are heads.")] = None,
+    k: Annotated[int | None, typer.Option("--k", min=1, max=MAX_ASSISTANT_TOKENS, help="Tokens drafted per round; without it 4, or as many as there are heads, or places of a block.")] = None,
     dtype: DType = "bfloat16",
 ):
     """Write a target's draft as a vLLM speculative_config, with weights in the layout that vLLM loads."""
