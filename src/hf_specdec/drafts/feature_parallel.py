@@ -11,6 +11,8 @@ from .base import Context
 from .feature import FeatureDraft
 from .features import fused
 
+TOKENS = 5  # that a pass drafts, where K is not known
+
 
 class ParallelFeatureDraft(FeatureDraft):
     """Drafts with a feature drafter that has learned masked places: behind the text come K - 1 of them, which see the text and the ones before, each with one and the same token and
@@ -52,6 +54,10 @@ class ParallelFeatureDraft(FeatureDraft):
         starts, known = upload([self.cached.lengths, self.known], self.states.device)
         places = starts[:, None] + torch.arange(width, device=self.states.device)
         return torch.where((places < known[:, None])[..., None], super()._ahead(width), self.masked)
+
+    def relative_cost(self, target: PreTrainedModel) -> float:
+        """c by size: a pass reads the drafter once, for K tokens; TOKENS of them, before any is timed."""
+        return super().relative_cost(target) / TOKENS
 
     def finish(self) -> None:
         self.masked, self.block = None, None
