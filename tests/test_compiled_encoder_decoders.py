@@ -9,6 +9,7 @@ from transformers import T5ForConditionalGeneration
 
 import hf_specdec
 from hf_specdec import compiled, integration, mx, passes
+from hf_specdec.block import Block
 from hf_specdec.drafts import ModelDraft
 from tests.encoder_decoders import MAX_NEW, family, plain, seeds, source, sources
 from tests.helpers import FULL, perturbed
@@ -65,6 +66,18 @@ def test_sources_of_every_length_share_functions_and_those_with_padding_have_oth
         counts.append(len(compiled._functions[model].made))
     assert counts[:3] == [3, 3, 3] and 3 < counts[3] <= 6
     assert all(len(_debug_get_cache_entry_list(run.__wrapped__.__code__)) == 1 for run in compiled._functions[model].made.values())
+
+
+def test_sources_of_every_length_share_functions_on_a_gpu(strict, monkeypatch):
+    """By what is told to the compiler of shapes there: a graph is for one number of slots."""
+    told, alone, count = Block.sizes, passes.alone, []
+    monkeypatch.setattr(Block, "sizes", lambda self, slots: told(self, False))
+    monkeypatch.setattr(passes, "alone", lambda *args, **kwargs: count.append(args) or alone(*args, **kwargs))
+    model = target("BART")
+    for length in (12, 9, 30, 17):
+        inputs = source("bart", 3, length)
+        assert torch.equal(speculate(model, inputs), plain(model, inputs))
+    assert len(count) == len(compiled._functions[model].made) == 3  # one for each width of a pass
 
 
 def test_a_text_may_end_with_the_last_position_of_its_decoder(strict):

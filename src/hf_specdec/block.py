@@ -40,9 +40,11 @@ class Block(NamedTuple):
         """What a function is made for, beside the shape of the block: the number format of the cache, how many layers there are, and what of an encoder."""
         return next((held.keys.dtype for held in self.layers if held.keys is not None), None), len(self.layers), self.read and self.read.mask is None
 
-    def sizes(self) -> list[tuple[torch.Tensor, int]]:
-        """The tensors that have a dimension of the cache's slots, or of what an encoder has read, each with the number of that dimension."""
+    def sizes(self, slots: bool) -> list[tuple[torch.Tensor, int]]:
+        """The tensors that have a dimension of what an encoder has read, or, with `slots`, of the cache's slots, each with the number of that dimension."""
+        read = [] if self.read is None else self.read.sizes()
+        if not slots:
+            return read
         masks = self.mask.values() if isinstance(self.mask, dict) else [self.mask]
         buffers = [part for held in self.layers for part in (held.keys, held.values)]
-        read = [] if self.read is None else self.read.sizes()
         return [(part, 3) for part in masks if part is not None] + [(part, 2) for part in buffers if part is not None] + read

@@ -195,7 +195,7 @@ class CompiledPasses:
         try:
             with watched(read_at(compat.unwrap(self.model), reads), note):
                 if own not in self.checked:
-                    sizes = block.sizes() if device.type == "cpu" else ()
+                    sizes = block.sizes(slots=device.type == "cpu")
                     self.checked[own], done = self.functions.ask(key, capacity, lambda _: passes.alone(function, device, places, sizes=sizes), given)
                 else:
                     run = self.checked[own]
