@@ -12,7 +12,7 @@ from hf_specdec import compiled, integration, mx, passes
 from hf_specdec.block import Block
 from hf_specdec.drafts import ModelDraft
 from tests.encoder_decoders import MAX_NEW, family, plain, seeds, source, sources
-from tests.helpers import FULL, perturbed
+from tests.helpers import FULL, OLD_TORCH, perturbed
 
 NAMES = ["T5", "BART", "Whisper", "Marian", "Pegasus", "mBART"]
 MORE = ["T5 v1.1 (gated)", "Blenderbot", "Blenderbot (small)", "LongT5", "M2M100", "mT5", "Pegasus-X", "PLBart", "UMT5"]
@@ -86,6 +86,7 @@ def test_a_text_may_end_with_the_last_position_of_its_decoder(strict):
     assert torch.equal(*texts)
 
 
+@pytest.mark.skipif(OLD_TORCH, reason="this torch traces no products of tiles")
 def test_weights_in_tiles_compile(strict):
     for name in ("T5", "Whisper"):
         attn = "eager" if name == "T5" and not T5ForConditionalGeneration._supports_sdpa else "sdpa"  # older versions of transformers

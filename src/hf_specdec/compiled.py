@@ -55,9 +55,10 @@ def _cache(layers, slots, read) -> FixedCache:
 def over(cache: FixedCache, model, tokens, embeds, positions, mask, read=None):
     """`forward` with its cache made."""
     if read is None:
-        given = {"position_ids": positions, "attention_mask": mask, compat.CACHE: cache} | ({"input_ids": tokens} if embeds is None else {"inputs_embeds": embeds})
+        first = {"input_ids": tokens} if embeds is None else {"inputs_embeds": embeds}
+        given = {"position_ids": positions, "attention_mask": mask, compat.CACHE: cache, **first}
     else:
-        given = read.inputs(tokens, mask) | {compat.CACHE: read.beside(cache)}
+        given = {**read.inputs(tokens, mask), compat.CACHE: read.beside(cache)}
     SHOWN.clear()
     logits = model(**given, use_cache=True, return_dict=True).logits
     states = tuple(SHOWN)

@@ -141,10 +141,11 @@ class Read(NamedTuple):
 
     def inputs(self, tokens: torch.Tensor, mask: torch.Tensor) -> dict:
         """What else the model is given: tokens int64 [1, W] of the decoder, and a mask [1, 1, W, slots] of those that they see."""
-        given = {"encoder_outputs": BaseModelOutput(last_hidden_state=self.states)}
+        outputs = BaseModelOutput(last_hidden_state=self.states)
         if not self.own:
-            return given | {"input_ids": tokens, "attention_mask": mask}
-        return given | {"decoder_input_ids": tokens, "decoder_attention_mask": mask} | ({} if self.mask is None else {"attention_mask": self.mask})
+            return {"encoder_outputs": outputs, "input_ids": tokens, "attention_mask": mask}
+        padding = {} if self.mask is None else {"attention_mask": self.mask}  # torch 2.7 traces no union of dicts
+        return {"encoder_outputs": outputs, "decoder_input_ids": tokens, "decoder_attention_mask": mask, **padding}
 
 
 class EmptyCache(Cache):
