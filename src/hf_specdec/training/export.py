@@ -76,8 +76,9 @@ def _config(name: str, target: PreTrainedModel, folder: Path, given: int | None)
     k = K if given is None else given
     if name == LOOKUP:
         return {"method": "ngram", "num_speculative_tokens": k, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-    if check_model_folder(name).get("model_type") == dflash.ASSISTANT:
-        return _block(name, "dflash", int(check_model_folder(name)["block_size"]) - 1, given)
+    stored = check_model_folder(name)
+    if stored.get("model_type") == dflash.ASSISTANT:
+        return _block(name, "dflash", int(stored["block_size"]) - 1, given)
     if not drafter.is_drafter(name):
         _check_vocabulary(name, target)
         return {"method": "draft_model", "model": _place(name), "num_speculative_tokens": k}
