@@ -8,30 +8,14 @@ from typing import Annotated
 import typer
 
 from . import __version__
-from .commands.common import check_sampling, draft_name, dtype_name
+from .commands.common import check_sampling, draft_name
 from .commands.leaving import PROGRAM, guarded
+from .commands.options import MX, DType, Draft, K, KOfConfig, MaxNewTokens, Prompts, Target, Threads
 from .config import MAX_ASSISTANT_TOKENS
 
 app = typer.Typer(
     help=__doc__, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None
 )
-
-Target = Annotated[str, typer.Argument(help="The model: smollm2 (the embedded one), a folder, or a hub id.")]
-Draft = Annotated[
-    str | None,
-    typer.Option("--draft", callback=draft_name, help="What proposes tokens: prompt_lookup (default), mixture, ngram_recycling, recycling, suffix_automaton, "
-                 "lookahead, jump_forward, uniform; a shipped drafter's name; a saved n-gram table or datastore; a folder or a hub id."),
-]
-Threads = Annotated[int | None, typer.Option("--threads", min=1, help="Threads of torch; as many as it chooses without it.")]
-K = Annotated[str, typer.Option("--k", help="Tokens drafted per round: 1..64, or auto (chosen as it runs).")]
-MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Length of each answer in tokens, at most.")]
-DType = Annotated[str, typer.Option("--dtype", callback=dtype_name, help="Numbers that the models compute with: float32, bfloat16, float16, or auto (the checkpoint's own).")]
-Prompts = Annotated[
-    str,
-    typer.Option(
-        "--prompts", help="shipped (three sets), one of them (code_edit, summary, chat), a .jsonl file, or hub:NAME[:SPLIT]."
-    ),
-]
 
 
 def _version(asked: bool) -> None:
@@ -69,7 +53,7 @@ def demo(
 def generate(
     target: Target,
     draft: Draft = None,
-    k: Annotated[str | None, typer.Option("--k", help="Tokens drafted per round: 1..64, or auto (chosen as it runs); without it what --config says, else auto.")] = None,
+    k: KOfConfig = None,
     config: Annotated[Path | None, typer.Option("--config", help="Folder with a speculative_config.json, which tune or save_pretrained has written: "
                                                 "its draft, K and all else, where no option says otherwise.")] = None,
     max_new_tokens: MaxNewTokens = 256,
@@ -87,7 +71,7 @@ def generate(
         float | None, typer.Option(help="In (0, 1], 1 without it: below 1 the output is no longer exact (Leviathan et al. 2023, A.5).")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Makes a sampled run repeatable; without it a random one, with --dataset 0.")] = None,
-    mx: Annotated[str | None, typer.Option("--mx", help="Compress the target's weights first, to this format of compress --format; not without it.")] = None,
+    mx: MX = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print text, tokens and trace as JSON.")] = False,
     dataset: Annotated[
         str | None, typer.Option(help="Answer every row of a .jsonl, .json, .csv or .parquet file, or of hub:NAME[:SPLIT].")
@@ -124,6 +108,29 @@ def generate(
         generate_dataset(work, dataset, output, column, limit, batch or 8, skip_invalid)
     else:
         run(work, prompt, file, as_json)
+
+
+@app.command(short_help="Serve a model by the OpenAI API.")
+@guarded
+def serve(
+    target: Target = "smollm2",
+    draft: Draft = None,
+    k: KOfConfig = None,
+    config: Annotated[Path | None, typer.Option("--config", help="Folder with a speculative_config.json, which tune or save_pretrained has written.")] = None,
+    dtype: DType = "auto",
+    mx: MX = None,
+    tiles: Annotated[bool, typer.Option("--tiles/--no-tiles", help="On a CPU: the weights as they are in the kernels' tiles, or as torch has them.")] = True,
+    threads: Threads = None,
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "localhost",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="The port to listen on.")] = 8000,
+    keep: Annotated[int, typer.Option(min=0, help="Conversations whose keys and values stay in memory, so that the next turn does not read them again.")] = 2,
+):
+    """Serve a model by the OpenAI API (transformers' own server): chat completions, completions and responses, streamed or not, one at a time."""
+    from .commands.serve import serve as run
+    from .commands.speculation import Work
+
+    work = Work(target, draft, k, 1, dtype, mx, False, {}, None, None, False, config)
+    run(work, host, port, tiles, threads, keep)
 
 
 @app.command(short_help="Prove on your own models that the output stays the same.")

@@ -1,0 +1,161 @@
+"""`hf-specdec serve`: a model behind the OpenAI API, decoded speculatively.
+
+The server, its chat templates, tool calls and streams are transformers' own (`transformers serve`, one request at a time); what is ours is the model that
+it is handed, and that a conversation is not read from its beginning at every turn.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import typer
+from transformers.cache_utils import DynamicLayer
+
+from ..caches import CACHE, cached_tokens
+from ..hints import many
+from .common import apply_mx
+from .leaving import PROGRAM
+from .speculation import Work
+
+NEEDED = ("fastapi", "uvicorn", "openai", "pydantic")
+
+
+def serve(work: Work, host: str, port: int, tiles: bool, threads: int | None, keep: int) -> None:
+    import torch
+
+    from .. import enable
+    from ..bench.embedded import load_target
+
+    work.check()
+    check_installed()
+    check_port(host, port)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    model, tokenizer = load_target(work.target, work.dtype)
+    if tokenizer.chat_template is None:
+        say(f"{work.target}: its tokenizer has no chat template; of the API, /v1/completions alone will answer.")
+    apply_mx(model, work.mx, work.target)
+    if tiles and work.mx is None:
+        to_tiles(model)
+    _, draft = work.load_draft(enable(model), tokenizer)
+    enable(model, speculative=work.speculation, assistant_model=draft)
+    run(work.target, Answering(model, keep, say), tokenizer, host, port)
+
+
+def check_installed() -> None:
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise ImportError(f"serve needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed: pip install 'hf-specdec[serve]'")
+
+
+def check_port(host: str, port: int) -> None:
+    """OSError, before anything is loaded, for an address where no server can listen."""
+    try:
+        with socket.create_server((host, port)):
+            pass
+    except OSError as error:
+        raise OSError(f"--port {port}: no server can listen there on {host} ({error.strerror or error}); name another one, or another --host.") from error
+
+
+def to_tiles(model) -> None:
+    """The weights of a dense model on a CPU in the kernels' tiles; others as they are."""
+    import torch
+
+    from ..mx import to_tiles as tiled
+
+    if model.device.type == "cpu" and model.dtype in (torch.bfloat16, torch.float32) and getattr(model.config, "quantization_config", None) is None:
+        tiled(model)
+
+
+def say(line: str) -> None:
+    typer.echo(f"{PROGRAM}: {line}", err=True)
+
+
+# --- the model that the server is handed ------------------------------------------------------------------------------
+
+
+@dataclass
+class Conversation:
+    """A text, as tokens, and the cache of all of them but the last."""
+
+    tokens: list[int]
+    cache: Any
+
+    def shared(self, ids: list[int]) -> int:
+        """How many of the cached tokens `ids` begins with; its last one has to be read anew."""
+        cached = self.tokens[: cached_tokens(self.cache)]
+        return next((place for place, (one, other) in enumerate(zip(cached, ids[:-1])) if one != other), min(len(cached), len(ids) - 1))
+
+    def cut(self, length: int) -> bool:
+        """Take the tokens after `length` out of the cache; False where a layer does not hold them all, as windows and states do not."""
+        if beyond := cached_tokens(self.cache) - length:
+            if any(type(layer) is not DynamicLayer for layer in self.cache.layers):
+                return False
+            self.cache.crop(-beyond)
+        return True
+
+
+class Answering:
+    """What takes the place of an enabled model's `generate`, for one call at a time: the part of a text that it has read or written before is not read again, and
+    of every answer `say` is told what speculation did for it. keep: that many conversations, the last ones, are held in memory."""
+
+    def __init__(self, model, keep: int, say: Callable[[str], None]):
+        self.model, self.generate, self.say = model, model.generate, say
+        self.kept: deque[Conversation] = deque(maxlen=keep)
+
+    def __call__(self, **kwargs):
+        ids = kwargs["input_ids"][0].tolist()
+        cache, known = self.take(ids)
+        out = self.generate(**kwargs, **({CACHE: cache} if known else {}), return_dict_in_generate=True)
+        if getattr(out, "past_key_values", None) is not None:
+            self.kept.append(Conversation(out.sequences[0].tolist(), out.past_key_values))
+        self.say(line_of(out, len(ids), known))
+        return out.sequences
+
+    def take(self, ids: list[int]) -> tuple[Any, int]:
+        """The cache of what `ids` begins with, and its number of tokens; (None, 0) for none, and where more than half of a conversation would be lost."""
+        known, found = max(((each.shared(ids), place) for place, each in enumerate(self.kept)), default=(0, None))
+        if not known or 2 * known < cached_tokens(self.kept[found].cache) or not self.kept[found].cut(known):
+            return None, 0
+        cache = self.kept[found].cache
+        del self.kept[found]  # the answer's text takes its place
+        return cache, known
+
+
+def line_of(out: Any, prompt: int, known: int) -> str:
+    """One line about an answer."""
+    tokens = out.sequences.shape[1] - prompt
+    text = f"{many(tokens, 'token')} to a prompt of {prompt}"
+    if known:
+        text += f" ({known} of them known)"
+    if (trace := getattr(out, "speculation", None)) is None:
+        return f"{text}, without speculation"
+    rate = f"acceptance rate {trace.acceptance_rate:.0%}" if trace.proposed else "nothing was drafted"
+    return f"{text}, {many(trace.target_calls, 'target forward')}, block efficiency {trace.block_efficiency:.2f}, {rate}"
+
+
+# --- transformers' server ---------------------------------------------------------------------------------------------
+
+
+def run(name: str, answering: Answering, tokenizer, host: str, port: int) -> None:
+    """Serve the model under `name` until Ctrl-C."""
+    from transformers.cli.serve import Serve
+
+    answering.model.generate = answering
+
+    class Server(Serve):
+        def start_server(self) -> None:
+            """What `Serve` calls, with non_blocking, when all is made: in place of loading `name` itself, it takes the model that is there."""
+            manager = self._model_manager
+            manager._load_model, manager._load_processor = (lambda *args, **kwargs: answering.model), (lambda *args, **kwargs: tokenizer)
+            manager.force_model, manager.model_timeout = name, -1  # it alone, and for good
+            manager.load_model_and_processor(manager.process_model_name(name))
+            say(f"serving {name} at http://{host}:{port}/v1 (Ctrl-C ends it)")
+            self.server.run()
+
+    Server(host=host, port=port, log_level="error", non_blocking=True)
