@@ -120,6 +120,7 @@ def serve(
     dtype: DType = "auto",
     mx: MX = None,
     tiles: Annotated[bool, typer.Option("--tiles/--no-tiles", help="On a CPU: the weights as they are in the kernels' tiles, or as torch has them.")] = True,
+    compile: Annotated[bool, typer.Option("--compile", help="On a CPU: compiled passes (torch.compile), made before the first request in some half a minute.")] = False,
     threads: Threads = None,
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "localhost",
     port: Annotated[int, typer.Option(min=1, max=65535, help="The port to listen on.")] = 8000,
@@ -130,7 +131,7 @@ def serve(
     from .commands.speculation import Work
 
     work = Work(target, draft, k, 1, dtype, mx, False, {}, None, None, False, config)
-    run(work, host, port, tiles, threads, keep)
+    run(work, host, port, tiles, compile, threads, keep)
 
 
 @app.command(short_help="Prove on your own models that the output stays the same.")

@@ -262,6 +262,11 @@ def test_what_is_not_installed_is_named(target_folder, monkeypatch):
     assert "serve needs fastapi and openai, which are not installed: pip install 'hf-specdec[serve]'" in refused(target_folder)
 
 
+def test_compiled_passes_are_a_cpus_alone(target_folder, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert "--compile: on a CPU alone" in refused(target_folder, "--compile", "--port", "8701")
+
+
 @pytest.mark.parametrize("option, value, message", [("--k", "0", "--k"), ("--mx", "mxfp5", "--mx"), ("--k", "many", "must be an int in 1..64 or auto")])
 def test_options_that_mean_nothing_are_refused_first(target_folder, option, value, message):
     assert message in refused(target_folder, option, value)

@@ -6,10 +6,10 @@ it is handed, and that a conversation is not read from its beginning at every tu
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -22,18 +22,21 @@ from .common import apply_mx
 from .leaving import PROGRAM
 from .speculation import Work
 
+COMPILED = 2048  # tokens of the longest text that compiled passes are made for beforehand
 NEEDED = ("fastapi", "uvicorn", "openai", "pydantic")
 
 
-def serve(work: Work, host: str, port: int, tiles: bool, threads: int | None, keep: int) -> None:
+def serve(work: Work, host: str, port: int, tiles: bool, compile: bool, threads: int | None, keep: int) -> None:
     import torch
 
-    from .. import enable
+    from .. import enable, warmup
     from ..bench.embedded import load_target
 
     work.check()
     check_installed()
     check_port(host, port)
+    if compile and torch.cuda.is_available():
+        raise ValueError("--compile: on a CPU alone; a server's compiled passes have not been tried on a GPU.")
     if threads is not None:
         torch.set_num_threads(threads)
     model, tokenizer = load_target(work.target, work.dtype)
@@ -43,7 +46,10 @@ def serve(work: Work, host: str, port: int, tiles: bool, threads: int | None, ke
     if tiles and work.mx is None:
         to_tiles(model)
     _, draft = work.load_draft(enable(model), tokenizer)
-    enable(model, speculative=work.speculation, assistant_model=draft)
+    speculation = dataclasses.replace(work.speculation, compile=compile or work.speculation.compile)
+    if compile:
+        warmup(model, draft, speculation, max_length=min(COMPILED, getattr(model.config.get_text_config(), "max_position_embeddings", COMPILED)))
+    enable(model, speculative=speculation, assistant_model=draft)
     run(work.target, Answering(model, keep, say), tokenizer, host, port)
 
 
@@ -79,7 +85,7 @@ def say(line: str) -> None:
 # --- the model that the server is handed ------------------------------------------------------------------------------
 
 
-@dataclass
+@dataclasses.dataclass
 class Conversation:
     """A text, as tokens, and the cache of all of them but the last."""
 
@@ -112,8 +118,8 @@ class Answering:
         ids = kwargs["input_ids"][0].tolist()
         cache, known = self.take(ids)
         out = self.generate(**kwargs, **({CACHE: cache} if known else {}), return_dict_in_generate=True)
-        if getattr(out, "past_key_values", None) is not None:
-            self.kept.append(Conversation(out.sequences[0].tolist(), out.past_key_values))
+        if (cache := getattr(out, CACHE, None)) is not None:
+            self.kept.append(Conversation(out.sequences[0].tolist(), cache))
         self.say(line_of(out, len(ids), known))
         return out.sequences
 
