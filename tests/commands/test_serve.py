@@ -19,7 +19,7 @@ from hf_specdec.cli import app
 from hf_specdec.commands import serve
 from hf_specdec.commands.serve import Answering
 
-from ..architectures import reference
+from ..architectures import FAMILIES, reference
 from ..bench import conftest as saved
 from ..bench.conftest import byte_tokenizer, tiny_model
 from ..helpers import perturbed
@@ -120,6 +120,8 @@ def test_no_more_conversations_are_kept_than_asked(keep):
 
 @pytest.mark.parametrize("family", ["Mistral", "Gemma 2", "Qwen3-Next"])  # windows, windows in every other layer, states
 def test_layers_that_cannot_be_cut_serve_texts_that_go_on(family):
+    if all(each.name != family for each in FAMILIES):
+        pytest.skip(f"this transformers has no {family}")
     model, said = reference(family, "eager")[0], []
     answer = answering(model, said=said)
     text = ids_of(*range(20, 40))
