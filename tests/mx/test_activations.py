@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from hf_specdec import enable, mx
 from hf_specdec.mx.codec import round_to_integers
 from hf_specdec.mx.formats import FORMATS
-from hf_specdec.mx.kernels import cpu
+from hf_specdec.mx.kernels import cpu, integers
 from hf_specdec.mx.linear import MXLinear
 from hf_specdec.mx.packed import quantize
 
@@ -27,11 +27,20 @@ each_format = pytest.mark.parametrize("name", FITTING)
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 
 
-@pytest.fixture(params=PATHS)
+WAYS = [(path, kind) for path in PATHS for kind in integers.available(path) or [None]]  # the avx2 kernel is that of several paths
+WAYS = [(path, kind) for at, (path, kind) in enumerate(WAYS) if kind is None or kind not in [other for _, other in WAYS[:at]]]
+
+
+@pytest.fixture(params=WAYS, ids=lambda way: "-".join(filter(None, way)))
 def path(request):
-    cpu.set_kernel_path(request.param)
-    yield request.param
+    path, kind = request.param
+    cpu.set_kernel_path(path)
+    if kind is not None:
+        integers.force(kind)
+    yield path
     cpu.set_kernel_path(None)
+    if kind is not None:
+        integers.force(None)
 
 
 def layer_of(name: str, n: int = 40, k: int = 160, bias: bool = False, activations: str | None = "mxint8", seed: int = 0) -> MXLinear:
@@ -155,14 +164,30 @@ def test_a_row_has_the_same_bits_whatever_is_with_it(name, dtype, threads, path)
                 assert torch.equal(layer(x[first : first + rows]), alone[first : first + rows])
 
 
-def test_all_paths_agree():
-    """Sums within a block are exact: on every path that multiplies in float32 the same float32 results."""
-    layer, x, found = layer_of("mxfp6_e2m3", n=64, k=512), inputs(6, 512, torch.float32), []
+@each_format
+def test_all_instructions_give_the_same_bits(name):
+    """Sums within a block are exact: on every path that multiplies bytes the same float32 results; by float32 products nearly the same."""
+    layer, found = layer_of(name, n=64, k=512), {}
+    for path, kind in WAYS:
+        cpu.set_kernel_path(path)
+        if kind is not None:
+            integers.force(kind)
+            assert cpu.kernel_info()["integer_products"] == kind
+        found[kind] = torch.cat([layer(inputs(rows, 512, torch.float32, seed=rows)) for rows in (1, 2, 3, 6, 8, 13)])
+    if cpu.library() is not None:
+        integers.force(None)
+    cpu.set_kernel_path(None)
+    one = next((kind for kind in found if kind is not None), None)
+    assert all(torch.equal(other, found[one]) if kind is not None else torch.allclose(other, found[one], rtol=1e-5, atol=1e-5) for kind, other in found.items())
+
+
+@pytest.mark.skipif(cpu.library() is None, reason="no compiled kernels here")
+def test_a_path_takes_the_widest_instructions_that_it_may_use():
     for path in PATHS:
         cpu.set_kernel_path(path)
-        found.append(layer(x))
+        assert cpu.kernel_info()["integer_products"] == (integers.available(path) or [None])[-1]
     cpu.set_kernel_path(None)
-    assert all(torch.allclose(other, found[0], rtol=1e-5, atol=1e-5) for other in found)
+    assert not integers.available("portable")
 
 
 @pytest.mark.skipif(cpu.library() is None, reason="no compiled kernels here")

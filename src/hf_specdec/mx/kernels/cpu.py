@@ -18,7 +18,7 @@ from ..formats import BLOCK, DENSE, FORMATS, SCALE_RULES, Format
 from .build import APPLE, BuildError, build, packaged_library
 
 ROWS = 16  # of a tile
-ABI = 10
+ABI = 11
 WIDE, PANEL = 64, 1024  # rows of x from which on portable C leaves the product to torch; outputs it decodes at a time
 PATHS = ("portable", "neon", "avx2", "avx512f", "avx512_bf16")  # as in csrc/mx.h
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -143,8 +143,10 @@ def by_panels() -> bool:
 
 
 def kernel_info() -> dict:
-    """What runs here, for people: the code path in use and why, those available, the library, whether layers with activations="mxint8" have
-    integer products (else x is rounded and multiplied as ever), and torch's threads."""
+    """What runs here, for people: the code path in use and why, those available, the library, by which instructions layers with activations="mxint8" are
+    multiplied (None: x is rounded and multiplied as ever), and torch's threads."""
+    from . import integers
+
     lib = library()
     available = [name for i, name in enumerate(PATHS) if lib is not None and lib.mx_has_path(i)]
     if lib is None:
@@ -158,7 +160,7 @@ def kernel_info() -> dict:
         "available": available,
         "library": _state["library"],
         "reason": _state["reason"],
-        "integer_products": path != "portable",
+        "integer_products": integers.current(path),
         "threads": torch.get_num_threads(),
     }
 
@@ -284,9 +286,7 @@ class Kernel:
         for first in range(0, self.n, PANEL):
             last = min(first + PANEL, self.n)
             panel = flat.new_empty(last - first, self.k)
-            library().mx_dequantize(
-                self.address, first // ROWS, -(-(last - first) // ROWS), panel.data_ptr(), 0, torch.get_num_threads()
-            )
+            library().mx_dequantize(self.address, first // ROWS, -(-(last - first) // ROWS), panel.data_ptr(), 0, torch.get_num_threads())
             out[:, first:last] = flat @ panel.T
         if self.bias is not None:
             out += self.bias

@@ -13,7 +13,7 @@
 #define VNNI __attribute__((target(TARGET_VNNI)))
 
 /* One chunk of x [m, k]. */
-VNNI void mx_pack_integers(const void *x, int dtype, int32_t *packed, int64_t chunk, int64_t m, const mx_layer *l) {
+static VNNI void pack(const void *x, int dtype, int32_t *packed, int64_t chunk, int64_t m, const mx_layer *l) {
     const int64_t m0 = 8 * chunk, rows = m - m0 < 8 ? m - m0 : 8, blocks = l->k / MX_BLOCK;
     uint8_t order[MX_BLOCK];
     order_of(l->bits, order);
@@ -203,7 +203,9 @@ static VNNI __attribute__((noinline)) void run4(const mx_job *job, int64_t first
 static VNNI __attribute__((noinline)) void run6(const mx_job *job, int64_t first, int64_t last) { run(job, first, last, 6); }
 static VNNI __attribute__((noinline)) void run8(const mx_job *job, int64_t first, int64_t last) { run(job, first, last, 8); }
 
-void mx_run_avx512_vnni(const mx_job *job, int64_t first, int64_t last) {
+static void product(const mx_job *job, int64_t first, int64_t last) {
     (job->layer->bits == 4 ? run4 : job->layer->bits == 6 ? run6 : run8)(job, first, last);
 }
+
+const mx_integers mx_integers_avx512_vnni = {pack, product};
 #endif

@@ -5,7 +5,7 @@
 #include <string.h>
 #include <time.h>
 
-#define ABI 10
+#define ABI 11
 #define PIECES 4
 #define MANY_ROWS 32 /* of x: above, threads share its packing, and every group is a long piece */
 int mx_abi(void) { return ABI; }
@@ -38,14 +38,14 @@ int mx_has_path(int path) {
 }
 
 static mx_run runner(int path, int bits, int integers) {
+    if (integers && path != MX_PORTABLE) return mx_integers_of(path)->product;
 #if defined(__x86_64__)
-    if (integers && path >= MX_AVX2) return path == MX_AVX512_BF16 ? mx_run_avx512_vnni : mx_run_avx2_integers;
     if (bits == 32 && path >= MX_AVX2) return path == MX_AVX2 ? mx_run32_avx2 : mx_run32_avx512;
     if (path == MX_AVX512_BF16) return mx_run_avx512_bf16;
     if (path == MX_AVX512F) return mx_run_avx512f;
     if (path == MX_AVX2) return mx_run_avx2;
 #elif defined(__aarch64__)
-    if (path == MX_NEON) return integers ? mx_run_neon_integers : bits == 32 ? mx_run32_neon : mx_run_neon;
+    if (path == MX_NEON) return bits == 32 ? mx_run32_neon : mx_run_neon;
 #endif
     return bits == 32 ? mx_run32_portable : mx_run_portable;
 }
@@ -102,7 +102,7 @@ static double power_of_two(int exponent) {
     return value;
 }
 
-/* A block of x, rounded to MXINT8 in place: what mx_pack_integers makes, as numbers. */
+/* A block of x, rounded to MXINT8 in place: what mx_integers.pack makes, as numbers. */
 static void round_block(float *x) {
     uint32_t amax = 0;
     for (int i = 0; i < MX_BLOCK; i++) amax = (mx_bits(x[i]) & 0x7fffffff) > amax ? mx_bits(x[i]) & 0x7fffffff : amax;
@@ -156,11 +156,9 @@ typedef struct {
 static void pack(const void *context, int64_t chunk, int thread) {
     (void)thread;
     const packing *p = context;
+    if (p->integers) mx_integers_of(p->path)->pack(p->x, p->dtype, p->packed, chunk, p->m, p->integers);
 #if defined(__x86_64__)
-    if (p->integers) (p->path == MX_AVX512_BF16 ? mx_pack_integers : mx_pack_integers_avx2)(p->x, p->dtype, p->packed, chunk, p->m, p->integers);
     else mx_pack_pairs(p->x, p->packed, chunk, p->m, p->k);
-#elif defined(__aarch64__)
-    mx_pack_integers_neon(p->x, p->dtype, p->packed, chunk, p->m, p->integers);
 #endif
 }
 

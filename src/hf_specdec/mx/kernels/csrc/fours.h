@@ -1,6 +1,6 @@
 /* Layers whose activations are rounded to MXINT8: what avx512_vnni.c computes, bit for bit, by products of bytes. A few rows take the weights from
  * registers, more from the first-level cache, where a block is decoded once for all of them. Included once per set of instructions, behind integers.h, with
- *   TARGET, RUN, LANES     the target attribute of every function, the one that is not static, rows of a vector
+ *   TARGET, LANES          the target attribute of every function, rows of a vector
  *   AT_ONCE(bits)          rows of x that share a load of weights, at most MOST_AT_ONCE: as many as registers hold the sums of
  *   tables, load_tables(l), VALUES(code, t, bits)  what a vector of bytes with codes is worth, as bytes
  *   held, FOUR(sum, held, w, x, v, bits)  sum += products with four inputs of x, summed row by row; v counts the vectors of a block, and what is
@@ -95,6 +95,6 @@ MX_INLINE TARGET void run(const mx_job *job, int64_t first, int64_t last, const 
     static TARGET __attribute__((noinline)) void run##BITS(const mx_job *job, int64_t first, int64_t last) { run(job, first, last, BITS); }
 FOR_BITS(4) FOR_BITS(6) FOR_BITS(8)
 
-void RUN(const mx_job *job, int64_t first, int64_t last) {
+static void product(const mx_job *job, int64_t first, int64_t last) {
     (job->layer->bits == 4 ? run4 : job->layer->bits == 6 ? run6 : run8)(job, first, last);
 }

@@ -22,6 +22,8 @@ enum mx_format { MX_E4M3, MX_E5M2, MX_E3M2, MX_E2M3, MX_E2M1, MX_INT8, MX_BF16, 
 enum mx_dtype { MX_DT_F32, MX_DT_BF16, MX_DT_F16 };
 enum mx_path { MX_PORTABLE, MX_NEON, MX_AVX2, MX_AVX512F, MX_AVX512_BF16, MX_PATHS };
 
+int mx_has_path(int path);
+
 typedef struct {
     const uint8_t *codes, *scales;           /* the full row groups */
     const uint8_t *tail_codes, *tail_scales; /* one more group, filled up with zeros, if N is no multiple of 16 */
@@ -77,20 +79,26 @@ int64_t mx_piece_groups(int64_t groups, int64_t m, int threads);
 
 void mx_run_portable(const mx_job *, int64_t, int64_t);
 void mx_run_neon(const mx_job *, int64_t, int64_t);
-void mx_run_neon_integers(const mx_job *, int64_t, int64_t);
 void mx_run_avx2(const mx_job *, int64_t, int64_t);
-void mx_run_avx2_integers(const mx_job *, int64_t, int64_t);
 void mx_run_avx512f(const mx_job *, int64_t, int64_t);
 void mx_run_avx512_bf16(const mx_job *, int64_t, int64_t);
-void mx_run_avx512_vnni(const mx_job *, int64_t, int64_t);
 void mx_run32_portable(const mx_job *, int64_t, int64_t);
 void mx_run32_neon(const mx_job *, int64_t, int64_t);
 void mx_run32_avx2(const mx_job *, int64_t, int64_t);
 void mx_run32_avx512(const mx_job *, int64_t, int64_t);
 void mx_pack_pairs(const uint32_t *x, uint32_t *packed, int64_t chunk, int64_t m, int64_t k);
-void mx_pack_integers(const void *x, int dtype, int32_t *packed, int64_t chunk, int64_t m, const mx_layer *layer);
-void mx_pack_integers_neon(const void *x, int dtype, int32_t *packed, int64_t chunk, int64_t m, const mx_layer *layer);
-void mx_pack_integers_avx2(const void *x, int dtype, int32_t *packed, int64_t chunk, int64_t m, const mx_layer *layer);
+
+/* Layers whose activations are rounded, by one set of instructions: what packs chunk `chunk` of x (integers.h), and the product. */
+typedef struct {
+    void (*pack)(const void *x, int dtype, int32_t *packed, int64_t chunk, int64_t m, const mx_layer *layer);
+    mx_run product;
+} mx_integers;
+
+#if defined(__x86_64__) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
+#define MX_AVX_VNNI /* the compiler knows it */
+#endif
+const mx_integers *mx_integers_of(int path); /* NULL on the portable path */
+extern const mx_integers mx_integers_neon, mx_integers_avx2, mx_integers_avx2_vnni, mx_integers_avx512vl_vnni, mx_integers_avx512_vnni;
 
 MX_INLINE int64_t mx_tile_bytes(int bits) { return MX_ROWS * MX_BLOCK * bits / 8; }
 

@@ -9,7 +9,6 @@
 #else
 #define TARGET __attribute__((target("arch=armv8.2-a+dotprod")))
 #endif
-#define RUN mx_run_neon_integers
 #define LANES 4
 #define MOST_AT_ONCE 4
 #define AT_ONCE(bits) 4
@@ -22,7 +21,7 @@ MX_INLINE float32x4_t load_x(const void *x, int64_t at, int dtype) {
 }
 
 /* One chunk of x [m, k]. */
-void mx_pack_integers_neon(const void *x, int dtype, int32_t *packed, int64_t chunk, int64_t m, const mx_layer *l) {
+static void pack(const void *x, int dtype, int32_t *packed, int64_t chunk, int64_t m, const mx_layer *l) {
     const int64_t m0 = 8 * chunk, rows = m - m0 < 8 ? m - m0 : 8, blocks = l->k / MX_BLOCK;
     uint8_t order[MX_BLOCK];
     order_of(l->bits, order);
@@ -82,4 +81,6 @@ MX_INLINE uint32x4_t four_scales(const uint8_t *at) {
     (void)rest;                        \
     sum = (whole)vdotq_s32((int32x4_t)(sum), (int8x16_t)(w), (int8x16_t)(x));
 #include "fours.h"
+
+const mx_integers mx_integers_neon = {pack, product};
 #endif
