@@ -5,7 +5,7 @@
 In each repetition every contestant runs once, in turn, on weights that the caches cannot hold; medians are printed, so that
 ratios stand although the machine is shared. "ours" is a layer as a model calls it, "kernel" its product alone, without the module around it. "torch" is
 its product alone in bfloat16 (for "fp32", float32 weights in tiles, in float32, as the activations are then), and so are "int8" and "int4". "read" is the
-time to read as many bytes as the MX layer has, on the same threads: "bandwidth" is its share of the layer's time and of the kernel's. With --activations, "rounded" is the same layer with its inputs rounded, and c(M)/c(1) is given for it, too. "error" is the largest |y - y64| / sum |x||w| over all outputs, in float32, of the path that runs.
+time to read as many bytes as the MX layer has, on the same threads: "bandwidth" is its share of the layer's time and of the kernel's. With --activations, "rounded" is the same layer with its inputs rounded, and c(M)/c(1) is given for it, too; with --instructions that layer by each of them. "error" is the largest |y - y64| / sum |x||w| over all outputs, in float32, of the path that runs.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import json
 import random
 import statistics
 import time
+from functools import partial
 
 import torch
 
 from hf_specdec.mx import MXLinear, kernel_info
-from hf_specdec.mx.kernels import cpu
+from hf_specdec.mx.kernels import cpu, integers
 
 SHAPES = ("4096x4096", "11008x4096", "4096x11008", "32000x4096")  # of Llama-2-7B, outputs x inputs
 COPIES_BYTES = 96 * 2**20  # weights of each contestant, in several copies: beyond the last-level cache
@@ -51,6 +52,7 @@ def parse():
     parser.add_argument("--repetitions", type=int, default=31)
     parser.add_argument("--no-int", action="store_true", help="leave out torch's int8 and int4 kernels")
     parser.add_argument("--activations", help='"mxint8": measure the layers with rounded inputs, too, where the format goes with it')
+    parser.add_argument("--instructions", nargs="+", help="with --activations: the rounded layers by each of these, too (hf_specdec.mx.kernels.integers.KINDS)")
     parser.add_argument("--json")
     return parser.parse_args()
 
@@ -73,6 +75,7 @@ def measure(n: int, k: int, name: str, options, peak: float) -> list[dict]:
         "ours": lambda x, i: layers[i % copies](x),
         "kernel": lambda x, i: cpu.multiply(kernels[i % copies], x, n),
         **({"rounded": lambda x, i: rounded[i % copies](x)} if rounded else {}),
+        **{kind: partial(by_instructions, kind, rounded) for kind in (options.instructions or []) if rounded},
         "torch": lambda x, i: torch.nn.functional.linear(x, dense[i % len(dense)]),
         "read": lambda x, i: read(probes[i % copies]),
     }
@@ -80,7 +83,7 @@ def measure(n: int, k: int, name: str, options, peak: float) -> list[dict]:
         contestants |= integer_contestants(n, k, copies)
     error = check(layers[0], n, k)
     rows = []
-    print(f"\n{name} {n} x {k}, {size / 2**20:.1f} MiB, error {error:.1e}\n rows " + "".join(f"{c:>8}" for c in contestants), end="")
+    print(f"\n{name} {n} x {k}, {size / 2**20:.1f} MiB, error {error:.1e}\n rows " + "".join(f"{c:>{max(8, len(c) + 1)}}" for c in contestants), end="")
     print("  x torch     bandwidth      peak  c(M)/c(1)" + ("  of rounded, its x torch" if rounded else ""))
     for m in options.rows:
         x = torch.randn(m, k).to(dtype)
@@ -88,12 +91,21 @@ def measure(n: int, k: int, name: str, options, peak: float) -> list[dict]:
         rows.append({"format": name, "n": n, "k": k, "rows": m, "error": error, "ms": ms, "bytes": size})
         share = f"{n * k * m / (ms['ours'] / 1e3) / peak:10.0%}" if peak else "         -"
         print(
-            f"{m:5d} " + "".join(f"{value:8.3f}" for value in ms.values())
+            f"{m:5d} " + "".join(f"{value:{max(8, len(c) + 1)}.3f}" for c, value in ms.items())
             + f"{ms['torch'] / ms['ours']:9.2f}{ms['read'] / ms['ours']:8.0%}, {ms['read'] / ms['kernel']:4.0%}{share}{ms['ours'] / rows[0]['ms']['ours']:11.2f}"
             + (f"{ms['rounded'] / rows[0]['ms']['rounded']:12.2f}{ms['torch'] / ms['rounded']:13.2f}" if rounded else ""),
             flush=True,
         )  # fmt: skip
     return rows
+
+
+def by_instructions(kind: str, layers: list, x: torch.Tensor, i: int) -> torch.Tensor:
+    """The product of a layer with rounded inputs by these instructions, which all give the same bits."""
+    integers.force(kind)
+    try:
+        return layers[i % len(layers)](x)
+    finally:
+        integers.force(None)
 
 
 def interleaved(contestants: dict, x: torch.Tensor, repetitions: int) -> dict:
