@@ -198,11 +198,18 @@ def test_this_system_links_with_nothing_of_apples():
     assert built.APPLE or ("-Xclang" not in built.FLAGS and built.LINK == ("-shared",))
 
 
-@pytest.mark.parametrize(("path", "apple", "left_to_torch"), [("portable", False, True), ("neon", True, True), ("neon", False, False), ("avx2", True, False)])
-def test_where_many_rows_are_left_to_torch(path, apple, left_to_torch, monkeypatch):
+BOTH, NONE, SIXTEEN = {torch.float32, torch.bfloat16}, set(), {torch.bfloat16}
+
+
+@pytest.mark.parametrize(("path", "apple", "amx", "left_to_torch"), [
+    ("portable", False, False, BOTH), ("neon", True, False, BOTH), ("neon", False, False, NONE), ("avx2", True, True, NONE), ("avx512f", False, True, NONE),
+    ("avx512_bf16", False, False, NONE), ("avx512_bf16", False, True, SIXTEEN),
+])
+def test_where_many_rows_are_left_to_torch(path, apple, amx, left_to_torch, monkeypatch):
     monkeypatch.setattr(cpu, "APPLE", apple)
+    monkeypatch.setattr(cpu, "has_amx", lambda: amx)
     monkeypatch.setattr(cpu, "kernel_path", lambda: cpu.PATHS.index(path))
-    assert cpu.by_panels() is left_to_torch
+    assert {dtype for dtype in BOTH if cpu.by_panels(dtype)} == left_to_torch
 
 
 @pytest.mark.parametrize(("checkout", "taken"), [(False, True), (True, False)])

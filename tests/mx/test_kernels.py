@@ -10,7 +10,7 @@ import torch
 
 from hf_specdec.mx import codec
 from hf_specdec.mx.formats import DENSE, FORMATS, get_format
-from hf_specdec.mx.kernels import cpu
+from hf_specdec.mx.kernels import cpu, weights
 from hf_specdec.mx.linear import MXLinear
 from hf_specdec.mx.packed import PackedMatrix, quantize
 from hf_specdec.mx.packing import pack
@@ -93,7 +93,7 @@ def test_torchs_default_dtype_and_device_are_not_ours(name, monkeypatch):
     weight, x = torch.randn(48, 64, generator=generator(0)), torch.randn(3, 64, generator=generator(1))
 
     def results():
-        cpu._values.cache_clear()
+        cpu.values_of.cache_clear()
         monkeypatch.delitem(vars(FORMATS[name]), "values", raising=False)
         layer = MXLinear(64, 48, bias=False, format=name, device="cpu")
         layer.set_packed(quantize(weight, name))
@@ -116,7 +116,7 @@ def test_the_quantiser_makes_the_codecs_bits(name, rule, dtype):
     fmt = FORMATS[name]
     for seed in range(20 if FULL else 1):
         weight = nasty(dtype, seed=seed)
-        codes, scales = cpu.quantize(weight, fmt, rule)
+        codes, scales = weights.quantize(weight, fmt, rule)
         wanted, wanted_scales = codec.encode(weight, fmt, rule)
         assert torch.equal(scales, wanted_scales)
         assert torch.equal(codes, pack(wanted, fmt.bits))
@@ -130,7 +130,7 @@ def test_the_quantiser_on_every_16_bit_number(name, dtype):
     weight = numbers[torch.randperm(len(numbers), generator=generator(0))][: len(numbers) // 32 * 32].view(-1, 32)
     for rule in RULES:
         for part in (weight, numbers[: len(numbers) // 32 * 32].view(-1, 32)):  # mixed, and ascending
-            codes, scales = cpu.quantize(part, FORMATS[name], rule)
+            codes, scales = weights.quantize(part, FORMATS[name], rule)
             wanted, wanted_scales = codec.encode(part, FORMATS[name], rule)
             assert torch.equal(scales, wanted_scales) and torch.equal(codes, pack(wanted, FORMATS[name].bits))
 
@@ -141,13 +141,13 @@ def test_the_quantiser_names_the_first_row_that_is_not_finite(dtype, bad, thread
     weight = torch.zeros(9, 64, dtype=dtype)
     weight[7, 3] = weight[5, 63] = bad
     with pytest.raises(ValueError, match="row 5 .*NaN"):
-        cpu.quantize(weight, FORMATS["mxfp6_e2m3"], "even")
+        weights.quantize(weight, FORMATS["mxfp6_e2m3"], "even")
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 64])
 def test_the_quantiser_on_threads(rows, threads):
     weight = nasty(torch.float32)[:rows]
-    codes, scales = cpu.quantize(weight, FORMATS["mxfp6_e2m3"], "mse")
+    codes, scales = weights.quantize(weight, FORMATS["mxfp6_e2m3"], "mse")
     wanted, wanted_scales = codec.encode(weight, FORMATS["mxfp6_e2m3"], "mse")
     assert torch.equal(scales, wanted_scales) and torch.equal(codes, pack(wanted, 6))
 
@@ -155,8 +155,8 @@ def test_the_quantiser_on_threads(rows, threads):
 def test_the_quantiser_takes_weights_that_do_not_lie_together():
     weight = torch.randn(64, 96, generator=generator(0))
     for part in (weight.T, weight[::2], weight[:, 32:64]):
-        codes, scales = cpu.quantize(part, FORMATS["mxfp6_e2m3"], "even")
-        again, again_scales = cpu.quantize(part.clone(memory_format=torch.contiguous_format), FORMATS["mxfp6_e2m3"], "even")
+        codes, scales = weights.quantize(part, FORMATS["mxfp6_e2m3"], "even")
+        again, again_scales = weights.quantize(part.clone(memory_format=torch.contiguous_format), FORMATS["mxfp6_e2m3"], "even")
         assert torch.equal(codes, again) and torch.equal(scales, again_scales)
 
 
@@ -167,9 +167,9 @@ def test_the_quantiser_takes_weights_that_do_not_lie_together():
 def test_tiles_keep_every_bit(bits, threads):
     codes = torch.randint(0, 256, (48, 96 * bits // 8), dtype=torch.uint8, generator=generator(0))
     scales = torch.randint(0, 256, (48, 0 if bits >= 16 else 3), dtype=torch.uint8, generator=generator(1))
-    tiled = cpu.tile(codes, scales, bits)
+    tiled = weights.tile(codes, scales, bits)
     assert tiled[0].shape == codes.shape and tiled[1].shape == scales.shape
-    back = cpu.tile(*tiled, bits, back=True)
+    back = weights.tile(*tiled, bits, back=True)
     assert torch.equal(back[0], codes) and torch.equal(back[1], scales)
 
 
@@ -320,6 +320,27 @@ def test_a_row_has_the_same_bits_among_many(name, path, dtype):
     layer = random_layer(name, 40, 160, bias=True)
     x = torch.randn(131, 160, generator=generator(9)).to(dtype)
     assert same_bits(torch.cat([layer(row) for row in x.split(1)]), layer(x))
+
+
+@pytest.mark.skipif("avx512_bf16" not in PATHS, reason="the path that leaves many rows to AMX")
+@pytest.mark.parametrize("name, activations", [("mxfp6_e2m3", None), ("mxfp6_e2m3", "mxint8"), ("mxint8", None), ("bf16", None)])
+def test_where_there_is_amx_torch_multiplies_many_rows_in_bfloat16(name, activations, monkeypatch):
+    """On a stand-in: AMX is claimed, and the product is torch's, whose sums alone are in another order."""
+    layer = random_layer(name, 1061, 96, bias=True)
+    layer.bias.data, layer.activations = layer.bias.data.bfloat16().float(), activations
+    kernels = {rows: layer(torch.randn(rows, 96, generator=generator(rows)).bfloat16()) for rows in (64, 65, 131)}
+    widths, linear = [], torch.nn.functional.linear
+    monkeypatch.setattr(cpu, "has_amx", lambda: True)
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda x, *rest: widths.append((len(x), x.dtype)) or linear(x, *rest))
+    for rows, wanted in kernels.items():
+        x = torch.randn(rows, 96, generator=generator(rows)).bfloat16()
+        found = layer(x)
+        assert torch.allclose(found.float(), wanted.float(), rtol=2**-7, atol=1e-3) and found.dtype == torch.bfloat16
+        layer(x.float())
+        layer.alike = True
+        assert same_bits(layer(x), wanted)
+        layer.alike = False
+    assert widths == [(65, torch.bfloat16)] * 2 + [(131, torch.bfloat16)] * 2  # two stretches of the weights; none at 64 rows, in float32, or alike
 
 
 @pytest.mark.parametrize("path", PATHS)

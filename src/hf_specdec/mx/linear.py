@@ -11,7 +11,7 @@ from torch import nn
 from ..hints import what
 from .codec import round_to_integers
 from .formats import BLOCK, DEFAULT_FORMAT, DEFAULT_RULE, SCALE_NAN, Format, check_activations, get_format
-from .kernels import cpu, gpu
+from .kernels import cpu, gpu, weights
 from .ops import PLANES, STORED, TILES, multiply_dense, mx_tiles, product
 from .packed import PackedMatrix, check_own, quantize
 
@@ -24,7 +24,7 @@ class MXMatrix(nn.Module):
     `weight` is uint8 `[out_features, in_features * bits / 8]` and `weight_scale` uint8 `[out_features, in_features / 32]`.
     They are saved in the stored order (least significant bit first). In use they lie as the kernels read them (`layout`): on a
     CPU in tiles, in the same memory; on a GPU in planes, and `weight` is empty then. A row of x gives the same bits at every number of rows
-    (in portable C up to 64, without `alike`). activations "mxint8": each block of 32 inputs of x is rounded to MXINT8 before an integer product.
+    (up to 64, without `alike`, where `cpu.by_panels`). activations "mxint8": each block of 32 inputs of x is rounded to MXINT8 before an integer product.
     """
 
     alike = False
@@ -141,7 +141,7 @@ class MXMatrix(nn.Module):
             return product(x, self)
         if torch.compiler.is_compiling():
             by_place = self._place is not None and not torch.compiler._is_exporting_flag  # not by its function, which torch 2.11 takes for True in every trace
-            if by_place and not torch.is_grad_enabled() and not (cpu.by_panels() and x.numel() > cpu.WIDE * self.in_features):
+            if by_place and not torch.is_grad_enabled() and not (cpu.by_panels(x.dtype) and x.numel() > cpu.WIDE * self.in_features):
                 return mx_tiles(x, *self._place, self.out_features)
             return product(x, self)
         if torch.is_grad_enabled() and (x.requires_grad or (self.bias is not None and self.bias.requires_grad)):
@@ -221,7 +221,7 @@ class MXMatrix(nn.Module):
         if full < self.out_features:
             missing = full + cpu.ROWS - self.out_features
             rows = [torch.cat([part[full:], part.new_zeros(missing, part.shape[1])]) for part in (codes, scales)]
-            self._tail = cpu.tile(*rows, self.format.bits)
+            self._tail = weights.tile(*rows, self.format.bits)
         tiled = self._reordered(codes, scales)
         codes.copy_(tiled[0])
         scales.copy_(tiled[1])
@@ -241,7 +241,7 @@ class MXMatrix(nn.Module):
     def _reordered(self, codes, scales, back: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies with the full groups of 16 rows in the other order; what is left of them stays as it is."""
         full = self.out_features // cpu.ROWS * cpu.ROWS
-        head = cpu.tile(codes[:full], scales[:full], self.format.bits, back) if full else (codes[:0], scales[:0])
+        head = weights.tile(codes[:full], scales[:full], self.format.bits, back) if full else (codes[:0], scales[:0])
         return torch.cat([head[0], codes[full:]]), torch.cat([head[1], scales[full:]])
 
     def _forget(self) -> None:

@@ -9,7 +9,7 @@ import torch
 from ..hints import what
 from . import codec
 from .formats import BLOCK, DEFAULT_FORMAT, DEFAULT_RULE, Format, check_rule, get_format
-from .kernels import cpu
+from .kernels import cpu, weights
 from .packing import pack, unpack
 
 
@@ -59,7 +59,7 @@ def quantize(
         bytes_ = weight.detach().to(fmt.dtype).contiguous().view(torch.uint8)
         return PackedMatrix(bytes_, bytes_.new_empty(weight.shape[0], 0), fmt)
     if weight.device.type == "cpu" and weight.dtype in cpu.DTYPES and cpu.library() is not None:
-        codes, scales = cpu.quantize(weight, fmt, scale_rule)
+        codes, scales = weights.quantize(weight, fmt, scale_rule)
     else:
         finite = weight.isfinite().all(-1)
         if not finite.all():

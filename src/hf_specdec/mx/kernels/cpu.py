@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from ..codec import round_to_integers
-from ..formats import BLOCK, DENSE, FORMATS, SCALE_RULES, Format
+from ..formats import DENSE, FORMATS
 from .build import APPLE, BuildError, build, packaged_library
 
 ROWS = 16  # of a tile
@@ -22,7 +22,7 @@ ABI = 11
 WIDE, PANEL = 64, 1024  # rows of x from which on portable C leaves the product to torch; outputs it decodes at a time
 PATHS = ("portable", "neon", "avx2", "avx512f", "avx512_bf16")  # as in csrc/mx.h
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_NUMBERS = {name: number for number, name in enumerate((*FORMATS, *DENSE))}
+NUMBERS = {name: number for number, name in enumerate((*FORMATS, *DENSE))}
 
 
 BODY = ctypes.CFUNCTYPE(None)
@@ -137,14 +137,22 @@ def set_kernel_path(name: str | None) -> None:
         kernel_path()
 
 
-def by_panels() -> bool:
-    """Whether many rows are better multiplied by torch than by the kernel."""
-    return PATHS[kernel_path()] in (("portable", "neon") if APPLE else ("portable",))  # Apple's own product has units of its own
+def by_panels(dtype: torch.dtype) -> bool:
+    """Whether many rows of x in this dtype are better multiplied by torch than by the kernel: its product has units of its own on Apple's processors, and in bfloat16 on
+    those of Intel that have AMX."""
+    if (path := PATHS[kernel_path()]) == "avx512_bf16":
+        return dtype == torch.bfloat16 and has_amx()
+    return path in (("portable", "neon") if APPLE else ("portable",))
+
+
+@lru_cache(maxsize=None)
+def has_amx() -> bool:
+    return bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)())
 
 
 def kernel_info() -> dict:
     """What runs here, for people: the code path in use and why, those available, the library, by which instructions layers with activations="mxint8" are
-    multiplied (None: x is rounded and multiplied as ever), and torch's threads."""
+    multiplied (None: x is rounded and multiplied as ever), whether more than 64 rows in bfloat16 are left to torch, and torch's threads."""
     from . import integers
 
     lib = library()
@@ -161,52 +169,21 @@ def kernel_info() -> dict:
         "library": _state["library"],
         "reason": _state["reason"],
         "integer_products": integers.current(path),
+        "many_rows": "torch" if lib is None or by_panels(torch.bfloat16) else "kernels",
         "threads": torch.get_num_threads(),
     }
 
 
-def _address(tensor: torch.Tensor | None) -> int | None:
+def address_of(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None or tensor.numel() == 0 else tensor.data_ptr()
 
 
 @lru_cache(maxsize=None)
-def _values(name: str) -> torch.Tensor:
+def values_of(name: str) -> torch.Tensor:
     table = torch.zeros(256, dtype=torch.float32, device="cpu")
     if name in FORMATS:
         table[: 2 ** FORMATS[name].bits] = FORMATS[name].values
     return table
-
-
-def quantize(weight: torch.Tensor, fmt: Format, rule: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Packed codes uint8 `[N, K * bits / 8]` and scales uint8 `[N, K/32]`, as `codec.encode` and `packing.pack` make them.
-
-    Raises ValueError that names the first row with a NaN or an infinity.
-    """
-    weight = weight.detach().contiguous()
-    n, k = weight.shape
-    threads = torch.get_num_threads()
-    codes = weight.new_empty(n, k * fmt.bits // 8, dtype=torch.uint8)
-    scales = weight.new_empty(n, k // BLOCK, dtype=torch.uint8)
-    scratch = weight.new_empty(threads * 6 * k, dtype=torch.uint8)
-    bad = library().mx_quantize(
-        weight.data_ptr(), DTYPES[weight.dtype], n, k, _NUMBERS[fmt.name], SCALE_RULES.index(rule),
-        _values(fmt.name).data_ptr(), codes.data_ptr(), scales.data_ptr(), scratch.data_ptr(), threads,
-    )  # fmt: skip
-    if bad >= 0:
-        raise ValueError(f"row {bad} holds a NaN or an infinity, which MX blocks cannot keep.")
-    return codes, scales
-
-
-def tile(codes: torch.Tensor, scales: torch.Tensor, bits: int, back: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Packed codes and scales of `16 * n` rows in tile order (csrc/mx.h), as new tensors of the same shape; `back` undoes it."""
-    codes, scales = codes.contiguous(), scales.contiguous()
-    new_codes, new_scales = torch.empty_like(codes), torch.empty_like(scales)
-    k = codes.shape[1] * 8 // bits
-    library().mx_tile(
-        codes.data_ptr(), _address(scales), new_codes.data_ptr(), new_scales.data_ptr(), codes.shape[0], k, bits, back,
-        torch.get_num_threads(),
-    )  # fmt: skip
-    return new_codes, new_scales
 
 
 def multiply(layer: int, x: torch.Tensor, n: int) -> torch.Tensor:
@@ -259,11 +236,11 @@ class Kernel:
 
     def __init__(self, name: str, bits: int, n: int, k: int, codes, scales, tail, bias: torch.Tensor | None, integers: bool = False):
         self.bias = None if bias is None else bias.detach().float().contiguous()
-        self.kept = codes, scales, tail, _values(name)
+        self.kept = codes, scales, tail, values_of(name)
         tail = tail or (None, None)
         self.layer = Layer(
-            _address(codes), _address(scales), _address(tail[0]), _address(tail[1]), _address(self.bias),
-            _values(name).data_ptr(), n, k, _NUMBERS[name], bits, integers,
+            address_of(codes), address_of(scales), address_of(tail[0]), address_of(tail[1]), address_of(self.bias),
+            values_of(name).data_ptr(), n, k, NUMBERS[name], bits, integers,
         )  # fmt: skip
         self.address = ctypes.addressof(self.layer)
         self.n, self.k, self.integers = n, k, integers
@@ -274,22 +251,21 @@ class Kernel:
         number of rows is multiplied as a few are."""
         if not x.is_contiguous():
             x = x.contiguous()
-        if x.numel() > WIDE * self.k and not alike and by_panels():
+        if x.numel() > WIDE * self.k and not alike and by_panels(x.dtype):
             return self._by_panels(x)
         return multiply(self.address, x, self.n)
 
     def _by_panels(self, x: torch.Tensor) -> torch.Tensor:
-        """Many rows where the kernel is slower than torch: stretches of the weights in float32, and torch's own product."""
-        flat = x.reshape(-1, self.k).float()
+        """Many rows where the kernel is slower than torch: stretches of the weights, in bfloat16 where torch's product is faster in it, and torch's own product."""
+        dtype = x.dtype if PATHS[kernel_path()] == "avx512_bf16" else torch.float32
+        flat = x.reshape(-1, self.k).to(dtype)
         flat = round_to_integers(flat) if self.integers else flat
-        out = flat.new_empty(flat.shape[0], self.n)
+        out, bias = flat.new_empty(flat.shape[0], self.n), None if self.bias is None else self.bias.to(dtype)
         for first in range(0, self.n, PANEL):
             last = min(first + PANEL, self.n)
             panel = flat.new_empty(last - first, self.k)
-            library().mx_dequantize(self.address, first // ROWS, -(-(last - first) // ROWS), panel.data_ptr(), 0, torch.get_num_threads())
-            out[:, first:last] = flat @ panel.T
-        if self.bias is not None:
-            out += self.bias
+            library().mx_dequantize(self.address, first // ROWS, -(-(last - first) // ROWS), panel.data_ptr(), DTYPES[dtype], torch.get_num_threads())
+            out[:, first:last] = torch.nn.functional.linear(flat, panel, None if bias is None else bias[first:last])
         return out.to(x.dtype).view(*x.shape[:-1], self.n)
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
