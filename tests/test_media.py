@@ -8,7 +8,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from hf_specdec import SpeculativeDecoder, integration, mx, parts, passes
+from hf_specdec import SpeculativeDecoder, enable, integration, mx, parts, passes
 from hf_specdec.cached_model import CachedModel
 from hf_specdec.drafts import CascadeDraft, EarlyExitDraft, MixtureDraft, ModelDraft, ModelTreeDraft, PromptLookupDraft
 from hf_specdec.media import TRIED, Media, ahead, media_in, untried
@@ -78,6 +78,15 @@ def test_a_draft_of_the_same_kind_sees_what_the_target_sees(family):
     model, inputs = family.model(), family.prompts(1, seed=1)
     out = ours(model, inputs, copy.deepcopy(model))
     assert torch.equal(out.sequences, plain(model, inputs)) and out.speculation.acceptance_rate > 0.99
+
+
+@pytest.mark.parametrize("both", [False, True], ids=["target", "both"])
+def test_a_draft_sees_what_an_enabled_target_sees(both):
+    family = BY_NAME["LLaVA"]
+    model, inputs = enable(copy.deepcopy(family.model())), family.prompts(1, seed=1)
+    draft = enable(copy.deepcopy(model)) if both else family.model()
+    out = model.generate(**inputs, max_new_tokens=NEW, speculative=True, assistant_model=draft, num_assistant_tokens=4, return_dict_in_generate=True)
+    assert torch.equal(out.sequences, plain(family.model(), inputs)) and out.speculation.acceptance_rate > 0.99
 
 
 @pytest.mark.share(1 / 3)

@@ -97,7 +97,7 @@ class Media:
         """The same for a draft `model` that sees what the target sees; None for one that reads the text alone, marks of images in it included."""
         own, seen, device = compat.unwrap(model), compat.unwrap(self.model), compat.device_of(model)
         given = self._as_given(own)
-        if type(own) is not type(seen) or _eyes(own.config) != _eyes(seen.config) or not given:
+        if _kind(own) is not _kind(seen) or _eyes(own.config) != _eyes(seen.config) or not given:
             return None
         tokens, mask = self.tokens.to(device), torch.zeros_like(self.tokens, device=device)
         for b, columns in enumerate(self.columns):
@@ -181,6 +181,11 @@ def ahead(positions: torch.Tensor | None, columns: list[list[int]], width: int) 
     if any(len(set(each)) > 1 for each in ends):
         raise ValueError("input_ids: the prompt ends with an image, whose last token has several positions. Put a token of text behind it.")
     return [each[0] - len(own) + 1 for each, own in zip(ends, columns)]
+
+
+def _kind(model: PreTrainedModel) -> type:
+    """Its class, and not the one that `enable` has made of it."""
+    return getattr(type(model), "__base_class__", type(model))
 
 
 def _eyes(config: Any) -> list:
