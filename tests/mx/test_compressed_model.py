@@ -93,6 +93,15 @@ def test_bytes_that_a_merge_has_put_in_their_place_are_refused(after):
         after(merged)
 
 
+def test_layers_whose_bytes_are_offloaded_are_refused():
+    accelerate = pytest.importorskip("accelerate")
+    model = mx.compress(tiny(), "mxint8")
+    logits(model)
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="^packed MX weights were replaced from outside.*or by offloading"):
+        logits(model)
+
+
 def test_a_plain_module_is_compressed_too():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 32))

@@ -122,3 +122,12 @@ def test_weights_that_are_offloaded_are_named():
     target = accelerate.cpu_offload(tiny(), execution_device=torch.device("cpu"))
     with pytest.raises(ValueError, match="target: the weights of self_attn.q_proj are offloaded; load it without that"):
         build_drafter(target, [0], None)
+
+
+@pytest.mark.parametrize(("part", "name"), [("model", "embedding"), ("lm_head", "output head")])
+def test_a_drafter_of_a_target_whose_shared_parts_are_offloaded_is_refused(part, name, tmp_path):
+    target = tiny()
+    save(build_drafter(target, [0], torch.arange(40)), tmp_path, "tiny")
+    accelerate.cpu_offload(target.get_submodule(part), execution_device=torch.device("cpu"))
+    with pytest.raises(ValueError, match=f"target: the weights of its {name} are offloaded; load it without that"):
+        load(tmp_path, target)

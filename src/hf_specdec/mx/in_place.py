@@ -23,7 +23,7 @@ from .swap import FLOAT64, NOT_FINITE, compress_layer, own_config
 from .ties import untie
 
 AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
-ON_META = "{}.weight is on the meta device: load the model's weights before compressing it."
+ON_META = "{}.weight is on the meta device: load the model's weights, and offload none, before compressing it."
 OFFLOADED = "{} would be offloaded, which MX layers cannot be: pass a device_map with devices alone."
 
 

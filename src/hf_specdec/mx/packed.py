@@ -40,8 +40,8 @@ class PackedMatrix:
 def check_own(known: int | None, weight: torch.Tensor) -> None:
     """RuntimeError if a layer's bytes, which lay at the address `known`, are others: nobody but the layer knows their order."""
     if known not in (None, weight.data_ptr()) and weight.device.type == "cpu":
-        raise RuntimeError("packed MX weights were replaced from outside, by merging adapters, for one: they are no numbers that could be added to. Load the model "
-                           "again, and call mx.dequantize(model) first.")
+        raise RuntimeError("packed MX weights were replaced from outside, by merging adapters or by offloading: they are no numbers that could be added to, and stay where they "
+                           "are. Load the model again, and call mx.dequantize(model) first.")
 
 
 def quantize(

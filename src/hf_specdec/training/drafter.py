@@ -26,7 +26,7 @@ from ..registry import MTP, SHIPPED, shipped
 from . import mtp, published, storage
 from .shared import PrunedHead, empty, share, shared_names
 from .shards import probe, same
-from .weights import dense, make_ready, names
+from .weights import check_at_hand, dense, make_ready, names
 
 
 def build(target: PreTrainedModel, layers: list[int], head_ids: torch.Tensor | None = None, reads: tuple[int, ...] = ()) -> PreTrainedModel:
@@ -148,6 +148,7 @@ def load(folder: str | Path, target: PreTrainedModel | None = None) -> PreTraine
         raise TypeError("load_drafter(folder, target): pass a folder or a name, then the model that is drafted for, whose embedding the drafter shares.")
     if in_stages(target):
         raise ValueError("target: a drafter shares its embedding and output head, which lie in different processes (pipeline parallel). Use a draft model.")
+    check_at_hand("its embedding", dict(target.get_input_embeddings().named_parameters()))
     if str(folder) == MTP:
         return mtp.load(target)
     given, folder = folder, SHIPPED / folder if str(folder) in shipped() else Path(folder)

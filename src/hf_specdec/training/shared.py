@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ..mx.formats import BLOCK
 from ..mx.kernels import cpu
 from ..mx.linear import MXLinear
-from .weights import names, numbers
+from .weights import check_at_hand, names, numbers
 
 
 class PrunedHead(nn.Module):
@@ -66,11 +66,13 @@ def share(draft: PreTrainedModel, target: PreTrainedModel, head_ids: torch.Tenso
 
 
 def output_head(target: PreTrainedModel, head_ids: torch.Tensor | None) -> nn.Module:
-    """The target's own output head, or one with its rows `head_ids` alone."""
+    """The target's own output head, or one with its rows `head_ids` alone, which may not be offloaded."""
     head = target.get_output_embeddings()
     if head_ids is None:
         return head
-    rows = {name: part.to(target.dtype)[head_ids] for name, part in numbers(head, target.dtype).items()}
+    whole = numbers(head, target.dtype)
+    check_at_hand("its output head", whole)
+    rows = {name: part.to(target.dtype)[head_ids] for name, part in whole.items()}
     return PrunedHead(rows["weight"], head_ids, target.config.get_text_config().vocab_size, rows.get("bias"))
 
 

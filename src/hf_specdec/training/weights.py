@@ -33,10 +33,15 @@ def dense(model: nn.Module, dtype: torch.dtype, but: Sequence[nn.Module] = ()) -
         left_out, linear = any(module is part for part in but), _sizes(module) is not None and not _is_plain(module)
         inside = f"{name}." if left_out or linear else inside
         own = {} if left_out else numbers(module, dtype) if linear else _own(module) | dense_weights(module, torch.float32)
-        if any(part.is_meta for part in own.values()):
-            raise ValueError(f"target: the weights of {name} are offloaded; load it without that to make a draft of its parts.")
+        check_at_hand(name, own)
         found |= {f"{name}.{key}" if name else key: part for key, part in own.items()}
     return found
+
+
+def check_at_hand(name: str, weights: dict[str, torch.Tensor]) -> None:
+    """ValueError for weights of the target's module `name` that are offloaded."""
+    if any(part.is_meta for part in weights.values()):
+        raise ValueError(f"target: the weights of {name} are offloaded; load it without that to make a draft of its parts.")
 
 
 def numbers(linear: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
