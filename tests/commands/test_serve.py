@@ -6,12 +6,14 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 from contextlib import contextmanager
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
 import torch
+from transformers import GenerationConfig
 from typer.testing import CliRunner
 
 import hf_specdec
@@ -156,6 +158,20 @@ def test_a_call_that_is_refused_is_answered_without_speculation():
     with pytest.warns(UserWarning, match="without speculation"):
         answer(input_ids=ids_of(1, 2, 3), max_new_tokens=4, do_sample=False, guidance_scale=2.0)
     assert said == ["4 tokens to a prompt of 3, without speculation"]
+
+
+@pytest.mark.parametrize("asked", [{"num_beams": 2}, {"num_beams": 2, "num_return_sequences": 2}, {"use_cache": False}, {"cache_implementation": "static"}], ids=str)
+def test_requests_of_another_kind_neither_take_nor_leave_a_cache(asked):
+    model, said, text = tiny_model(), [], ids_of(*range(20, 60))
+    answer = answering(model, said=said)
+    config = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=256, pad_token_id=256, **asked)
+    first = call(answer, text)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert torch.equal(answer(input_ids=first, generation_config=config), model.generate(first, generation_config=config, speculative=False))
+    longer = torch.cat([first, ids_of(3)], 1)
+    assert torch.equal(call(answer, longer), plain(model, longer))
+    assert ["known" in line for line in said] == [False, False, True]
 
 
 def test_a_draft_of_its_own_is_kept_between_calls():

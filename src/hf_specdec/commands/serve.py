@@ -115,10 +115,10 @@ class Answering:
         self.kept: deque[Conversation] = deque(maxlen=keep)
 
     def __call__(self, **kwargs):
-        ids = kwargs["input_ids"][0].tolist()
-        cache, known = self.take(ids)
+        ids, alone = kwargs["input_ids"][0].tolist(), is_alone(kwargs.get("generation_config"))
+        cache, known = self.take(ids) if alone else (None, 0)
         out = self.generate(**kwargs, **({CACHE: cache} if known else {}), return_dict_in_generate=True)
-        if (cache := getattr(out, CACHE, None)) is not None:
+        if alone and (cache := getattr(out, CACHE, None)) is not None:
             self.kept.append(Conversation(out.sequences[0].tolist(), cache))
         self.say(line_of(out, len(ids), known))
         return out.sequences
@@ -131,6 +131,12 @@ class Answering:
         cache = self.kept[found].cache
         del self.kept[found]  # the answer's text takes its place
         return cache, known
+
+
+def is_alone(config: Any) -> bool:
+    """Whether a request, whose generation config may say anything, is for one text with a cache of the ordinary kind."""
+    one = all(getattr(config, name, None) in (None, 1) for name in ("num_beams", "num_return_sequences"))
+    return one and getattr(config, "use_cache", None) is not False and getattr(config, "cache_implementation", None) is None
 
 
 def line_of(out: Any, prompt: int, known: int) -> str:
