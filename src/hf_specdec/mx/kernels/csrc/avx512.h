@@ -98,15 +98,26 @@ MX_INLINE __attribute__((target("avx512f,avx512bw"))) __m512 mx_load_scales(cons
     return _mm512_castsi512_ps(_mm512_max_epu32(_mm512_slli_epi32(bytes, 23), _mm512_set1_epi32(1 << 22)));
 }
 
-/* A row of results: the outputs of one group, plus their biases. */
-MX_INLINE __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16"))) void store_row(const mx_job *job, int64_t m, int64_t group, __m512 total) {
-    const mx_layer *l = job->layer;
-    const int64_t first = group * MX_ROWS, left = l->n - first, at = m * l->n + first;
-    const __mmask16 mask = left >= MX_ROWS ? 0xffff : (__mmask16)((1 << left) - 1);
-    if (l->bias) total = _mm512_add_ps(total, _mm512_maskz_loadu_ps(mask, l->bias + first));
-    if (job->out_dtype == MX_DT_BF16) _mm256_mask_storeu_epi16((uint16_t *)job->out + at, mask, (__m256i)_mm512_cvtneps_pbh(total));
-    else if (job->out_dtype == MX_DT_F16) _mm256_mask_storeu_epi16((uint16_t *)job->out + at, mask, _mm512_cvtps_ph(total, _MM_FROUND_TO_NEAREST_INT));
-    else _mm512_mask_storeu_ps((float *)job->out + at, mask, total);
+/* A row of results: the outputs of one group, plus their biases. TO_BF16: 16 numbers to 16 words. */
+#define STORE_ROW(NAME, TARGET, TO_BF16)                                                                                                      \
+    MX_INLINE __attribute__((target(TARGET))) void NAME(const mx_job *job, int64_t m, int64_t group, __m512 total) {                          \
+        const mx_layer *l = job->layer;                                                                                                       \
+        const int64_t first = group * MX_ROWS, left = l->n - first, at = m * l->n + first;                                                    \
+        const __mmask16 mask = left >= MX_ROWS ? 0xffff : (__mmask16)((1 << left) - 1);                                                       \
+        if (l->bias) total = _mm512_add_ps(total, _mm512_maskz_loadu_ps(mask, l->bias + first));                                              \
+        if (job->out_dtype == MX_DT_BF16) _mm256_mask_storeu_epi16((uint16_t *)job->out + at, mask, TO_BF16(total));                          \
+        else if (job->out_dtype == MX_DT_F16)                                                                                                 \
+            _mm256_mask_storeu_epi16((uint16_t *)job->out + at, mask, _mm512_cvtps_ph(total, _MM_FROUND_TO_NEAREST_INT));                     \
+        else _mm512_mask_storeu_ps((float *)job->out + at, mask, total);                                                                      \
+    }
+
+/* By the processor's own instruction, and without it: to nearest, ties to even; a nan stays one. */
+#define BF16_WORDS(v) (__m256i)_mm512_cvtneps_pbh(v)
+MX_INLINE __attribute__((target("avx512f,avx512bw,avx512vl"))) __m256i bf16_words(__m512 v) {
+    const __m512i bits = _mm512_castps_si512(v), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    const __m512i quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_mask_blend_epi32(_mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), rounded, quiet), 16));
 }
 
 /* NAME, a function of its own for each width of code: `run` is inlined with that width as a constant. */

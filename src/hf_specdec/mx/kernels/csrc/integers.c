@@ -11,8 +11,9 @@ static int has_avx_vnni(void) {
     return known;
 }
 
-static int has_avx512vl_vnni(void) {
-    return mx_has_path(MX_AVX512F) && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
+static int has_avx512_vnni(int wide) { /* wide: what avx512_vnni.c needs, of which Cascade Lake lacks VBMI */
+    return mx_has_path(MX_AVX512F) && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni") &&
+           (!wide || (__builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512dq")));
 }
 #endif
 
@@ -28,8 +29,8 @@ int mx_has_integers(int path, int kind) {
 #ifdef MX_AVX_VNNI
     if (kind == AVX_VNNI) return has_avx_vnni();
 #endif
-    if (kind == AVX512VL_VNNI) return path >= MX_AVX512F && has_avx512vl_vnni();
-    if (kind == WIDE_VNNI) return path >= MX_AVX512_BF16;
+    if (kind == AVX512VL_VNNI) return path >= MX_AVX512F && has_avx512_vnni(0);
+    if (kind == WIDE_VNNI) return path >= MX_AVX512F && has_avx512_vnni(1);
 #endif
     return 0;
 }
