@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, BertConfig, BertLMHeadModel, BertModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM, BertConfig, BertLMHeadModel, BertModel
 
 from hf_specdec import mx
 
@@ -27,6 +27,21 @@ def test_one_config_serves_many_models(tmp_path):
     config.skip = ["up_proj"]
     model = load(tmp_path / "llama", quantization_config=config)
     assert model.config.quantization_config.skip == ["up_proj"] and model.config.quantization_config is not config
+
+
+@pytest.mark.parametrize("options", [{"skip": ["layers.0.*", "up_proj"]}, {"layer_formats": {"layers.0.*": "mxint8"}}, {"skip": ["model.embed_tokens.*"], "layer_formats": {"layers.*": "bf16", "v_proj": "mxint8"}}],
+                         ids=["skip", "layer_formats", "both"])
+@pytest.mark.filterwarnings("ignore:.*the model has no module")
+def test_a_pattern_that_fits_no_layer_fits_none_of_what_was_saved(options, tmp_path):
+    """`layers.0.*` would fit those of a model without a head, as which the folder can be read, too."""
+    tiny().save_pretrained(tmp_path / "dense")
+    one, two = mx.compress(tiny(), **options), load(tmp_path / "dense", quantization_config=mx.MXConfig(**options))
+    assert len(mx_layers(one)) == (12 if "up_proj" in options.get("skip", ()) else 14)
+    for folder, model in ((tmp_path / "one", one), (tmp_path / "two", two)):
+        model.save_pretrained(folder)
+        base = AutoModel.from_pretrained(folder).state_dict()
+        assert same(load(folder), model) and same(one, model) and all(torch.equal(model.state_dict()[f"model.{name}"], part) for name, part in base.items())
+    assert (tmp_path / "one/config.json").read_text() == (tmp_path / "two/config.json").read_text()
 
 
 def test_dequantize_is_taken_from_a_config_beside_the_checkpoint(tmp_path):

@@ -11,7 +11,7 @@ from ..hints import check_bool, what
 from .formats import DEFAULT_FORMAT, DEFAULT_RULE, Format, check_activations, check_rule
 from .in_place import calibration_for, check_weights, check_whole, compress_in_place
 from .linear import MXMatrix
-from .plan import Choice, check_skip, check_some, plan, recorded
+from .plan import Choice, check_skip, check_some, plan
 from .quantizer import MXConfig, attach
 
 
@@ -56,8 +56,8 @@ def compress(
     skip = check_skip(skip)
     choices = plan(model, format, skip, lm_head, layer_formats=layer_formats)
     check_model(model, choices)
-    config = MXConfig(format, scale_rule, recorded(choices, skip), lm_head, activations=activations, layer_formats=layer_formats)
-    config.note_experts(choices)
+    config = MXConfig(format, scale_rule, skip, lm_head, activations=activations, layer_formats=layer_formats)
+    config.note(choices)
     sequences = None if calibration is None else calibration_for(model, calibration, choices)
     compress_in_place(model, choices, scale_rule, activations, sequences, measure)
     if hasattr(model, "config") and hasattr(model, "save_pretrained"):

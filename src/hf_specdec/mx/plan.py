@@ -112,9 +112,15 @@ def _bound(model: nn.Module, heads: set[int]) -> dict[int, str]:
 
 
 def recorded(choices: Iterable[Choice], skip: Iterable[str]) -> list[str]:
-    """`skip` with the layers that stay dense because the model reads their weights, or for where they are: another version of the model, elsewhere, may not."""
-    return [*skip, *(choice.name for choice in choices if choice.reason in (READ, SHARED, TIED, SEES, ON_GPU) and isinstance(choice.module, (nn.Linear, ExpertWeights))
-             and choice.name not in skip)]
+    """`skip` as far as it fits layers, with the layers that stay dense because the model reads their weights, or for where they are: another version of the
+    model, elsewhere, may not."""
+    return [*fitting(choices, skip), *(choice.name for choice in choices if choice.reason in (READ, SHARED, TIED, SEES, ON_GPU)
+                                       and isinstance(choice.module, (nn.Linear, ExpertWeights)) and choice.name not in skip)]
+
+
+def fitting(choices: Iterable[Choice], patterns: Iterable[str]) -> list[str]:
+    """The patterns that fit a layer: others might fit one by the name that it has in another class of the model (`_as_saved`)."""
+    return [pattern for pattern in patterns if any(_matches(choice.name, (pattern,)) for choice in choices)]
 
 
 def _choose(name, module, fmt, patterns, heads, head_format, bound) -> Choice:

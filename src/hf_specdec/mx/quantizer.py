@@ -20,7 +20,7 @@ from .in_place import OFFLOADED, calibration_for, check_devices, check_weights, 
 from .interface import take_loading_options
 from .linear import MXLinear, MXMatrix
 from .packed import PackedMatrix, quantize
-from .plan import Choice, check_layer_formats, check_skip, check_some, plan, recorded
+from .plan import Choice, check_layer_formats, check_skip, check_some, fitting, plan, recorded
 from .reading import Compress
 from .report import CompressionReport, LayerReport, weight_error
 from .stored import check_files, check_loaded
@@ -95,10 +95,12 @@ class MXConfig(QuantizationConfigMixin):
         """How tensors of a checkpoint that other names are stored under become this package's."""
         return []
 
-    def note_experts(self, choices: Iterable[Choice]) -> None:
-        """Experts among what is compressed are what older versions of this package cannot read."""
-        if any(isinstance(choice.module, ExpertWeights) and choice.format is not None for choice in choices):
-            self.version = EXPERTS
+    def note(self, choices: list[Choice]) -> None:
+        """What a model's layers make of this is what is saved. Experts among what is compressed are what older versions of this package cannot read."""
+        self.skip = recorded(choices, self.skip)
+        self.layer_formats = {name: self.layer_formats[name] for name in fitting(choices, self.layer_formats)}
+        experts = any(isinstance(choice.module, ExpertWeights) and choice.format is not None for choice in choices)
+        self.version = EXPERTS if experts or self.version == EXPERTS else 2 if self.layer_formats else 1
 
     def to_dict(self) -> dict:
         """What is saved, so no calibration; `layer_formats` as a list of pairs, because transformers sorts the keys of dicts."""
@@ -155,8 +157,7 @@ class MXQuantizer(HfQuantizer):
         if not self.pre_quantized:
             choices = choices if config.experts_packed else leave_experts_dense(choices, device_map)
             check_some(choices)
-            config.skip = recorded(choices, config.skip)
-            config.note_experts(choices)
+            config.note(choices)
         check_devices(choices, device_map)
         if config.calibration is not None:
             self.calibrating, config.calibration = (choices, calibration_for(model, config.calibration, choices)), None
