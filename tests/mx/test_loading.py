@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 
 from hf_specdec import mx
 
+from ..architectures import FAMILIES
 from .models import mx_layers, same, tiny
 from .test_plan import t5
 
@@ -42,6 +43,23 @@ def test_a_pattern_that_fits_no_layer_fits_none_of_what_was_saved(options, tmp_p
         base = AutoModel.from_pretrained(folder).state_dict()
         assert same(load(folder), model) and same(one, model) and all(torch.equal(model.state_dict()[f"model.{name}"], part) for name, part in base.items())
     assert (tmp_path / "one/config.json").read_text() == (tmp_path / "two/config.json").read_text()
+
+
+@pytest.mark.parametrize("options", [{}, {"skip": ["q_proj", "in_proj_z"]}, {"format": "mxint8", "skip": ["q_proj", "in_proj_z"]}, {"layer_formats": {"k_proj": "bf16", "in_proj_z": "mxint8"}},
+                                     {"format": "mxint8", "layer_formats": {"gate_proj": "mxfp4_e2m1"}}], ids=str)
+@pytest.mark.parametrize("name", ["HRM (text)", "Sarvam-MoE", "Lara mini"])
+@pytest.mark.filterwarnings("ignore:.*the model has no module")
+def test_layers_that_a_checkpoint_has_in_one_tensor_may_be_stored_in_different_formats(name, options, tmp_path):
+    family = next((family for family in FAMILIES if family.name == name), None)
+    if family is None:
+        pytest.skip(f"{name} needs a newer transformers")
+    model = mx.compress(family.model(), **options)
+    for folder in (tmp_path / "one", tmp_path / "two"):
+        model.save_pretrained(folder)
+        again = load(folder)
+        expected, found = model.state_dict(), again.state_dict()
+        assert expected.keys() == found.keys() and all(part.dtype == found[name].dtype and torch.equal(part, found[name]) for name, part in expected.items())
+        model = again
 
 
 def test_dequantize_is_taken_from_a_config_beside_the_checkpoint(tmp_path):

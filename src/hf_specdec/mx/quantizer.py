@@ -16,6 +16,7 @@ from .beside import use_kernels
 from .calibration import token_ids
 from .experts import PREFIX, ExpertMatrix, ExpertWeights
 from .formats import DEFAULT_FORMAT, DEFAULT_RULE, check_activations, check_rule, get_format
+from .fused import keep_apart
 from .in_place import OFFLOADED, calibration_for, check_devices, check_weights, check_whole, compress_in_place, leave_experts_dense
 from .interface import take_loading_options
 from .linear import MXLinear, MXMatrix
@@ -260,6 +261,7 @@ class MXQuantizer(HfQuantizer):
         return dequantize(model, dtype)
 
     def get_state_dict_and_metadata(self, model):
+        keep_apart(model)
         return apart(model), {}
 
     def is_serializable(self, *args, **kwargs) -> bool:
