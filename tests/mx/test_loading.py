@@ -53,7 +53,9 @@ def test_layers_that_a_checkpoint_has_in_one_tensor_may_be_stored_in_different_f
     family = next((family for family in FAMILIES if family.name == name), None)
     if family is None:
         pytest.skip(f"{name} needs a newer transformers")
-    model = mx.compress(family.model(), **options)
+    family.model().save_pretrained(tmp_path / "dense")
+    model, read = mx.compress(load(tmp_path / "dense"), **options), load(tmp_path / "dense", quantization_config=mx.MXConfig(**options)).state_dict()
+    assert all(torch.equal(part, read[name]) for name, part in model.state_dict().items())
     for folder in (tmp_path / "one", tmp_path / "two"):
         model.save_pretrained(folder)
         again = load(folder)

@@ -10,12 +10,16 @@ from .swap import NOT_FINITE
 
 
 class Compress(ConversionOps):
-    """One weight as it is read from the checkpoint: to codes and scales."""
+    """Weights as they are read from the checkpoint, one, or several that it has in one tensor: to codes and scales."""
 
     def __init__(self, quantizer):
         self.quantizer = quantizer
 
     def convert(self, input_dict, full_layer_name=None, model=None, missing_keys=None, **kwargs) -> dict[str, torch.Tensor]:
+        if len(input_dict) > 1:  # by their whole names, which may be of layers that stay dense
+            parts = (self.convert({name: part}, name, model, missing_keys) if self.quantizer.param_needs_quantization(model, name) else {name: part}
+                     for name, part in input_dict.items())
+            return {name: part for own in parts for name, part in own.items()}
         weight = next(iter(input_dict.values()))
         weight = weight[0] if isinstance(weight, list) else weight
         module_name, _, tensor = full_layer_name.rpartition(".")
