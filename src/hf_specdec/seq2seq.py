@@ -44,8 +44,10 @@ class Source:
 
     @classmethod
     def of(cls, model: PreTrainedModel, inputs: torch.Tensor | None, model_kwargs: dict[str, Any], batch: int = 1) -> Source:
-        """What `generate` has prepared for `batch` rows of `model`: `inputs_tensor`, which it does not repeat for num_return_sequences, and its model inputs."""
+        """What `generate` has prepared for `batch` rows of `model`: `inputs_tensor`, which it does not repeat for num_return_sequences, and its model inputs. Whisper,
+        which does not read its mask, hands on that of the sounds that it began with, whichever are left and how often."""
         model, mask = compat.unwrap(model), model_kwargs.get("attention_mask")
+        mask = None if mask is None or len(mask) != batch else mask
         if inputs is None or (not inputs.is_floating_point() and int(inputs.min()) < 0):
             inputs = None  # generate() makes ids of -100 where it is given encoder_outputs
         elif len(inputs) < batch:

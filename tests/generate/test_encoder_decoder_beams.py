@@ -73,11 +73,17 @@ def test_the_output_is_that_of_an_encoder_decoder_with_a_trace():
     assert ours.speculation.target_calls > 0
 
 
-def test_whisper_searches_in_beams():
+@pytest.mark.parametrize("length", [40, 110])
+@pytest.mark.parametrize("several", [1, 2])
+def test_whisper_searches_in_beams(several, length):
+    """Its mask stays that of the sounds that a call began with, whichever are left, and however often each is read."""
     model = whisper()
-    features = torch.randn((2, 8, 40), generator=torch.Generator().manual_seed(4))
-    text = model.generate(features, num_beams=3, max_new_tokens=14)
-    assert torch.equal(hf_specdec.enable(model).generate(features, num_beams=3, max_new_tokens=14, speculative=True), text)
+    model.generation_config.no_timestamps_token_id = 40
+    features, mask = torch.randn((3, 8, length), generator=torch.Generator().manual_seed(4)), torch.ones(3, length, dtype=torch.long)
+    mask[1, 41:], mask[2, length // 2 + 20 :] = 0, 0
+    options = dict(attention_mask=mask, num_beams=3, num_return_sequences=several, max_new_tokens=14, return_timestamps=length > 40)
+    text = model.generate(features, **options)
+    assert torch.equal(hf_specdec.enable(model).generate(features, **options, speculative=True), text)
 
 
 def test_a_model_whose_own_config_asks_for_beams_is_served():
