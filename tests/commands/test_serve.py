@@ -134,18 +134,6 @@ def test_layers_that_cannot_be_cut_serve_texts_that_go_on(family):
     hf_specdec.disable(model)
 
 
-def test_states_that_count_no_tokens_are_not_kept():
-    """A model of Mamba layers alone: nobody could say what its states have read."""
-    if all(each.name != "Mamba 2" for each in FAMILIES):
-        pytest.skip("this transformers has no Mamba 2 that goes on from states")
-    model, said = reference("Mamba 2", "eager")[0], []
-    answer = answering(model, said=said)
-    call(answer, ids_of(*range(20, 40)))
-    other = ids_of(20, *range(5, 15))
-    assert torch.equal(call(answer, other), plain(model, other)) and "known" not in said[-1]
-    hf_specdec.disable(model)
-
-
 def test_a_call_that_breaks_off_costs_its_conversation_alone():
     model, said = tiny_model(), []
     answer, text = answering(model, said=said), ids_of(*range(20, 60))

@@ -16,7 +16,7 @@ from typing import Any
 import typer
 from transformers.cache_utils import DynamicLayer
 
-from ..caches import CACHE, cached_tokens, counts_tokens
+from ..caches import CACHE, cached_tokens
 from ..hints import many
 from .common import apply_mx
 from .leaving import PROGRAM
@@ -118,7 +118,7 @@ class Answering:
         ids, alone = kwargs["input_ids"][0].tolist(), is_alone(kwargs.get("generation_config"))
         cache, known = self.take(ids) if alone else (None, 0)
         out = self.generate(**kwargs, **({CACHE: cache} if known else {}), return_dict_in_generate=True)
-        if alone and (cache := getattr(out, CACHE, None)) is not None and counts_tokens(cache):
+        if alone and (cache := getattr(out, CACHE, None)) is not None:
             self.kept.append(Conversation(out.sequences[0].tolist(), cache))
         self.say(line_of(out, len(ids), known))
         return out.sequences
