@@ -160,18 +160,33 @@ def test_a_call_that_is_refused_is_answered_without_speculation():
     assert said == ["4 tokens to a prompt of 3, without speculation"]
 
 
+@pytest.mark.parametrize("family", ["Mamba", "Mamba 2", "Falcon-Mamba"])
+def test_states_alone_which_do_not_say_what_they_have_read_are_not_kept(family):
+    model, said = reference(family, "eager")[0], []
+    answer = answering(model, said=said)
+    first = call(answer, ids_of(*range(20, 40)))
+    for text in (torch.cat([first, ids_of(3, 4)], 1), ids_of(20, *range(3, 14)), ids_of(*range(20, 40))):
+        assert torch.equal(call(answer, text), plain(model, text))
+    assert not any("known" in line or "without speculation" in line for line in said) and not answer.kept
+    hf_specdec.disable(model)
+
+
+@pytest.mark.parametrize("of_the_model", [False, True], ids=["asked", "the model's own"])
 @pytest.mark.parametrize("asked", [{"num_beams": 2}, {"num_beams": 2, "num_return_sequences": 2}, {"use_cache": False}, {"cache_implementation": "static"}], ids=str)
-def test_requests_of_another_kind_neither_take_nor_leave_a_cache(asked):
+def test_requests_of_another_kind_neither_take_nor_leave_a_cache(asked, of_the_model):
     model, said, text = tiny_model(), [], ids_of(*range(20, 60))
     answer = answering(model, said=said)
-    config = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=256, pad_token_id=256, **asked)
-    first = call(answer, text)
+    config = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=256, pad_token_id=256, **({} if of_the_model else asked))
+    first, own = call(answer, text), model.generation_config
+    model.generation_config = GenerationConfig(**asked) if of_the_model else own
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert torch.equal(answer(input_ids=first, generation_config=config), model.generate(first, generation_config=config, speculative=False))
+        for _ in range(2):
+            assert torch.equal(answer(input_ids=first, generation_config=config), model.generate(first, generation_config=config, speculative=False))
+    model.generation_config = own
     longer = torch.cat([first, ids_of(3)], 1)
     assert torch.equal(call(answer, longer), plain(model, longer))
-    assert ["known" in line for line in said] == [False, False, True]
+    assert ["known" in line for line in said] == [False, False, False, True]
 
 
 def test_a_draft_of_its_own_is_kept_between_calls():
@@ -248,11 +263,12 @@ def test_a_server_answers_as_plain_generate_does_until_ctrl_c(tmp_path):
         assert json.loads(completed)["usage"]["completion_tokens"] == 8
         with pytest.raises(HTTPError, match="400"):
             asked(port, "/v1/chat/completions", body("other/model", "abc"))
+        assert "this server has" in asked(port, "/load_model", {"model": "other/model"})
         asked(port, "/reset", {"all": True})
         assert content(asked(port, "/v1/chat/completions", body(name, "xyzxyz"))) == wanted("xyzxyz")
         process.send_signal(signal.SIGINT)
         said, _ = process.communicate(timeout=30)
-    assert process.returncode == 130 and "Traceback" not in said, said
+    assert process.returncode == 130 and said.count("Traceback") == 1, said  # of what /load_model was refused
     assert f"serving {name} at http://localhost:{port}/v1" in said and said.count("block efficiency") == 5 and "of them known" in said
 
 
@@ -265,14 +281,31 @@ def refused(*arguments: str) -> str:
     return " ".join(result.stderr.split())
 
 
-def test_a_port_in_use_is_refused_before_anything_is_loaded(target_folder):
+@pytest.fixture
+def installed(monkeypatch):
+    """The server's packages, as far as refusals go: the tests' own environment may lack them."""
+    monkeypatch.setattr(serve, "NEEDED", ())
+
+
+def test_a_port_in_use_is_refused_before_anything_is_loaded(target_folder, installed):
     with socket.create_server(("localhost", 0)) as own:
         port = str(own.getsockname()[1])
         assert f"--port {port}: no server can listen there on localhost" in refused(target_folder, "--port", port)
 
 
-def test_a_host_that_is_not_this_machine_is_refused(target_folder):
+def test_a_host_that_is_not_this_machine_is_refused(target_folder, installed):
     assert "name another one, or another --host" in refused(target_folder, "--host", "192.0.2.1")
+
+
+def test_a_host_may_be_of_ipv6():
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6) as own:
+            port = own.getsockname()[1]
+            with pytest.raises(OSError, match="no server can listen there on ::1"):
+                serve.check_port("::1", port)
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    serve.check_port("::1", port)
 
 
 def test_what_is_not_installed_is_named(target_folder, monkeypatch):
@@ -280,9 +313,9 @@ def test_what_is_not_installed_is_named(target_folder, monkeypatch):
     assert "serve needs fastapi and openai, which are not installed: pip install 'hf-specdec[serve]'" in refused(target_folder)
 
 
-def test_compiled_passes_are_a_cpus_alone(target_folder, monkeypatch):
+def test_compiled_passes_are_a_cpus_alone(target_folder, monkeypatch, installed):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert "--compile: on a CPU alone" in refused(target_folder, "--compile", "--port", "8701")
+    assert "--compile: on a CPU alone" in refused(target_folder, "--compile")
 
 
 @pytest.mark.parametrize("option, value, message", [("--k", "0", "--k"), ("--mx", "mxfp5", "--mx"), ("--k", "many", "must be an int in 1..64 or auto")])

@@ -16,13 +16,14 @@ from typing import Any
 import typer
 from transformers.cache_utils import DynamicLayer
 
-from ..caches import CACHE, cached_tokens
+from ..caches import CACHE, cached_tokens, counts_tokens
 from ..hints import many
 from .common import apply_mx
 from .leaving import PROGRAM
 from .speculation import Work
 
 COMPILED = 2048  # tokens of the longest text that compiled passes are made for beforehand
+OF_THE_CACHE = ("num_beams", "num_return_sequences", "use_cache", "cache_implementation")
 NEEDED = ("fastapi", "uvicorn", "openai", "pydantic")
 
 
@@ -34,9 +35,9 @@ def serve(work: Work, host: str, port: int, tiles: bool, compile: bool, threads:
 
     work.check()
     check_installed()
-    check_port(host, port)
     if compile and torch.cuda.is_available():
         raise ValueError("--compile: on a CPU alone; a server's compiled passes have not been tried on a GPU.")
+    check_port(host, port)
     if threads is not None:
         torch.set_num_threads(threads)
     model, tokenizer = load_target(work.target, work.dtype)
@@ -62,7 +63,7 @@ def check_installed() -> None:
 def check_port(host: str, port: int) -> None:
     """OSError, before anything is loaded, for an address where no server can listen."""
     try:
-        with socket.create_server((host, port)):
+        with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
             pass
     except OSError as error:
         raise OSError(f"--port {port}: no server can listen there on {host} ({error.strerror or error}); name another one, or another --host.") from error
@@ -87,7 +88,7 @@ def say(line: str) -> None:
 
 @dataclasses.dataclass
 class Conversation:
-    """A text, as tokens, and the cache of all of them but the last."""
+    """A text, as tokens, and the cache of all of them but the last, which says how many they are."""
 
     tokens: list[int]
     cache: Any
@@ -115,10 +116,10 @@ class Answering:
         self.kept: deque[Conversation] = deque(maxlen=keep)
 
     def __call__(self, **kwargs):
-        ids, alone = kwargs["input_ids"][0].tolist(), is_alone(kwargs.get("generation_config"))
+        ids, alone = kwargs["input_ids"][0].tolist(), is_alone(kwargs.get("generation_config"), self.model.generation_config)
         cache, known = self.take(ids) if alone else (None, 0)
         out = self.generate(**kwargs, **({CACHE: cache} if known else {}), return_dict_in_generate=True)
-        if alone and (cache := getattr(out, CACHE, None)) is not None:
+        if alone and (cache := getattr(out, CACHE, None)) is not None and counts_tokens(cache):  # one of states alone says nothing of its text
             self.kept.append(Conversation(out.sequences[0].tolist(), cache))
         self.say(line_of(out, len(ids), known))
         return out.sequences
@@ -133,10 +134,10 @@ class Answering:
         return cache, known
 
 
-def is_alone(config: Any) -> bool:
-    """Whether a request, whose generation config may say anything, is for one text with a cache of the ordinary kind."""
-    one = all(getattr(config, name, None) in (None, 1) for name in ("num_beams", "num_return_sequences"))
-    return one and getattr(config, "use_cache", None) is not False and getattr(config, "cache_implementation", None) is None
+def is_alone(config: Any, own: Any) -> bool:
+    """Whether a request, whose generation config may say anything, is for one text with a cache of the ordinary kind; what it leaves out the model's `own` says."""
+    asked = {name: next((value for each in (config, own) if (value := getattr(each, name, None)) is not None), None) for name in OF_THE_CACHE}
+    return asked["num_beams"] in (None, 1) and asked["num_return_sequences"] in (None, 1) and asked["use_cache"] is not False and asked["cache_implementation"] is None
 
 
 def line_of(out: Any, prompt: int, known: int) -> str:
@@ -164,10 +165,17 @@ def run(name: str, answering: Answering, tokenizer, host: str, port: int) -> Non
         def start_server(self) -> None:
             """What `Serve` calls, with non_blocking, when all is made: in place of loading `name` itself, it takes the model that is there."""
             manager = self._model_manager
-            manager._load_model, manager._load_processor = (lambda *args, **kwargs: answering.model), (lambda *args, **kwargs: tokenizer)
+            own = manager.process_model_name(name)
+
+            def processor(asked: str, **kwargs):
+                if asked != own:
+                    raise ValueError(f"this server has {name} alone.")
+                return tokenizer
+
+            manager._load_model, manager._load_processor = (lambda *args, **kwargs: answering.model), processor
             manager.force_model, manager.model_timeout = name, -1  # it alone, and for good
-            manager.load_model_and_processor(manager.process_model_name(name))
-            say(f"serving {name} at http://{host}:{port}/v1 (Ctrl-C ends it)")
+            manager.load_model_and_processor(own)
+            say(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1 (Ctrl-C ends it)")
             self.server.run()
 
     Server(host=host, port=port, log_level="error", non_blocking=True)
