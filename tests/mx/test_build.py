@@ -207,7 +207,7 @@ BOTH, NONE, SIXTEEN = {torch.float32, torch.bfloat16}, set(), {torch.bfloat16}
 ])
 def test_where_many_rows_are_left_to_torch(path, apple, amx, left_to_torch, monkeypatch):
     monkeypatch.setattr(cpu, "APPLE", apple)
-    monkeypatch.setattr(cpu, "has_amx", lambda: amx)
+    monkeypatch.setitem(cpu._state, "amx", amx)
     monkeypatch.setattr(cpu, "kernel_path", lambda: cpu.PATHS.index(path))
     assert {dtype for dtype in BOTH if cpu.by_panels(dtype)} == left_to_torch
 

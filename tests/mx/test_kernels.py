@@ -330,7 +330,7 @@ def test_where_there_is_amx_torch_multiplies_many_rows_in_bfloat16(name, activat
     layer.bias.data, layer.activations = layer.bias.data.bfloat16().float(), activations
     kernels = {rows: layer(torch.randn(rows, 96, generator=generator(rows)).bfloat16()) for rows in (64, 65, 131)}
     widths, linear = [], torch.nn.functional.linear
-    monkeypatch.setattr(cpu, "has_amx", lambda: True)
+    monkeypatch.setitem(cpu._state, "amx", True)
     monkeypatch.setattr(torch.nn.functional, "linear", lambda x, *rest: widths.append((len(x), x.dtype)) or linear(x, *rest))
     for rows, wanted in kernels.items():
         x = torch.randn(rows, 96, generator=generator(rows)).bfloat16()

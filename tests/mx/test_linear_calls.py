@@ -91,6 +91,20 @@ def compiled():
     torch._dynamo.reset()
 
 
+@pytest.mark.share(1)
+@pytest.mark.parametrize("amx", [False, True])
+def test_the_compiler_is_not_shown_how_a_processor_is_asked_for_amx(compiled, amx, monkeypatch):
+    """It cannot trace that function; whether there is AMX is known since the path was chosen."""
+    layer, _ = layer_and_input()
+    x = torch.randn(100, layer.in_features, generator=torch.Generator().manual_seed(1)).bfloat16()
+    wanted = layer(x)
+    monkeypatch.setattr(cpu, "has_amx", None)
+    monkeypatch.setitem(cpu._state, "amx", amx)
+    with torch.no_grad():
+        for rows in (1, 64, 100):
+            assert torch.allclose(compiled(layer)(x[:rows]), wanted[:rows], rtol=2**-7, atol=1e-2)
+
+
 @pytest.mark.share(1 / 6)
 @pytest.mark.parametrize("name", ["mxfp6_e2m3", "mxint8", *DENSE])
 @each_dtype

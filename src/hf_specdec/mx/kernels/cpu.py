@@ -100,15 +100,17 @@ def _openmp_runtimes() -> list[str]:
     return [*dict.fromkeys(found), "libgomp.so.1"]
 
 
-_state: dict = {"path": None, "forced": None, "reason": None, "library": None}
+_state: dict = {"path": None, "forced": None, "reason": None, "library": None, "amx": False}
 
 
 def kernel_path() -> int:
     """The number of the code path in use: the forced one, that of $HF_SPECDEC_MX_PATH, else the widest there is."""
     if _state["path"] is None:
         wanted = _state["forced"] or os.environ.get("HF_SPECDEC_MX_PATH")
-        _state["path"] = _number_of(wanted) if wanted else max(i for i in range(len(PATHS)) if library().mx_has_path(i))
-        library().mx_set_path(_state["path"])
+        path = _number_of(wanted) if wanted else max(i for i in range(len(PATHS)) if library().mx_has_path(i))
+        _state["amx"] = PATHS[path] == "avx512_bf16" and has_amx()  # here, because torch's compiler cannot ask
+        library().mx_set_path(path)
+        _state["path"] = path
     return _state["path"]
 
 
@@ -141,11 +143,10 @@ def by_panels(dtype: torch.dtype) -> bool:
     """Whether many rows of x in this dtype are better multiplied by torch than by the kernel: its product has units of its own on Apple's processors, and in bfloat16 on
     those of Intel that have AMX."""
     if (path := PATHS[kernel_path()]) == "avx512_bf16":
-        return dtype == torch.bfloat16 and has_amx()
+        return dtype == torch.bfloat16 and _state["amx"]
     return path in (("portable", "neon") if APPLE else ("portable",))
 
 
-@lru_cache(maxsize=None)
 def has_amx() -> bool:
     return bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)())
 
