@@ -172,7 +172,8 @@ def test_states_alone_which_do_not_say_what_they_have_read_are_not_kept(family):
 
 
 @pytest.mark.parametrize("of_the_model", [False, True], ids=["asked", "the model's own"])
-@pytest.mark.parametrize("asked", [{"num_beams": 2}, {"num_beams": 2, "num_return_sequences": 2}, {"use_cache": False}, {"cache_implementation": "static"}], ids=str)
+@pytest.mark.parametrize("asked", [{"num_beams": 2}, {"num_beams": 2, "num_return_sequences": 2}, {"use_cache": False}, {"cache_implementation": "static"},
+                                   {"prompt_lookup_num_tokens": 4}], ids=str)
 def test_requests_of_another_kind_neither_take_nor_leave_a_cache(asked, of_the_model):
     model, said, text = tiny_model(), [], ids_of(*range(20, 60))
     answer = answering(model, said=said)
@@ -181,8 +182,8 @@ def test_requests_of_another_kind_neither_take_nor_leave_a_cache(asked, of_the_m
     model.generation_config = GenerationConfig(**asked) if of_the_model else own
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for _ in range(2):
-            assert torch.equal(answer(input_ids=first, generation_config=config), model.generate(first, generation_config=config, speculative=False))
+        for text in (torch.cat([first, ids_of(3, 4, 5, 3, 4)], 1), first):
+            assert torch.equal(answer(input_ids=text, generation_config=config), model.generate(text, generation_config=config, speculative=False))
     model.generation_config = own
     longer = torch.cat([first, ids_of(3)], 1)
     assert torch.equal(call(answer, longer), plain(model, longer))

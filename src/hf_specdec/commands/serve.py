@@ -23,7 +23,8 @@ from .leaving import PROGRAM
 from .speculation import Work
 
 COMPILED = 2048  # tokens of the longest text that compiled passes are made for beforehand
-OF_THE_CACHE = ("num_beams", "num_return_sequences", "use_cache", "cache_implementation")
+ORDINARY = {"num_beams": 1, "num_return_sequences": 1, "use_cache": True, "cache_implementation": None,
+            "prompt_lookup_num_tokens": None, "assistant_early_exit": None}  # stock assisted decoding does not go on from a cache that lacks several tokens
 NEEDED = ("fastapi", "uvicorn", "openai", "pydantic")
 
 
@@ -136,8 +137,8 @@ class Answering:
 
 def is_alone(config: Any, own: Any) -> bool:
     """Whether a request, whose generation config may say anything, is for one text with a cache of the ordinary kind; what it leaves out the model's `own` says."""
-    asked = {name: next((value for each in (config, own) if (value := getattr(each, name, None)) is not None), None) for name in OF_THE_CACHE}
-    return asked["num_beams"] in (None, 1) and asked["num_return_sequences"] in (None, 1) and asked["use_cache"] is not False and asked["cache_implementation"] is None
+    said = ((ordinary, *(getattr(each, name, None) for each in (config, own))) for name, ordinary in ORDINARY.items())
+    return all(next((value for value in values if value is not None), ordinary) == ordinary for ordinary, *values in said)
 
 
 def line_of(out: Any, prompt: int, known: int) -> str:
