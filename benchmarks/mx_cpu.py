@@ -54,7 +54,12 @@ def parse():
     parser.add_argument("--activations", help='"mxint8": measure the layers with rounded inputs, too, where the format goes with it')
     parser.add_argument("--instructions", nargs="+", help="with --activations: the rounded layers by each of these, too (hf_specdec.mx.kernels.integers.KINDS)")
     parser.add_argument("--json")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.instructions:  # others would be timed under their name
+        there = integers.available(kernel_info()["path"])
+        if not options.activations or any(name not in there for name in options.instructions):
+            parser.error(f"--instructions: with --activations, and of {', '.join(there) or 'none'} here.")
+    return options
 
 
 def measure(n: int, k: int, name: str, options, peak: float) -> list[dict]:
