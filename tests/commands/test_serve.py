@@ -190,6 +190,16 @@ def test_requests_of_another_kind_neither_take_nor_leave_a_cache(asked, of_the_m
     assert ["known" in line for line in said] == [False, False, False, True]
 
 
+def test_a_config_is_left_as_it_was_and_nothing_of_it_is_passed_beside_it():
+    answer, passed = answering(tiny_model()), []
+    generate = answer.generate
+    answer.generate = lambda **kwargs: passed.append(kwargs) or generate(**kwargs)
+    config = GenerationConfig(max_new_tokens=4, do_sample=False)
+    before = config.to_dict()
+    answer(input_ids=ids_of(1, 2, 3), generation_config=config)
+    assert set(passed[0]) == {"input_ids", "generation_config"} and config.to_dict() == before
+
+
 def test_a_draft_of_its_own_is_kept_between_calls():
     model = tiny_model()
     draft = perturbed(tiny_model(0))
@@ -199,6 +209,14 @@ def test_a_draft_of_its_own_is_kept_between_calls():
         out = call(answer, text)
         assert torch.equal(out, plain(model, text))
         text = torch.cat([out, ids_of(7, 8)], 1)
+
+
+def test_lines_that_nobody_reads_cost_nothing(monkeypatch):
+    def closed(*args, **kwargs):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(serve.typer, "echo", closed)
+    serve.say("an answer")
 
 
 # --- the server -------------------------------------------------------------------------------------------------------

@@ -6,6 +6,8 @@ it is handed, and that a conversation is not read from its beginning at every tu
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 import socket
 from collections import deque
@@ -81,7 +83,8 @@ def to_tiles(model) -> None:
 
 
 def say(line: str) -> None:
-    typer.echo(f"{PROGRAM}: {line}", err=True)
+    with contextlib.suppress(OSError):  # where nobody reads them, lines cost no answer
+        typer.echo(f"{PROGRAM}: {line}", err=True)
 
 
 # --- the model that the server is handed ------------------------------------------------------------------------------
@@ -119,7 +122,7 @@ class Answering:
     def __call__(self, **kwargs):
         ids, alone = kwargs["input_ids"][0].tolist(), is_alone(kwargs.get("generation_config"), self.model.generation_config)
         cache, known = self.take(ids) if alone else (None, 0)
-        out = self.generate(**kwargs, **({CACHE: cache} if known else {}), return_dict_in_generate=True)
+        out = self.generate(**kwargs | in_full(kwargs.get("generation_config")), **({CACHE: cache} if known else {}))
         if alone and (cache := getattr(out, CACHE, None)) is not None and counts_tokens(cache):  # one of states alone says nothing of its text
             self.kept.append(Conversation(out.sequences[0].tolist(), cache))
         self.say(line_of(out, len(ids), known))
@@ -133,6 +136,15 @@ class Answering:
         cache = self.kept[found].cache
         del self.kept[found]  # the answer's text takes its place
         return cache, known
+
+
+def in_full(config: Any) -> dict[str, Any]:
+    """The argument that has a call return its cache: in a copy of the config, beside which transformers wants no other, or without one by its name."""
+    if config is None:
+        return {"return_dict_in_generate": True}
+    config = copy.copy(config)
+    config.return_dict_in_generate = True
+    return {"generation_config": config}
 
 
 def is_alone(config: Any, own: Any) -> bool:
