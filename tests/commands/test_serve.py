@@ -162,6 +162,8 @@ def test_a_call_that_is_refused_is_answered_without_speculation():
 
 @pytest.mark.parametrize("family", ["Mamba", "Mamba 2", "Falcon-Mamba"])
 def test_states_alone_which_do_not_say_what_they_have_read_are_not_kept(family):
+    if all(each.name != family for each in FAMILIES):
+        pytest.skip(f"this transformers has no {family}")
     model, said = reference(family, "eager")[0], []
     answer = answering(model, said=said)
     first = call(answer, ids_of(*range(20, 40)))
