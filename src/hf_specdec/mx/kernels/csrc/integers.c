@@ -4,12 +4,14 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 
+#ifdef MX_AVX_VNNI
 static int has_avx_vnni(void) {
     static int known = -1; /* asking takes long on a virtual machine */
     unsigned a = 0, b, c, d;
     if (known < 0) known = mx_has_path(MX_AVX2) && __get_cpuid_count(7, 1, &a, &b, &c, &d) && a >> 4 & 1;
     return known;
 }
+#endif
 
 static int has_avx512_vnni(int wide) { /* wide: what avx512_vnni.c needs, of which Cascade Lake lacks VBMI */
     return mx_has_path(MX_AVX512F) && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni") &&

@@ -94,7 +94,8 @@ typedef struct {
     mx_run product;
 } mx_integers;
 
-#if defined(__x86_64__) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
+#if !defined(__x86_64__)
+#elif defined(__apple_build_version__) ? __clang_major__ >= 13 : defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11
 #define MX_AVX_VNNI /* the compiler knows it */
 #endif
 const mx_integers *mx_integers_of(int path); /* NULL on the portable path */
