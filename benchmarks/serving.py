@@ -123,7 +123,7 @@ def main() -> None:
         rows = measure(ports, model, args.repetitions, args.tokens)
     Console(width=200).print(shown(rows, f"tokens per second in turn 1 and 2, {args.dtype}"))
     if args.out:
-        args.out.write_text(json.dumps(rows, indent=1))
+        args.out.write_text(json.dumps(rows, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":
