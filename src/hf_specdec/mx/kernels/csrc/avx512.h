@@ -98,9 +98,9 @@ MX_INLINE __attribute__((target("avx512f,avx512bw"))) __m512 mx_load_scales(cons
     return _mm512_castsi512_ps(_mm512_max_epu32(_mm512_slli_epi32(bytes, 23), _mm512_set1_epi32(1 << 22)));
 }
 
-/* A row of results: the outputs of one group, plus their biases. TO_BF16: 16 numbers to 16 words. */
-#define STORE_ROW(NAME, TARGET, TO_BF16)                                                                                                      \
-    MX_INLINE __attribute__((target(TARGET))) void NAME(const mx_job *job, int64_t m, int64_t group, __m512 total) {                          \
+/* A row of results: the outputs of one group, plus their biases: store_row. TO_BF16: 16 numbers to 16 words. */
+#define STORE_ROW(TARGET, TO_BF16)                                                                                                            \
+    MX_INLINE __attribute__((target(TARGET))) void store_row(const mx_job *job, int64_t m, int64_t group, __m512 total) {                     \
         const mx_layer *l = job->layer;                                                                                                       \
         const int64_t first = group * MX_ROWS, left = l->n - first, at = m * l->n + first;                                                    \
         const __mmask16 mask = left >= MX_ROWS ? 0xffff : (__mmask16)((1 << left) - 1);                                                       \

@@ -28,7 +28,7 @@ TARGET void mx_pack_pairs(const uint32_t *x, uint32_t *packed, int64_t chunk, in
 }
 
 #define TARGET_BF16 "avx512f,avx512bw,avx512vl,avx512bf16,avx512vbmi,avx512vbmi2"
-STORE_ROW(store_row, TARGET_BF16, BF16_WORDS)
+STORE_ROW(TARGET_BF16, BF16_WORDS)
 #define BF16 __attribute__((target(TARGET_BF16)))
 #define SHORT 1024 /* inputs up to which two streams of weights are read more slowly than one */
 

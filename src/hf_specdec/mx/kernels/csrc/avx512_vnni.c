@@ -11,7 +11,7 @@
 
 #define TARGET_VNNI "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni"
 #define VNNI __attribute__((target(TARGET_VNNI)))
-STORE_ROW(store_row, TARGET_VNNI, bf16_words)
+STORE_ROW(TARGET_VNNI, bf16_words)
 
 /* One chunk of x [m, k]. */
 static VNNI void pack(const void *x, int dtype, int32_t *packed, int64_t chunk, int64_t m, const mx_layer *l) {
