@@ -83,6 +83,8 @@ def main(how: str, folder: Path) -> None:
     results["max_time"] = attempt(lambda: generate(ROWS, max_time=9.0))
     results["compress"] = attempt(lambda: mx.compress(target))
     (folder / f"{how}{rank}.json").write_text(json.dumps(results))
+    torch.distributed.barrier()  # who ends first closes connections that the other may still be reading from
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
