@@ -33,7 +33,7 @@ from transformers import (
 import hf_specdec
 from hf_specdec import SpeculativeConfig, SpeculativeDecoder, integration, registry
 from hf_specdec.compat import CACHE
-from hf_specdec.config import ALONE
+from hf_specdec.config import ALONE, OF_TARGET
 from hf_specdec.drafts import CascadeDraft, Draft, ModelDraft, NGramDraft, PromptLookupDraft, UniformDraft
 from hf_specdec.kv_cache import SlotPlan
 from hf_specdec.proposal import Proposal
@@ -498,7 +498,7 @@ def test_an_unknown_draft_is_told_the_names_that_are_enough_and_what_the_others_
     alone, _, others = str(caught.value).partition("], a drafter")
     makers = {name: inspect.signature(registry.load(registry.DRAFTS, name, "draft")).parameters.values() for name in registry.DRAFTS}
     needing_none = {name for name, given in makers.items() if all(each.default is not each.empty for each in given)}
-    assert needing_none == {name for name in registry.DRAFTS if repr(name) in alone} == set(ALONE)
+    assert needing_none | set(OF_TARGET) == {name for name in registry.DRAFTS if repr(name) in alone} == {*ALONE, *OF_TARGET}
     assert "'ngram'" in others and "draft_source" in others and "'cascade'" not in others
 
 

@@ -17,6 +17,7 @@ from .registry import ACCEPTANCE, DRAFTS, MTP, shipped
 CONFIG_NAME = "speculative_config.json"
 MAX_ASSISTANT_TOKENS = 64  # drafted in one round, by any draft
 ALONE = ("jump_forward", "lookahead", "mixture", "ngram_recycling", "prompt_lookup", "recycling", "suffix_automaton", "uniform")  # drafts that a name is enough for
+OF_TARGET = ("compressed",)  # that are made of the target
 WITH_WEIGHTS = ("model", "model_tree", "ngram", "retrieval", "feature", "feature_parallel", "feature_tree", "medusa", "parallel", "pass", "shared_kv", "dflash")
 # what newcomers put among the options, and is an argument of `generate`
 OF_GENERATE = ("assistant_model", "assistant_tokenizer", "do_sample", "generation_config", "logits_processor", "max_length", "max_new_tokens", "min_new_tokens",
@@ -30,7 +31,8 @@ class SpeculativeConfig:
     num_assistant_tokens: K, the tokens drafted per round, 1..64, or "auto" (default): chosen every round from the measured
         acceptance and cost, 0 where speculation does not pay.
     draft: the draft used when no `assistant_model` is passed: a registered one (default "prompt_lookup"), or a drafter, by the name of one that
-        comes with the package ("smollm2_drafter") or by the folder that `hf-specdec train` has written; "mtp": the prediction module of the target's own checkpoint.
+        comes with the package ("smollm2_drafter") or by the folder that `hf-specdec train` has written; "mtp": the prediction module of the target's own checkpoint;
+        "compressed": the target itself with weights of fewer bits, made by the first call (`mx.draft_of`, whose arguments are `draft_options`).
     acceptance: "auto" (default: "greedy" without `do_sample`, "speculative_sampling" with it) or a registered rule.
     lenience: l of Leviathan et al. 2023, A.5, in (0, 1]; 1.0 (default) is exact. Below 1 no token is committed with a
         probability above p(x) / l when sampling, and p(x) >= l * max p counts as the argmax when greedy.
@@ -81,7 +83,7 @@ class SpeculativeConfig:
             check_int("num_assistant_tokens", self.num_assistant_tokens, 1, MAX_ASSISTANT_TOKENS, ' or "auto"')
         check_int("max_auto_tokens", self.max_auto_tokens, 1, MAX_ASSISTANT_TOKENS)
         if not isinstance(self.draft, str) or self.draft not in DRAFTS and not _is_drafter(self.draft):
-            choice = f"choose one of {list(ALONE)}, a drafter ({[*shipped(), 'mtp']}, or the folder of one), one of {list(WITH_WEIGHTS)} with draft_source"
+            choice = f"choose one of {[*ALONE, *OF_TARGET]}, a drafter ({[*shipped(), 'mtp']}, or its folder), one of {list(WITH_WEIGHTS)} with draft_source"
             if not isinstance(self.draft, str):
                 raise ValueError(f"draft={short(self.draft)} is no name: pass the draft as assistant_model, beside speculative=, or {choice}.")
             raise ValueError(f"draft={self.draft!r} is not known{meant(self.draft, [*DRAFTS, *shipped()])}; {choice}, or pass the draft as assistant_model.")
@@ -189,7 +191,7 @@ def _meant_by(value: Any) -> str:
         return " Pass an instance: SpeculativeConfig()."
     if hasattr(value, "propose") or hasattr(value, "generate"):
         return " A draft is passed as assistant_model, beside speculative=True."
-    return f' Pass speculative={{"draft": "{value}"}}.' if isinstance(value, str) and (value in ALONE or _is_drafter(value)) else ""
+    return f' Pass speculative={{"draft": "{value}"}}.' if isinstance(value, str) and (value in (*ALONE, *OF_TARGET) or _is_drafter(value)) else ""
 
 
 def instead_of(thing: Any, options: str = "speculative") -> str:
@@ -205,7 +207,7 @@ def instead_of(thing: Any, options: str = "speculative") -> str:
         return f" Pass an instance: {thing.__name__}({'...' if needed else ''})."
     if not isinstance(thing, str):
         return ""
-    named = thing in ALONE or _is_drafter(thing)
+    named = thing in (*ALONE, *OF_TARGET) or _is_drafter(thing)
     return f' Pass {options}={{"draft": "{thing}"}} in its place.' if named else f" Load the model, AutoModelForCausalLM.from_pretrained({thing!r}), and pass that."
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from . import compat
 from .assistants import KINDS, auto_class, kind_of, refuse_foreign
-from .config import SpeculativeConfig
+from .config import OF_TARGET, SpeculativeConfig
 from .drafts.base import Draft
 from .folders import WeightsError, check_model_folder, from_whole
 from .hints import first_line
@@ -24,6 +26,7 @@ OF_A_MODEL = ("model", "model_tree")
 OF_A_FILE = ("ngram", "retrieval")
 ALSO = {"feature": ("feature_tree",), "feature_parallel": ("feature", "feature_tree")}  # what else a drafter's weights may be put into
 _kept: WeakKeyDictionary = WeakKeyDictionary()  # target -> what its drafter was read from, and the drafter
+_copies: WeakKeyDictionary = WeakKeyDictionary()  # target -> how it was compressed, and the copy
 
 
 def as_draft(draft: Any, config: SpeculativeConfig) -> Draft:
@@ -46,16 +49,20 @@ def _made(name: str, config: SpeculativeConfig, *parts: Any, **more: Any) -> Dra
 
 def _class(name: str, config: SpeculativeConfig) -> type[Draft]:
     made = load(DRAFTS, name, "draft")
-    known = inspect.signature(made).parameters
-    unknown = [name for name in config.draft_options if name not in known]
-    if unknown:
-        raise ValueError(f"draft_options: {made.__name__} has no {unknown[0]!r}; it has {sorted(known)}.")
+    _check_options(config, made)
     return made
 
 
+def _check_options(config: SpeculativeConfig, made: Callable[..., Draft]) -> None:
+    known = [name for name in inspect.signature(made).parameters if name != "target"]
+    unknown = [name for name in config.draft_options if name not in known]
+    if unknown:
+        raise ValueError(f"draft_options: {made.__name__} has no {unknown[0]!r}; it has {sorted(known)}.")
+
+
 def source_of(config: SpeculativeConfig) -> str | None:
-    """Where the config's draft has its weights: a file, a folder, a hub id, or a drafter's name; None where it has none."""
-    return config.draft_source or (None if config.draft in DRAFTS else config.draft)
+    """Where the config's draft has its weights: a file, a folder, a hub id, a drafter's name, or that of a draft that is made of the target; None where it has none."""
+    return config.draft_source or (None if config.draft in DRAFTS and config.draft not in OF_TARGET else config.draft)
 
 
 def loaded(config: SpeculativeConfig, target: PreTrainedModel) -> PreTrainedModel | Draft:
@@ -66,6 +73,8 @@ def loaded(config: SpeculativeConfig, target: PreTrainedModel) -> PreTrainedMode
     Raises ValueError naming the argument if the source cannot be read, if the target is not the one of the drafter, or if `draft` is another kind.
     """
     source, argument = source_of(config), "draft_source" if config.draft_source else "draft"
+    if config.draft in OF_TARGET:
+        return _compressed(config, target)
     if config.draft in OF_A_FILE:
         kind = _class(config.draft, config)
         try:
@@ -91,6 +100,16 @@ def loaded(config: SpeculativeConfig, target: PreTrainedModel) -> PreTrainedMode
     if hasattr(found, "layout"):
         return _made(wanted, config, found.model, found.target, layout=found.layout)
     return _made(wanted, config, getattr(found, "heads", None) or found.model, found.target)
+
+
+def _compressed(config: SpeculativeConfig, target: PreTrainedModel) -> Draft:
+    """The target's compressed copy as its draft, a draft of this call's own; the copy is kept as long as the target is, unless it is made another way or the target changes."""
+    made, whole = load(LOADERS, config.draft, "draft"), compat.unwrap(target)
+    _check_options(config, made)
+    now = json.dumps(config.draft_options, sort_keys=True), whole.device, whole.dtype, id(whole.get_input_embeddings().weight), id(whole.get_output_embeddings())
+    if whole not in _copies or _copies[whole][0] != now:
+        _copies[whole] = now, made(target, **config.draft_options).model
+    return load(DRAFTS, config.draft, "draft")(target, _copies[whole][1])
 
 
 def _drafter(source: str, target: PreTrainedModel, read) -> PreTrainedModel | Draft:

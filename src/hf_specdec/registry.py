@@ -11,6 +11,7 @@ from pathlib import Path
 
 DRAFTS = {
     "cascade": "drafts.cascade:CascadeDraft",
+    "compressed": "drafts.compressed:CompressedDraft",
     "dflash": "drafts.dflash:DFlashDraft",
     "early_exit": "drafts.early_exit:EarlyExitDraft",
     "feature": "drafts.feature:FeatureDraft",
@@ -49,6 +50,7 @@ ACCEPTANCE = {
 
 # of packages that the core does not import, for weights that a config names
 LOADERS = {
+    "compressed": "mx.draft:draft_of",
     "drafter": "training.drafter:load",
     "is_drafter": "training.drafter:is_drafter",
     "mx": "mx.quantizer:MXConfig",

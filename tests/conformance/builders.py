@@ -7,7 +7,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM
 
 from hf_specdec.drafts import (
-    CascadeDraft, EarlyExitDraft, HorizontalCascadeDraft, JumpForwardDraft, LookaheadDraft, MixtureDraft, ModelDraft, ModelTreeDraft, NGramDraft,
+    CascadeDraft, CompressedDraft, EarlyExitDraft, HorizontalCascadeDraft, JumpForwardDraft, LookaheadDraft, MixtureDraft, ModelDraft, ModelTreeDraft, NGramDraft,
     NGramRecyclingDraft, PromptLookupDraft, RecyclingDraft, RetrievalDraft, SuffixAutomatonDraft, TranslatedDraft, UniformDraft,
 )
 from hf_specdec.drafts.dflash import DFlashDraft
@@ -158,6 +158,7 @@ def stepping(target) -> Layout:
 # name in the registry -> target -> draft
 BUILDERS = {
     "cascade": lambda target: CascadeDraft(perturbed(target, 0.1), PromptLookupDraft()),
+    "compressed": lambda target: CompressedDraft(target, perturbed(target, 0.1)),
     "dflash": lambda target: DFlashDraft(masked_places(target)),
     "early_exit": early_exit,
     "feature": lambda target: FeatureDraft(feature_drafter(target), target),
@@ -190,6 +191,7 @@ VARIANTS = {
     "cascade, of models, twice": lambda target: CascadeDraft(
         perturbed(target, 0.05), CascadeDraft(perturbed(target, 0.1), ModelDraft(perturbed(target, 0.2)), tokens=2), tokens=3),
     "cascade, over a tree that is drawn": lambda target: CascadeDraft(perturbed(target, 0.1), TreeDraft()),
+    "compressed, a cache of its own": lambda target: CompressedDraft(perturbed(target, 0.0), perturbed(target, 0.1)),
     "dflash, markov": lambda target: DFlashDraft(masked_places(target), layout=stepping(target)),
     "dflash, selected": lambda target: DFlashDraft(masked_places(target), layout=selecting(target)),
     "dflash, tree": lambda target: DFlashDraft(masked_places(target), tree=(3, 2)),

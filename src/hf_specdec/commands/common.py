@@ -98,10 +98,10 @@ def load_draft(name: str | None, dtype: str, model, tokenizer):
     of its name; a model with another tokenizer as a draft that translates, and an assistant that a family ships as its draft."""
     from ..assistants import kind_of
     from ..bench.embedded import EMBEDDED, load_model, near
-    from ..config import ALONE, SpeculativeConfig
+    from ..config import ALONE, OF_TARGET, SpeculativeConfig
     from ..drafts.datastore import FORMAT
     from ..drafts.mapped import format_of
-    from ..loading import as_draft
+    from ..loading import as_draft, loaded
     from ..registry import DRAFTS, load as registered, shipped
     from ..training.drafter import is_drafter, load
 
@@ -110,11 +110,13 @@ def load_draft(name: str | None, dtype: str, model, tokenizer):
         return None
     if name in ALONE and not folder:
         return registered(DRAFTS, name, "--draft")()
+    if name in OF_TARGET and not folder:
+        return loaded(SpeculativeConfig(draft=name), model)
     if name.endswith(".safetensors") and Path(name).is_file():
         return registered(DRAFTS, "retrieval" if format_of(name) == FORMAT else "ngram", "--draft").load(name, tokenizer)
     if is_drafter(name):
         return load(name, model)
-    names = f"the names are {', '.join([*ALONE, *shipped()])}"
+    names = f"the names are {', '.join([*ALONE, *OF_TARGET, *shipped()])}"
     slip = None if folder or name in DRAFTS else near(name, [*DRAFTS, *shipped(), EMBEDDED])
     if slip not in (None, name):
         raise ValueError(f"--draft {name}: did you mean {slip}?")

@@ -12,15 +12,13 @@ from transformers import PreTrainedModel
 
 from .. import compat, parts
 from ..lockstep import in_stages
-from ..proposal import Proposal
 from ..theory import walltime_improvement
-from .base import Context
 from .inner import refuse_encoder
-from .model import ModelDraft
 from .progress import progress
+from .target_cache import TargetCacheDraft
 
 
-class EarlyExitDraft(ModelDraft):
+class EarlyExitDraft(TargetCacheDraft):
     """Drafts K tokens with some of the layers of `target`, its own norm and its own head. There is no second copy of anything: the
     weights are the target's, and so is the cache. A layer that is kept reads the keys and values that the target's last pass has
     left for the committed tokens, and what it writes for drafted ones is overwritten by the target's next pass. For the first n
@@ -36,45 +34,7 @@ class EarlyExitDraft(ModelDraft):
 
     def __init__(self, target: PreTrainedModel, layers: int | Sequence[int]):
         refuse_encoder(target, "target")
-        self.whole = compat.unwrap(target)
-        super().__init__(some_layers(self.whole, layers))
-        self.shared, self.own_cache = False, None
-
-    def start(self, context: Context) -> None:
-        super().start(context)
-        self.own_cache = self.cached.cache
-        self.shared = context.target is not None and compat.unwrap(context.target.model) is self.whole
-        if self.shared:
-            self.cached.cache = context.target.cache
-
-    def _pictures(self, context: Context) -> None:
-        """Nothing but what is in the target's cache."""
-
-    def evidence(self, context: Context) -> list[int]:
-        """-1 before the target has read the prompt."""
-        return [-1] * len(context.rows) if self.shared and not context.target.lengths else super().evidence(context)
-
-    def propose(self, context: Context, k: list[int]) -> Proposal:
-        if self.shared and not any(k):  # the target's cache may be empty, and is to stay as it is
-            return Proposal.from_lists([[] for _ in k], context.device, self.name)
-        return super().propose(context, k)
-
-    def _forget_what_was_rejected(self, context: Context) -> None:
-        if not self.shared:
-            super()._forget_what_was_rejected(context)
-            return
-        self.cached.lengths, self.cached.ahead = list(context.target.lengths), list(context.target.ahead)
-        self.base, self.drafted = [len(row) for row in context.rows], [[] for _ in context.rows]
-
-    def _keep_cached(self, rows: list[int]) -> None:
-        """The target drops the rows of its own cache; where they begin is asked before every pass."""
-        if not self.shared:
-            super()._keep_cached(rows)
-
-    def finish(self) -> None:
-        if self.own_cache is not None:  # start() has come so far
-            self.cached.cache, self.own_cache = self.own_cache, None
-        super().finish()
+        super().__init__(some_layers(compat.unwrap(target), layers), target)
 
 
 def some_layers(model: PreTrainedModel, layers: int | Sequence[int]) -> PreTrainedModel:

@@ -11,6 +11,7 @@ Importing this package registers the quantisation method "mx" (as `hf_specdec.en
 from . import passes as _passes  # noqa: F401  (registers itself)
 from .choose import choose_formats as choose_formats
 from .compress import compress
+from .draft import draft_of as draft_of
 from .formats import FORMATS as FORMATS
 from .kernels.cpu import kernel_info
 from .kernels.cpu import set_kernel_path as set_kernel_path

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -72,8 +72,8 @@ def check_is_model(model: Any) -> None:
         raise TypeError("model: a Linear by itself has no place where another layer could be put: compress the model that it is in, or nn.Sequential(linear).")
 
 
-def check_model(model: nn.Module, choices: list[Choice]) -> None:
-    """ValueError for a model that cannot be compressed as these choices say."""
+def check_model(model: nn.Module, choices: list[Choice], later: Container[str] = ()) -> None:
+    """ValueError for a model that cannot be compressed as these choices say. later: names of layers that get their numbers in time."""
     formats = {choice.module.format for choice in choices if isinstance(choice.module, MXMatrix)}
     if formats:
         what = "is in tiles" if all(fmt.is_dense for fmt in formats) else "has MX layers"
@@ -88,4 +88,4 @@ def check_model(model: nn.Module, choices: list[Choice]) -> None:
         raise ValueError("model has adapters on it: compress the model they are for and add them after that, or merge them first.")
     check_whole(model)
     check_some(choices)
-    check_weights(choices)
+    check_weights([choice for choice in choices if choice.name not in later])

@@ -219,16 +219,21 @@ def matrices(model: nn.Module) -> Iterator[tuple[Experts, str, ExpertMatrix]]:
 def dense_weights(owner: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """The parameters that the packed matrices of a module of experts stand for, by name; none of any other module."""
     layers = {name.removeprefix(PREFIX): layer for name, layer in owner._modules.items() if isinstance(layer, ExpertMatrix)}
-    return {name: _as_parameter(owner, layer, dtype) for name, layer in layers.items()}
+    return {name: as_parameter(owner, layer, dtype) for name, layer in layers.items()}
 
 
 def unpack(owner: Experts, name: str, layer: ExpertMatrix, dtype: torch.dtype) -> None:
     """Put the parameter back in the place of its packed matrix, as numbers of this dtype."""
-    whole = _as_parameter(owner, layer, dtype)
-    del owner._modules[PREFIX + name]
+    put_back(owner, name, as_parameter(owner, layer, dtype))
+
+
+def put_back(owner: Experts, name: str, whole: torch.Tensor) -> None:
+    """Put a parameter of these numbers in the place of the packed matrix."""
+    owner._modules.pop(PREFIX + name, None)
     owner.register_parameter(name, nn.Parameter(whole))
 
 
-def _as_parameter(owner: Experts, layer: ExpertMatrix, dtype: torch.dtype) -> torch.Tensor:
+def as_parameter(owner: Experts, layer: ExpertMatrix, dtype: torch.dtype) -> torch.Tensor:
+    """The numbers of the parameter that the packed matrix stands for."""
     whole = layer.dequantize(dtype).view(layer.shape)
     return whole.transpose(1, 2).contiguous() if owner.is_transposed else whole

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -34,11 +34,13 @@ def compress_in_place(
     activations: str | None = None,
     sequences: list[torch.Tensor] | None = None,
     measure: bool = True,
+    fill: Callable[[Choice], None] | None = None,
 ) -> None:
-    """Compress the layers of `choices`, which is empty afterwards; `model.mx_report` says what was done. sequences: calibration, int64 `[1, n]` each."""
+    """Compress the layers of `choices`, which is empty afterwards; `model.mx_report` says what was done. sequences: calibration, int64 `[1, n]` each.
+    fill: gives a layer its numbers as its turn comes."""
     names, reports, console = [choice.name for choice in choices], {}, Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        rest = _plain(choices) if sequences is None else calibrated(model, choices, sequences, activations, progress=partial(_watch, bar))
+        rest = _plain(choices, fill) if sequences is None else calibrated(model, choices, sequences, activations, progress=partial(_watch, bar))
         for choice, inputs, note in bar.track(rest, len(names), description="Compressing"):
             reports[choice.name] = compress_layer(model, choice, scale_rule, measure, activations, inputs, note)
     own_config(model)
@@ -47,8 +49,10 @@ def compress_in_place(
     model.mx_report = CompressionReport([reports[name] for name in names])
 
 
-def _plain(choices: list[Choice]) -> Iterator[tuple[Choice, None, str]]:
+def _plain(choices: list[Choice], fill: Callable[[Choice], None] | None) -> Iterator[tuple[Choice, None, str]]:
     while choices:
+        if fill is not None:
+            fill(choices[0])
         yield choices.pop(0), None, ""  # nothing else holds the dense layer
 
 
