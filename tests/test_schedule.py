@@ -417,3 +417,45 @@ def test_what_a_filled_pass_costs_is_what_all_of_its_widths_cost():
         cost.update(k, filled_up(k))
     assert cost(4) == cost(7) < cost(8) == cost(15) < cost(16) == cost(31)
     assert cost.steps(1) == cost.steps(3) and cost(70) > cost(63)  # wider than any block: by its own width
+
+
+# --- drafts that cost something -----------------------------------------------------------------------------------------------------
+
+
+def model_calls(rates: list[float], cost: float = 0.4, kind=("model", 1), tokens: int = 96, stall: tuple[int, int, float] | None = None, seed: int = 0) -> list[tuple[float, list[int]]]:
+    """Of one call per rate: plain steps for its tokens, and K of its rounds, with a draft model of which a token costs that much and is right that often."""
+    target, generator, made = Target(), random.Random(seed), []
+    for call, rate in enumerate(rates):
+        schedule, at, spent, asked = AutoSchedule(16, cost, prior=lambda strength: (0.7, 0.7)), 0, 0.0, []
+        schedule.follow(target, kind)
+        while at < tokens:
+            k = schedule.next_k([0], [tokens - at])[0]
+            right = next((i for i in range(k) if generator.random() > rate), k)
+            took = 1 + (cost + 0.04) * k
+            seems = took * (stall[2] if stall is not None and stall[:2] == (call, len(asked)) else 1)
+            schedule.observe([k], [right], seems if asked else None)
+            spent, at = spent + took, at + 1 + right
+            asked.append(k)
+        made.append((spent, asked))
+    return made
+
+
+@pytest.mark.parametrize("times", [1.6, 1.9, 3.0])
+def test_one_slow_round_of_a_draft_model_does_not_change_what_is_drafted(times):
+    whole = [sum(spent for spent, _ in model_calls([0.92] * 3, seed=seed)) for seed in range(20)]
+    stalled = [sum(spent for spent, _ in model_calls([0.92] * 3, seed=seed, stall=(1, 4, times))) for seed in range(20)]
+    assert sum(stalled) < 1.01 * sum(whole)
+
+
+def test_a_draft_models_acceptance_is_known_to_the_next_call():
+    def first(rates):
+        return sum(sum(model_calls(rates, seed=seed)[-1][1][1:9]) for seed in range(20)) / 160
+
+    assert first([0.95] * 3) > 1.15 * first([0.95]) and first([0.3, 0.95]) < first([0.95, 0.95])
+
+
+def test_what_a_draft_models_acceptance_was_is_soon_forgotten_where_it_is_no_longer_so():
+    for before, now in ((0.2, 0.95), (0.95, 0.2)):
+        changed = [sum(spent for spent, _ in model_calls([before] + [now] * 3, seed=seed)[1:]) for seed in range(20)]
+        fresh = [sum(spent for spent, _ in model_calls([now] * 3, seed=seed)) for seed in range(20)]
+        assert sum(changed) < 1.08 * sum(fresh), (before, now)

@@ -33,12 +33,14 @@ class RoundCost:
     TRUST, FAR = 0.5, 1.25          # of the other line, in rounds; how far a wide one may raise what is timed of narrow rounds
     SLOW, DOUBT = 0.75, 0.25        # a round by so much faster than expected leaves little of those before it
     MOST = 4.0                      # times what was expected that one of the first rounds of its kind is believed to take
+    BUSY = 1.5                      # and from which one that comes alone is a busy machine
     PLAIN_EVERY = 48, 384           # rounds until the second look at what a plain step costs; twice as many to every further one, at most
     INHERITED = 0.5                 # what a call leaves to the next one, in rounds timed
 
     def __init__(self, timed: bool = True, rows: int = 1, drafting: float = 0.0, blocks: tuple[int, ...] = ()):
         self.timed, self.plain, self.rounds = timed, None, 0
         self.since_plain, self.plain_every = self.PLAIN_EVERY[0] if timed else 0, self.PLAIN_EVERY[0]
+        self.busy = [False, False]  # whether the last plain round, and the last that drafted, was left out for taking so long
         self.blocks = blocks
         self.expect(rows, drafting)
         self.sums = [[0.0] * 5 for _ in range(2)]  # narrow and wide: n, k, k^2, t, k t
@@ -75,6 +77,9 @@ class RoundCost:
         if k and expected is not None and seconds < self.SLOW * expected:
             doubt = self.DOUBT if 2 * seconds > expected else 0.0
             self.sums[wide] = [doubt * old for old in self.sums[wide]]  # so were these
+        self.busy[k > 0] = self.known and not self.busy[k > 0] and expected is not None and seconds > self.BUSY * expected
+        if self.busy[k > 0]:
+            return
         if expected is not None and (k or self.plain is not None):  # a busy machine is not a cost
             seconds = min(seconds, (2 if k == 0 or self.sums[wide][0] > 2 else self.MOST) * expected)
         if k == 0:

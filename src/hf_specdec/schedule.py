@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import accumulate
+from typing import NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 from .budget import Budget, progress
@@ -83,7 +84,15 @@ class Rates:
         return list(accumulate((first * later**i for i in range(most)), initial=1.0))
 
 
-_calls: WeakKeyDictionary = WeakKeyDictionary()  # target -> kind of rounds -> the budget of the last call
+_calls: WeakKeyDictionary = WeakKeyDictionary()  # target -> kind of rounds -> what the last call has learned
+
+
+class Learned(NamedTuple):
+    """What a call leaves to the next one of its kind. known: the acceptance that it began with; counts: what it has seen since, as `Rates` has it."""
+
+    budget: Budget
+    known: dict[int, list[float]]
+    counts: dict[int, list[list[float]]]
 
 
 class AutoSchedule:
@@ -101,6 +110,7 @@ class AutoSchedule:
     MARGIN = 1.03, 1.2  # a gain below this is taken for noise: in a row alone; in a batch, where a wrong guess costs all rows
     PATIENCE = 16, 64   # plain rounds before the first probe of one token, and at most, where the budget covers it
     START, STEP = 4, 2  # the first K; how much more a draft that costs something may be asked for than the last time
+    WEIGHT = 10.0       # of the acceptance that such a draft has had in the calls before, in tokens judged
 
     def __init__(self, k_max: int, cost_ratio: float | None, timed: bool = True, prior=None, gains=None):
         self.k_max, self.drafting, self.gains = k_max, cost_ratio or 0.0, gains
@@ -111,16 +121,31 @@ class AutoSchedule:
         self.reach = self.START + self.STEP if cost_ratio else k_max
 
     def follow(self, model, kind: tuple, models: Iterable = ()) -> None:
-        """Begin with what the last call has learned of the cost of `model`'s rounds of that kind, if it was ahead of plain decoding with that, and leave
-        it to the next one what this call learns. models: those that the draft runs; what was learned with one goes when it does."""
+        """Begin with what the last call has learned of the cost of `model`'s rounds of that kind, if it was ahead of plain decoding with that, and of the
+        acceptance of a draft that costs something, and leave to the next one what this call learns. models: those that the draft runs; what was
+        learned with one goes when it does."""
         calls = _calls.setdefault(model, {})
         for own in [own for own in list(calls) if any(isinstance(part, ref) and part() is None for part in own)]:
             calls.pop(own, None)
         kind = *kind, *map(ref, models)
-        if kind in calls and calls[kind].ahead > 0:
-            self.cost = calls[kind].cost.again()
-            self.budget = Budget(self.cost, calls[kind])
-        calls[kind] = self.budget
+        before, known = calls.get(kind), {}
+        if before is not None and before.budget.ahead > 0:
+            self.cost = before.budget.cost.again()
+            self.budget = Budget(self.cost, before.budget)
+        if before is not None and self.drafting:  # a model agrees with the target everywhere alike, a looked-up text where there is something to copy
+            known = self._known(before)
+        calls[kind] = Learned(self.budget, known, self.rates.counts)
+
+    def _known(self, before: Learned) -> dict[int, list[float]]:
+        """Begin with the acceptance that the call before has ended with."""
+        own, last = self.rates.prior, Rates(self.rates.prior)
+        if before.known:
+            last = Rates(lambda strength: before.known.get(strength) or own(strength), self.WEIGHT)
+        last.counts = before.counts
+        known = before.known | {strength: last(strength) for strength in before.counts}
+        if known:
+            self.rates = Rates(lambda strength: known.get(strength) or own(strength), self.WEIGHT)
+        return known
 
     def next_k(self, evidence: list[int], room: list[int]) -> list[int]:
         self.evidence = evidence
