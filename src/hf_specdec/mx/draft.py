@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Iterable, Mapping
 from functools import partial
+from types import FunctionType
 
 import torch
 from torch import nn
@@ -14,7 +16,7 @@ from .. import compat
 from ..drafts.compressed import CompressedDraft
 from ..hints import what
 from .compress import check_model
-from .experts import ExpertMatrix, matrices, put_back, unpack
+from .experts import ExpertMatrix, ExpertWeights, matrices, put_back, unpack
 from .formats import DEFAULT_FORMAT, DEFAULT_RULE, Format
 from .in_place import compress_in_place
 from .linear import MXLinear, MXMatrix
@@ -48,16 +50,18 @@ def draft_of(
     made, packed = _twin(whole)
     choices = plan(made, format, config.skip, lm_head, layer_formats=layer_formats)
     check_model(made, choices, packed)
-    config.note(choices)
+    _note(config, choices, packed, made.get_output_embeddings())
     compress_in_place(made, choices, scale_rule, activations, measure=False, fill=partial(_fill, made, packed))
     attach(made, config)
-    return CompressedDraft(target, made.eval())
+    return CompressedDraft(target, made)
 
 
 def _twin(model: PreTrainedModel) -> tuple[PreTrainedModel, dict[str, MXMatrix]]:
     """A second tree of modules on the same tensors, in which layers without numbers stand for those that are packed; and these, by name."""
     shared = [*model.parameters(), *model.buffers(), *(part for part in model.modules() if isinstance(part, MXMatrix))]
     made, packed = copy.deepcopy(model, {id(each): each for each in shared}), {}
+    for name in [name for name, own in vars(made).items() if isinstance(own, FunctionType) and hasattr(type(made), name)]:
+        delattr(made, name)  # what accelerate puts before methods (`to`) is no copy: it holds the model
     for name, module in list(made.named_modules()):
         if isinstance(module, MXLinear):
             packed[name] = module
@@ -70,18 +74,29 @@ def _twin(model: PreTrainedModel) -> tuple[PreTrainedModel, dict[str, MXMatrix]]
         put_back(owner, name, torch.empty((count, k, n) if owner.is_transposed else (count, n, k), dtype=made.dtype, device="meta"))
     if packed:
         detach(made)
-    return made, packed
+    return made.eval(), packed  # before layers of the model itself come back, whose mode is its own
+
+
+def _note(config: MXConfig, choices: list[Choice], packed: dict[str, MXMatrix], head: nn.Module | None) -> None:
+    """`MXConfig.note`, where layers that stay as they are may be packed: to who reads the file they are layers with a format of their own."""
+    kept = {choice.name: packed[choice.name].format for choice in choices if choice.format is None and choice.name in packed}
+    if kept:
+        config.skip = [choice.name for choice in choices if choice.format is None and choice.name not in kept and isinstance(choice.module, (nn.Linear, ExpertWeights))]
+        own_head = next((choice.name for choice in choices if choice.module is head and choice.name in kept), None)
+        config.lm_head = kept[own_head].name if own_head else config.lm_head
+        config.layer_formats |= {name: own.name for name, own in kept.items() if name != own_head}
+    config.note([dataclasses.replace(choice, format=kept.get(choice.name, choice.format)) for choice in choices])
 
 
 def _name(model: nn.Module, module: nn.Module) -> str:
     return next(name for name, part in model.named_modules() if part is module)
 
 
-def _fill(model: PreTrainedModel, packed: dict[str, MXMatrix], choice: Choice) -> None:
+def _fill(model: PreTrainedModel, packed: dict[str, MXMatrix], choice: Choice) -> Choice:
     """Give a layer that stands for a packed one its numbers; or, if it is not to be compressed, its place back to that one."""
     layer, dense = packed.get(choice.name), choice.module
     if layer is None:
-        return
+        return choice
     if isinstance(layer, ExpertMatrix):
         del dense.owner._parameters[dense.name]
         dense.take(layer) if choice.format is None else unpack(dense.owner, dense.name, layer, model.dtype)
@@ -89,3 +104,4 @@ def _fill(model: PreTrainedModel, packed: dict[str, MXMatrix], choice: Choice) -
         replace(model, choice.name, layer)
     else:
         dense.weight = nn.Parameter(layer.dequantize(model.dtype), requires_grad=False)
+    return choice if choice.format else dataclasses.replace(choice, module=layer)

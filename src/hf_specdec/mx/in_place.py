@@ -34,10 +34,10 @@ def compress_in_place(
     activations: str | None = None,
     sequences: list[torch.Tensor] | None = None,
     measure: bool = True,
-    fill: Callable[[Choice], None] | None = None,
+    fill: Callable[[Choice], Choice] | None = None,
 ) -> None:
     """Compress the layers of `choices`, which is empty afterwards; `model.mx_report` says what was done. sequences: calibration, int64 `[1, n]` each.
-    fill: gives a layer its numbers as its turn comes."""
+    fill: gives a layer its numbers as its turn comes, and says what is then chosen."""
     names, reports, console = [choice.name for choice in choices], {}, Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         rest = _plain(choices, fill) if sequences is None else calibrated(model, choices, sequences, activations, progress=partial(_watch, bar))
@@ -49,10 +49,10 @@ def compress_in_place(
     model.mx_report = CompressionReport([reports[name] for name in names])
 
 
-def _plain(choices: list[Choice], fill: Callable[[Choice], None] | None) -> Iterator[tuple[Choice, None, str]]:
+def _plain(choices: list[Choice], fill: Callable[[Choice], Choice] | None) -> Iterator[tuple[Choice, None, str]]:
     while choices:
         if fill is not None:
-            fill(choices[0])
+            choices[0] = fill(choices[0])
         yield choices.pop(0), None, ""  # nothing else holds the dense layer
 
 
