@@ -106,9 +106,12 @@ def _compressed(config: SpeculativeConfig, target: PreTrainedModel) -> Draft:
     """The target's compressed copy as its draft, a draft of this call's own; the copy is kept as long as the target is, unless it is made another way or the target changes."""
     made, whole = load(LOADERS, config.draft, "draft"), compat.unwrap(target)
     _check_options(config, made)
-    now = json.dumps(config.draft_options, sort_keys=True), whole.device, whole.dtype, id(whole.get_input_embeddings().weight), id(whole.get_output_embeddings())
+    now = json.dumps(config.draft_options), whole.device, whole.dtype, id(whole.get_input_embeddings().weight), id(whole.get_output_embeddings())
     if whole not in _copies or _copies[whole][0] != now:
-        _copies[whole] = now, made(target, **config.draft_options).model
+        try:
+            _copies[whole] = now, made(target, **config.draft_options).model
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"draft={config.draft!r}: {error}") from error
     return load(DRAFTS, config.draft, "draft")(target, _copies[whole][1])
 
 

@@ -9,10 +9,13 @@ from transformers import PreTrainedModel
 
 from .. import compat
 from ..hints import short, what
+from .base import Context
 from .target_cache import TargetCacheDraft
 
-# of a config, what says how weights are stored or computed with, not what the model is
-_STORAGE = {"_name_or_path", "architectures", "dtype", "quantization_config", "tie_word_embeddings", "torch_dtype", "transformers_version"}
+# of a config, what says how weights are stored or computed with, or is for the caller, not what the model is
+_ASIDE = {"architectures", "bos_token_id", "chunk_size_feed_forward", "decoder_start_token_id", "dtype", "eos_token_id", "id2label", "label2id", "output_attentions",
+          "output_hidden_states", "pad_token_id", "problem_type", "quantization_config", "return_dict", "sep_token_id", "tie_word_embeddings", "torch_dtype",
+          "transformers_version", "use_cache"}
 
 
 class CompressedDraft(TargetCacheDraft):
@@ -36,6 +39,10 @@ class CompressedDraft(TargetCacheDraft):
         check_copy(compat.unwrap(target), compat.unwrap(model))
         super().__init__(model, target)
 
+    def start(self, context: Context) -> None:
+        _check_alike(self.whole, compat.unwrap(self.model))  # either may have been cast since
+        super().start(context)
+
     def prior(self, strength: int) -> tuple[float, float]:
         return self.PRIOR, self.PRIOR
 
@@ -46,6 +53,10 @@ def check_copy(target: PreTrainedModel, model: PreTrainedModel) -> None:
         raise ValueError(f"model: {type(model).__name__} is no copy of the target, a {type(target).__name__}. Pass it as assistant_model, as it is.")
     for name, own, other in _differences(model.config.to_dict(), target.config.to_dict()):
         raise ValueError(f"model: no copy of the target: its config has {name}={short(own)}, the target's {short(other)}. Pass it as assistant_model, as it is.")
+    _check_alike(target, model)
+
+
+def _check_alike(target: PreTrainedModel, model: PreTrainedModel) -> None:
     if (model.dtype, model.device) != (target.dtype, target.device):
         raise ValueError(f"model: it is in {model.dtype} on {model.device}, and the target, whose cache it writes, in {target.dtype} on {target.device}. Load both alike.")
 
@@ -54,5 +65,5 @@ def _differences(own: Any, other: Any, name: str = "") -> list[tuple[str, Any, A
     """(name, own value, other value) of what two configs say differently of the model."""
     if not (isinstance(own, dict) and isinstance(other, dict)):
         return [] if own == other else [(name, own, other)]
-    names = [key for key in {**own, **other} if key not in _STORAGE and not str(key).startswith("_")]
+    names = [key for key in {**own, **other} if key not in _ASIDE and not str(key).startswith("_")]
     return [each for key in names for each in _differences(own.get(key), other.get(key), f"{name}.{key}".lstrip("."))]
