@@ -10,7 +10,7 @@ from scipy.stats import chisquare
 
 from hf_specdec import SpeculativeDecoder, enable, integration, mx, parts, passes
 from hf_specdec.cached_model import CachedModel
-from hf_specdec.drafts import CascadeDraft, EarlyExitDraft, MixtureDraft, ModelDraft, ModelTreeDraft, PromptLookupDraft
+from hf_specdec.drafts import CascadeDraft, EarlyExitDraft, HorizontalCascadeDraft, MixtureDraft, ModelDraft, ModelTreeDraft, PromptLookupDraft
 from hf_specdec.media import TRIED, Media, ahead, media_in, untried
 from hf_specdec.mx.kernels import cpu
 from tests.helpers import FULL, OLD_TORCH, perturbed, tiny_llama
@@ -127,6 +127,16 @@ def test_a_draft_that_comes_in_after_a_row_has_gone(name):
 
     settings = dict(eos_token_id=first, pad_token_id=0)
     assert torch.equal(ours(model, inputs, Late(copy.deepcopy(model)), **settings).sequences, plain(model, inputs, **settings))
+
+
+@pytest.mark.parametrize("name", [name for name in ("LLaVA", "Qwen2-VL", "LFM3-VL") if name in BY_NAME])
+def test_a_draft_that_comes_in_where_another_has_drafted_for_some_rows(name):
+    """The texts of some rows are their prompts, those of others are longer."""
+    family = BY_NAME[name]
+    model = family.model()
+    for seed in (1, 4):
+        inputs = family.prompts(2, seed=seed)
+        assert torch.equal(ours(model, inputs, HorizontalCascadeDraft(PromptLookupDraft(), ModelDraft(copy.deepcopy(model))), k=1).sequences, plain(model, inputs))
 
 
 @pytest.mark.parametrize("name", [name for name in ("LLaVA", "Qwen2-VL", "Qwen3.5-MoE") if name in BY_NAME])

@@ -70,7 +70,15 @@ class ModelDraft(OneByOne, Holder):
     def propose(self, context: Context, k: list[int]) -> Proposal:
         if self.traits.max_positions is not None:
             k = [max(min(own, self.traits.max_positions - len(row)), 0) for own, row in zip(k, context.rows)]
-        return super().propose(context, k)
+        return super().propose(context, [0] * len(k) if self._has_to_wait(context) else k)
+
+    def _has_to_wait(self, context: Context) -> bool:
+        """Whether some rows, but not all, have text behind the prompts, which are to be read with what they show in a pass of their own: inside another draft."""
+        media = self.cached.media
+        if media is None or any(self.cached.lengths):
+            return False
+        behind = [len(row) > len(own) for row, own in zip(context.rows, media.columns)]
+        return any(behind) and not all(behind)
 
     def _several(self, context: Context, tokens: list[torch.Tensor], k: list[int], step: int) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
         """The next tokens, and the laws they were drawn from, by one compiled function; None where there is none, or something is decided after
