@@ -10,6 +10,7 @@ from hf_specdec import passes
 from hf_specdec.compiled import WIDTHS
 from hf_specdec.distributions import Sampler
 from hf_specdec.drafts import Context, Draft, MixtureDraft, ModelDraft, PromptLookupDraft, SuffixAutomatonDraft, earning
+from hf_specdec.drafts.earning import DraftCost
 from hf_specdec.proposal import Proposal, Verdict
 from hf_specdec.schedule import AutoSchedule, FixedSchedule
 from tests.helpers import generated, perturbed, repetitive, speculate, tiny_llama
@@ -178,3 +179,35 @@ def test_a_call_with_a_seed_neither_uses_nor_keeps_what_others_have_taught(mode)
     second = speculate(target, rows, mixture, "auto", seed=5, **options)
     assert generated(first, rows) == generated(second, rows) and first.speculation.rounds == second.speculation.rounds
     assert taught == [str(rates.counts) for rates in mixture.experience.rates]
+
+
+@pytest.mark.parametrize("slow", [(4,), (4, 8, 2)])
+@pytest.mark.parametrize("k", [1, 4, 16])
+def test_what_a_draft_was_timed_at_in_a_bad_moment_is_dropped_once_it_is_faster(slow, k):
+    cost = DraftCost(0.2)
+    for asked in slow:
+        cost.update(asked, 20 * 0.4 * asked)
+    assert cost(4, 1.0) > 20
+    cost.update(k, 0.4 * k)
+    assert cost(4, 1.0) == pytest.approx(1.6)
+
+
+def test_a_draft_of_one_pass_is_not_taken_for_one_that_was_slow_before():
+    cost = DraftCost(0.2)
+    for asked in (2, 8, 2, 8, 8, 4, 16, 2):
+        cost.update(asked, 0.5)
+    assert cost.sums[0] > 6 and cost(2, 1.0) == pytest.approx(0.5, rel=0.4)
+
+
+def test_what_was_timed_of_a_draft_that_is_not_asked_is_doubted_later_and_later():
+    cost, doubts = DraftCost(0.2), []
+    cost.update(4, 80.0)
+    for rounds in range(2000):
+        cost.waited += 1
+        if cost(4, 1.0) < 79.0:
+            assert cost(4, 1.0) == pytest.approx(0.8)
+            doubts.append(rounds)
+            cost.ask()
+            cost.update(4, 80.0)
+    gaps = [after - before for before, after in zip(doubts, doubts[1:])]
+    assert doubts[0] + 1 == DraftCost.PATIENCE[0] and gaps[:3] == [96, 192, 384] and max(gaps) <= DraftCost.PATIENCE[1]

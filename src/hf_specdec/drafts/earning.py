@@ -18,23 +18,40 @@ if TYPE_CHECKING:
 
 
 class DraftCost:
-    """Seconds that a draft takes for k tokens, a + s k, fitted with forgetting; before anything is timed `ratio` plain steps a token."""
+    """Seconds that a draft takes for k tokens, a + s k, fitted with forgetting; before anything is timed `ratio` plain steps a token.
+
+    patience: rounds without the draft after which what was timed of it is doubted: twice as many whenever that was for nothing.
+    """
+
+    PATIENCE = 48, 768  # at first, and at most
 
     def __init__(self, ratio: float):
         self.ratio, self.sums = ratio, [0.0] * 5  # n, k, k^2, t, k t
+        self.waited, self.patience = 0, self.PATIENCE[0]
 
     def update(self, k: int, seconds: float) -> None:
         n, total, _, spent, _ = self.sums
         if n > 2:
             seconds = min(seconds, 3 * spent / total * k)  # a busy machine is not a cost
+        if n and 2 * seconds < spent / n * min(1, k * n / total):  # less than half of the time, for as many tokens or by the token: the ones before were timed in a bad moment
+            self.sums = [0.0] * 5
         self.sums = [0.95 * old + new for old, new in zip(self.sums, (1.0, k, k * k, seconds, k * seconds))]
+
+    @property
+    def doubted(self) -> bool:
+        return self.waited >= self.patience
+
+    def ask(self) -> None:
+        """The draft is asked, if only for doubts."""
+        self.patience = min(2 * self.patience, self.PATIENCE[1]) if self.doubted else self.PATIENCE[0]
+        self.waited = 0
 
     def __call__(self, k: int, step: float) -> float:
         """step: seconds of a plain step."""
         n, total, _, spent, _ = self.sums
         if not k:
             return 0.0
-        if not n:
+        if not n or self.doubted:
             return self.ratio * step * k
         base, slope = fitted_line(self.sums, spent / total, spent / total)
         return base + slope * k
@@ -86,7 +103,7 @@ class Earnings:
             mixture.experience = self.known
         self.verify, self.drafting, self.reach = self.known.verify, self.known.drafting, self.known.reach
         self.budget = self.known.budget = Budget(self.verify, self.known.budget)
-        self.asked, self.waited = [0] * len(self.drafts), [0] * len(self.drafts)  # how often; rounds since
+        self.asked = [0] * len(self.drafts)  # how often
         own = len(context.rows) if context.sampler.do_sample else 1
         self.rates, self.rows = self.known.begin(own), [b % own for b in range(len(context.rows))]
         self.rounds, self.begin = 0, None
@@ -131,8 +148,10 @@ class Earnings:
             self.spent, self.steps = self.spent + seconds, self.steps + self.drafting_steps({d: max(k)})
             if self.asked[d] and self.timed:  # the first time it reads the prompt
                 self.drafting[d].update(max(k), seconds)
+            if self.asked[d] or not self.timed:
+                self.drafting[d].ask()
             self.asked[d] += 1
-            self.waited[d], self.reach[d] = 0, max(k) + self.STEP
+            self.reach[d] = max(k) + self.STEP
         return proposal
 
     # --- what is expected -------------------------------------------------------------------------------------------
@@ -143,7 +162,7 @@ class Earnings:
 
     def tokens(self, b: int, d: int, strength: int, most: int) -> list[float]:
         """Tokens that a round of row b is expected to commit with 0, 1, ... `most` tokens of draft d."""
-        more = self.OPTIMISM if not self.free[d] and self.waited[d] >= self.PATIENCE else 0.0
+        more = self.OPTIMISM if not self.free[d] and self.drafting[d].waited >= self.PATIENCE else 0.0
         return self.rates[self.rows[b]][d].expected_tokens(strength, most, more)
 
     def seconds(self, k: int, asked: dict[int, int]) -> float:
@@ -172,7 +191,8 @@ class Earnings:
     def next_round(self) -> None:
         self.verify.expect(len(self.rows))
         self.rounds += 1
-        self.waited = [waited + 1 for waited in self.waited]
+        for cost in self.drafting:
+            cost.waited += 1
 
     def keep(self, rows: list[int]) -> None:
         self.rows = [self.rows[row] for row in rows]

@@ -22,7 +22,7 @@ from .in_place import compress_in_place
 from .linear import MXLinear, MXMatrix
 from .plan import Choice, plan
 from .quantizer import MXConfig, attach
-from .swap import detach, replace
+from .swap import HOOKS, detach, replace
 
 
 def draft_of(
@@ -68,6 +68,7 @@ def _twin(model: PreTrainedModel) -> tuple[PreTrainedModel, dict[str, MXMatrix]]
             dense = nn.Linear(module.in_features, module.out_features, bias=False, device="meta", dtype=made.dtype)
             dense.bias = module.bias
             replace(made, name, dense)
+            vars(dense).update({key: copy.copy(vars(module)[key]) for key in HOOKS})  # what is hooked to the model later is no business of the copy
     for owner, name, layer in list(matrices(made)):
         packed[f"{_name(made, owner)}.{name}"] = layer
         count, n, k = layer.shape

@@ -19,7 +19,7 @@ from .report import LayerReport, weight_error
 
 NOT_FINITE = "{} holds a NaN or an infinity, which MX blocks cannot keep: leave the layer out with skip=, or mend the weights."
 FLOAT64 = "{}: MX layers multiply float32, bfloat16 and float16; use float32, dtype=torch.float32 or model.to(torch.float32)."
-_HOOKS = [key for key in vars(nn.Module()) if key.startswith(("_forward_", "_backward_")) or key == "_is_full_backward_hook"]
+HOOKS = [key for key in vars(nn.Module()) if key.startswith(("_forward_", "_backward_")) or key == "_is_full_backward_hook"]
 
 
 def compress_layer(model: nn.Module, choice: Choice, scale_rule: str, measure: bool, activations: str | None = None,
@@ -65,7 +65,7 @@ def replace(model: nn.Module, name: str, module: nn.Module) -> None:
     owner = model.get_submodule(parent)
     before = getattr(owner, child)
     if "weight" in before._parameters:  # else hooks make the weight (weight_norm, pruning), which is done
-        vars(module).update({key: hooks for key, hooks in vars(before).items() if key in _HOOKS})
+        vars(module).update({key: hooks for key, hooks in vars(before).items() if key in HOOKS})
     setattr(owner, child, module)
 
 
