@@ -23,7 +23,7 @@ from rich.table import Table
 
 import hf_specdec
 from hf_specdec import mx
-from hf_specdec.bench.arms import twin
+from hf_specdec.bench.arms import Nothing, twin
 from hf_specdec.bench.embedded import load_target
 from hf_specdec.bench.prompts import load_prompts
 from hf_specdec.bench.simulated import SimulatedDraft
@@ -95,7 +95,7 @@ def arms(model, tiles, prompts: list, options) -> dict:
 
     made = {"stock": lambda n: run(model, n), "tiles": lambda n: run(tiles, n)}
     if options.compile:
-        made["tiles, compiled"] = lambda n: run(tiles, n, speculative=way, assistant_model=Silent())
+        made["tiles, compiled"] = lambda n: run(tiles, n, speculative=way, assistant_model=Nothing())
     if not options.shape:
         made["prompt lookup"] = lambda n: run(tiles, n, speculative=way)
     made["compressed"] = lambda n: run(tiles, n, speculative=way, assistant_model=copy_of(n))
@@ -105,13 +105,6 @@ def arms(model, tiles, prompts: list, options) -> dict:
         both = MixtureDraft([SuffixAutomatonDraft(), draft], mode="choose")
         made["lookup or compressed"] = lambda n: run(tiles, n, speculative=way, assistant_model=both)
     return made
-
-
-class Silent(hf_specdec.drafts.PromptLookupDraft):
-    """Proposes nothing."""
-
-    def evidence(self, context) -> list[int]:
-        return [-1] * len(context.rows)
 
 
 def measure(made: dict, prompts: list, options) -> tuple[dict, dict, dict]:
@@ -141,7 +134,7 @@ def measure(made: dict, prompts: list, options) -> tuple[dict, dict, dict]:
 def report(seconds: dict, right: dict, per_pass: dict, options) -> None:
     kinds = list(seconds["stock"])
     what = options.shape or options.model
-    table = Table(title=f"{what}, {options.dtype}, {options.format}{', compiled' if options.compile else ''}: speed over stock generate() (tokens per pass; texts of plain in tiles)")
+    table = Table(title=f"{what}, {options.dtype}, {options.format}{', compiled' if options.compile else ''}: speed over stock generate()", caption="tokens per pass; texts that are plain generate()'s in tiles")
     for column in ("", *kinds):
         table.add_column(column)
     for name, own in seconds.items():

@@ -8,6 +8,7 @@ import sys
 import tomllib
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,12 +16,14 @@ import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_specdec
-from hf_specdec import loop
+from hf_specdec import loop, mx
+from hf_specdec.bench.arms import twin
 from hf_specdec.bench.embedded import load_target
 from hf_specdec.drafts import earning
 from hf_specdec.training import build_drafter
 from hf_specdec.training.drafter import save
 
+from ..mx.models import tiny as mx_tiny
 from ..helpers import generated, perturbed, plain, prompts, speculate, tiny_llama, torch_threads
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
@@ -54,6 +57,16 @@ def test_a_script_reads_and_writes_text_as_utf_8_whatever_the_locale(path):
     binary = {call for call in calls if any(isinstance(each, ast.Constant) and "b" in str(each.value) for each in call.args)}
     texts = [call for call in calls if names[call] in ("read_text", "write_text") or names[call] == "open" and call not in binary]
     assert not [call.lineno for call in texts if "encoding" not in {keyword.arg for keyword in call.keywords}]
+
+
+def test_a_compressed_copy_is_right_as_often_as_it_is_said_to_be_and_changes_no_text():
+    module, model = script("compressed"), mx_tiny()
+    tiles = hf_specdec.enable(mx.to_tiles(twin(model)))
+    options = SimpleNamespace(shape="tiny", rates=[1.0, 0.0], format="mxfp6_e2m3", compile=False, k=[2], max_new_tokens=12, repetitions=1)
+    texts = [(kind, [1 + i % 50 for i in range(module.PROMPT)]) for kind in ("right", "wrong")]
+    seconds, right, tokens = module.measure(module.arms(model, tiles, texts, options), texts, options)
+    assert all(found == [2, 2] for kinds in right.values() for found in kinds.values()) and set(seconds) == set(right) > set(tokens) - {"stock", "tiles"}
+    assert tokens["compressed, K = 2"] == {"right": 12 / 5, "wrong": 1.0}
 
 
 @pytest.mark.parametrize("file", ["constraints.txt", "constraints-lowest.txt"])
