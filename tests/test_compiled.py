@@ -23,7 +23,7 @@ from hf_specdec.compat import CACHE
 from hf_specdec.distributions import Sampler
 from hf_specdec.law import draw
 from hf_specdec.schedule import AutoSchedule
-from hf_specdec.drafts import EarlyExitDraft, MixtureDraft, ModelDraft, PromptLookupDraft
+from hf_specdec.drafts import CompressedDraft, EarlyExitDraft, MixtureDraft, ModelDraft, PromptLookupDraft
 from hf_specdec.drafts.feature import FeatureDraft
 from hf_specdec.training.shared import PrunedHead
 from tests.architectures import FAMILIES
@@ -88,6 +88,7 @@ def test_a_draft_model_and_a_tree_are_compiled_too(traced, strict):
     assert {key[1] for key in compiled._functions[draft].made} == {1, 4, -2} and 8 in {key[1] for key in compiled._functions[target].made}
     assert run(target, rows, KnowingTreeDraft([row + text for row, text in zip(rows, texts)]), k=10) == texts
     assert run(target, rows[:1], EarlyExitDraft(target, 1)) == texts[:1]
+    assert run(target, rows, CompressedDraft(target, perturbed(target))) == texts
 
 
 @pytest.mark.share(1 / 4)
