@@ -14,7 +14,6 @@ import json
 import random
 import statistics
 import time
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import torch
@@ -70,9 +69,9 @@ def of_model(options) -> tuple:
 
 
 def of_shape(options) -> tuple:
-    spec = spec_from_file_location("mx_models", Path(__file__).with_name("mx_models.py"))
-    spec.loader.exec_module(module := module_from_spec(spec))
-    model = module.random_llama(options.shape).to(getattr(torch, options.dtype)).eval()
+    from mx_models import random_llama  # the script beside this one
+
+    model = random_llama(options.shape).to(getattr(torch, options.dtype)).eval()
     model.generation_config.eos_token_id = None
     return model, [(f"acceptance {rate:g}, SIMULATED", list(range(10, 10 + PROMPT))) for rate in options.rates]
 

@@ -128,16 +128,16 @@ class AutoSchedule:
         for own in [own for own in list(calls) if any(isinstance(part, ref) and part() is None for part in own)]:
             calls.pop(own, None)
         kind = *kind, *map(ref, models)
-        before, known = calls.get(kind), {}
+        before = calls.get(kind)
         if before is not None and before.budget.ahead > 0:
             self.cost = before.budget.cost.again()
             self.budget = Budget(self.cost, before.budget)
-        if before is not None and self.drafting:  # a model agrees with the target everywhere alike, a looked-up text where there is something to copy
-            known = self._known(before)
+        inherits = before is not None and self.drafting  # a model agrees with the target everywhere alike, a looked-up text where there is something to copy
+        known = self._go_on_from(before) if inherits else {}
         calls[kind] = Learned(self.budget, known, self.rates.counts)
 
-    def _known(self, before: Learned) -> dict[int, list[float]]:
-        """Begin with the acceptance that the call before has ended with."""
+    def _go_on_from(self, before: Learned) -> dict[int, list[float]]:
+        """Begin with the acceptance that the call before has ended with, and return it, by strength of the evidence."""
         own, last = self.rates.prior, Rates(self.rates.prior)
         if before.known:
             last = Rates(lambda strength: before.known.get(strength) or own(strength), self.WEIGHT)

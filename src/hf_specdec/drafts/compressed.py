@@ -20,8 +20,8 @@ _ASIDE = {"architectures", "bos_token_id", "chunk_size_feed_forward", "decoder_s
 
 class CompressedDraft(TargetCacheDraft):
     """Drafts K tokens one by one with `model`, a copy of `target` whose weights have fewer bits, on the target's own cache. It agrees with
-    the target nearly always, whatever is written, and costs what reading its weights costs: for a target in 16 or 32 bits that is alone on its
-    device and has no better draft. The first round drafts nothing.
+    the target more often than a smaller model does, whatever is written, and costs what reading its weights costs: for a target in 16 or 32 bits that
+    has no better draft. The first round drafts nothing.
 
     `mx.draft_of(target)` makes both; a copy that another library has quantised will do, too. Where the target carries states or has an
     encoder, the copy has a cache of its own.
