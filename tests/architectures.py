@@ -71,6 +71,7 @@ FAMILIES = [
     Family("CodeGen", "codegen", _ROTARY),
     Family("GPT-BigCode (one K/V head)", "gpt_bigcode", {**_GPT2, "multi_query": True}),
     Family("GPT-BigCode (many K/V heads)", "gpt_bigcode", {**_GPT2, "multi_query": False}),
+    Family("Moshi", "moshi", dict(_HEADS, ffn_dim=48, audio_vocab_size=8)),
     Family("OPT", "opt", dict(vocab_size=VOCAB, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4,
                               max_position_embeddings=128, word_embed_proj_dim=32)),
     Family("BLOOM", "bloom", dict(_UNTIED, vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4), branches=False, window="ALiBi"),
@@ -308,6 +309,24 @@ STATEFUL = [
 ]
 STATEFUL = [family for family in STATEFUL if family.kind not in ("mamba", "mamba2", "falcon_mamba") or CACHE == "cache"]  # before 5.24 their cache has another name
 FAMILIES += [replace(family, ragged=not family.kind.startswith("inkling"), window="states") for family in STATEFUL if GOES_ON]
+# those whose cache is of a kind of their own: groups, blocks and windows that texts of this length fill and outgrow
+_QWEN4 = dict(_LLAMA, **_EXPERTS, head_dim=8, shared_expert_intermediate_size=16, hc_lowrank=4, ngram_vocab_size_base=64, split_ngram_parts=1,
+              **{**_DELTA, "layer_types": ["linear_attention", "indexed_attention"]}, indexer_n_heads=8, indexer_kv_heads=1, indexer_head_dim=8, indexer_budget=8,
+              indexer_compress_ratio=4)
+_QWEN4_SEEING = {name: size for name, size in _VISION.items() if name != "deepstack_visual_indexes"}
+OWN_CACHES = [
+    Family("DeepSeek-V4", "deepseek_v4", dict(_LLAMA, num_hidden_layers=3, head_dim=8, q_lora_rank=16, o_lora_rank=16, n_routed_experts=4, num_experts_per_tok=2,
+                                              moe_intermediate_size=16, index_head_dim=8, index_n_heads=8, index_topk=2, sliding_window=8,
+                                              layer_types=["heavily_compressed_attention", "compressed_sparse_attention", "sliding_attention"],
+                                              compress_rates={"compressed_sparse_attention": 4, "heavily_compressed_attention": 8})),
+    Family("MiniMax-M3 (text, sparse)", "minimax_m3_vl_text", dict(_LLAMA, **_MOE, head_dim=8, rotary_dim=4, shared_intermediate_size=16, index_head_dim=8,
+                                                                   index_n_heads=2, index_block_size=4, index_topk_blocks=2,
+                                                                   layer_types=["full_attention", "minimax_m3_sparse"])),
+    Family("Qwen4-Exp", "qwen4_exp", {"text_config": dict(_QWEN4, **_UNSPECIAL), "vision_config": _QWEN4_SEEING}),
+    Family("Qwen4-Exp (text)", "qwen4_exp_text", dict(_QWEN4, ple_layer_ids=[1], ple_embed_dim=32, heads_per_ngram=2, eos_token_id=VOCAB)),
+    Family("Inkling 2 (loop, text)", "inkling2_loop_text", dict(_INKLING, unpadded_vocab_size=VOCAB, n_layers_per_attn_res_block=1)),
+]
+FAMILIES += [replace(family, ragged=False, window="states") for family in OWN_CACHES if CACHE == "cache"]
 FAMILIES = [line for line in FAMILIES if line.kind in CONFIG_MAPPING]  # of the installed transformers
 FAMILIES = [line for line in FAMILIES if line.kind != "cohere_compass_text" or CACHE == "cache"]  # before 5.24 its own code fails with this config
 _TOO_OLD = [line for line in FAMILIES if line.kind in compat._OWN_WAYS]
@@ -319,19 +338,11 @@ REFUSED = [
     ("RecurrentGemma", "recurrent_gemma", dict(_HEADS, lru_width=32)),
     ("MiniMax", "minimax", dict(_LLAMA, **_MOE, head_dim=8, block_size=8, layer_types=_DELTA["layer_types"])),
 ]
-_QWEN4 = dict(_LLAMA, **{**_DELTA, "layer_types": ["linear_attention"] * 2}, **_EXPERTS, head_dim=8, shared_expert_intermediate_size=16, hc_lowrank=4,
-              ngram_vocab_size_base=64, split_ngram_parts=1)
 REFUSED += [
-    ("Inkling 2 (loop, text)", "inkling2_loop_text", dict(_INKLING, unpadded_vocab_size=VOCAB, n_layers_per_attn_res_block=1)),
-    ("Qwen4-Exp", "qwen4_exp", {"text_config": dict(_QWEN4, **_UNSPECIAL), "vision_config": {n: size for n, size in _VISION.items() if n != "deepstack_visual_indexes"}}),
-    ("Qwen4-Exp (text)", "qwen4_exp_text", _QWEN4),
     ("xLSTM", "xlstm", dict(vocab_size=VOCAB, hidden_size=32, embedding_dim=32, num_hidden_layers=1, num_blocks=1, num_heads=4)),
-    ("DeepSeek-V4", "deepseek_v4", dict(_LLAMA, head_dim=8, q_lora_rank=16, o_lora_rank=16, n_routed_experts=4, num_experts_per_tok=2,
-                                        moe_intermediate_size=16, index_head_dim=8, index_n_heads=2)),
-    ("MiniMax-M3 (text, sparse)", "minimax_m3_vl_text", dict(_LLAMA, **_MOE, head_dim=8, rotary_dim=4, shared_intermediate_size=16, index_head_dim=8,
-                                                             index_n_heads=2, layer_types=["full_attention", "minimax_m3_sparse"])),
 ]
 REFUSED += [(family.name, family.kind, family.settings) for family in STATEFUL if not GOES_ON]
+REFUSED += [(family.name, family.kind, family.settings) for family in OWN_CACHES if CACHE != "cache" and not family.kind.startswith("qwen4")]  # whose config was another
 _BYTES = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, hidden_size_global=32)
 _PART = dict(_GEMMA, hidden_size_per_layer_input=0, vocab_size_per_layer_input=0, num_kv_shared_layers=2)
 # What reads its text in a way of its own
@@ -340,7 +351,6 @@ OWN_WAYS = [
     ("CPM-Ant", "cpmant", dict(vocab_size=VOCAB, hidden_size=32, num_attention_heads=4, dim_head=8, dim_ff=48, num_hidden_layers=1)),
     ("Gemma 4 (assistant)", "gemma4_assistant", dict(text_config=_PART, backbone_hidden_size=32)),
     ("Gemma 4 Unified (assistant)", "gemma4_unified_assistant", dict(text_config=_PART, backbone_hidden_size=32)),
-    ("Moshi", "moshi", dict(_HEADS, ffn_dim=48, audio_vocab_size=8)),
     ("OpenAI GPT", "openai-gpt", dict(vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=4, n_positions=64)),
     ("ProphetNet (its decoder)", "prophetnet", dict(_UNSPECIAL, vocab_size=VOCAB, hidden_size=32, num_decoder_layers=1, num_decoder_attention_heads=4,
                                                     decoder_ffn_dim=48, decoder_start_token_id=1)),

@@ -21,7 +21,7 @@ LINES = [
     {"uploads", "devices", "lockstep", "recurrences", "fixed_cache"},
     {"tree", "registry", "theory", "noise", "compat", "kv_cache", "draft_stop", "head", "parts", "passes", "method", "memory", "budget", "round_cost",
      "law", "nucleus", "lazy_law", "caches", "states", "media", "checkpoint", "positions", "block", "hints", "flash", "assistants", "folders"},
-    {"proposal", "sequences", "tree_shapes", "distributions", "config", "schedule", "trace", "seq2seq", "tap", "masks", "layerwise", "kept"},
+    {"proposal", "sequences", "tree_shapes", "distributions", "config", "schedule", "trace", "seq2seq", "tap", "masks", "layerwise", "kept", "own_cache"},
     {"compiled", "following", "lengths"},
     {"forward"},
     {"cached_model", "acceptance.base", "acceptance.primitive"},
@@ -130,7 +130,7 @@ def test_every_registry_entry_names_what_is_there():
 
 # --- transformers' insides ----------------------------------------------------------------------------------------------------
 
-INSIDES = {"compat": {"logits_process"}, "kv_cache": {"cache_utils"}, "caches": {"cache_utils"}, "fixed_cache": {"cache_utils"}, "states": {"cache_utils"}}
+INSIDES = {"compat": {"logits_process"}, "own_cache": {"cache_utils"}, "kv_cache": {"cache_utils"}, "caches": {"cache_utils"}, "fixed_cache": {"cache_utils"}, "states": {"cache_utils"}}
 DEEP = {"cache_utils", "masking_utils", "logits_process", "stopping_criteria", "candidate_generator", "modeling_utils", "modeling_attn_mask_utils", "utils",
         "configuration_utils", "integrations", "models"}
 

@@ -245,8 +245,7 @@ class CachedModel(Forward):
         if self.media is not None and not any(self.lengths) and rows != list(range(len(self.lengths))):  # what is shown is of all rows
             self.media, self.ahead = None, []
         self.lengths, self.ahead = [self.lengths[row] for row in rows], [self.ahead[row] for row in rows] if self.ahead else []
-        for part in self.cache.layers:
-            part.keep(upload(rows, self.device))
+        self.cache.keep(upload(rows, self.device))
         if self.states is not None:
             self.states.keep(rows)
         if isinstance(self.run, Decoder):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import DynamicCache, GenerationMixin
+from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 CACHE = "cache" if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters else "past_key_values"  # "cache" since 5.24
@@ -16,16 +16,31 @@ GO_ON = frozenset(  # from a state over several tokens as they do token by token
     "bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid inkling2_text inkling_text jamba kimi_linear lara_mini lfm2 lfm2_moe lfm3 mamba mamba2 nemotron_h "
     "olmo_hybrid qwen3_5_moe_text qwen3_5_text qwen3_next zamba zamba2 zaya".split()
 )
+OWN_CACHE = frozenset(  # go on over several tokens as they do token by token, from a cache of their own kind; not tried before transformers 5.24
+    "deepseek_v4 inkling2_loop_text minimax_m3_vl_text qwen4_exp_text".split() if CACHE == "cache" else ()
+)
 _VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 GOES_ON = _VERSION >= (5, 17)  # before, models do not go on from a state over several tokens, or not all of them
 _MAY_RECORD = _VERSION >= (5, 21)  # before, a window that records its past does not fit its mask after two passes
+INDEXED = "indexed_attention"
+_KNOWN_LAYERS, _KNOWN_BLOCKS = {"full_attention", "sliding_attention", "chunked_attention"}, {"attention"}
+_KNOWN_LAYERS |= {INDEXED} if hasattr(Cache, "update_indexer") else set()
 _PLAIN = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}  # DummyLayer is newer than 5.17
 
 
-def states_of(config: Any) -> tuple[int, ...]:
-    """Per layer of a model, how many states it carries; () where none does, where one has a cache of another kind, and before transformers 5.17."""
-    if not GOES_ON:
+def strange_layers(config: Any) -> list[str]:
+    """Types of layers that are no attention, or attention to something else than all tokens before."""
+    return sorted(set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS) \
+        or sorted(set(getattr(config, "layers_block_type", None) or ()) - _KNOWN_BLOCKS - _KNOWN_LAYERS)  # transformers 5.10
+
+
+def states_of(model: PreTrainedModel, config: Any) -> tuple[int, ...]:
+    """Per layer of a model, how many states it carries, 1 of those whose cache is of its own kind; () where none does, where one that is not known has a cache of
+    another kind, and before transformers 5.17."""
+    if not GOES_ON or not getattr(model, "_is_stateful", False) and not strange_layers(config):
         return ()
+    if config.model_type in OWN_CACHE:
+        return (1,) * config.num_hidden_layers
     layers = DynamicCache(config=config).layers
     if not all(isinstance(layer, LinearAttentionLayer) or type(layer).__name__ in _PLAIN for layer in layers):
         return ()
@@ -71,9 +86,14 @@ def check_cache(cache: Any, config: Any, rows: int) -> None:
 
 
 def _empty_cache(config: Any) -> DynamicCache:
-    """The cache that plain generate begins with; Dory's forward adds one for every further pass through its middle layers."""
-    cache, loops = DynamicCache(config=config), getattr(config, "n_recurrent_loops", 1)
-    middle = cache.layers[config.n_input_layers :][: config.n_recurrent_layers] if loops > 1 else []
+    """The cache that plain generate begins with; the forwards of Dory and Inkling 2 (loop) add a layer for every further pass through their middle ones."""
+    cache = DynamicCache(config=config)
+    text = config.get_text_config()
+    loops = getattr(text, "n_recurrent_loops", 0) or getattr(text, "loop_num_passes", 1)
+    if hasattr(text, "loop_num_passes"):
+        middle = cache.layers[text.loop_layer_index_start : text.loop_layer_index_end]
+    else:
+        middle = cache.layers[text.n_input_layers :][: text.n_recurrent_layers] if loops > 1 else []
     cache.layers += [copy.deepcopy(layer) for layer in middle * (loops - 1)]
     return cache
 

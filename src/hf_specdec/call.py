@@ -91,9 +91,8 @@ class Call:
         seen = [[] for _ in self.prompts] if self.hidden else self.prompts
         self.processors = compat.processors_per_row(processors, self.ids, seen)
         self.cache = model_kwargs.get(compat.CACHE)
-        self.given = self.cache is not None and (
-            decoder.cache_is_given or cached_tokens(self.cache) > 0 or getattr(self.cache, "_is_user_defined", False)
-        )
+        defined = decoder.cache_is_given or getattr(self.cache, "_is_user_defined", False)
+        self.given = self.cache is not None and (defined or cached_tokens(self.cache) > 0)
         self.closed = self._why_no_cache()
         if self.closed:
             if self.given:
@@ -106,8 +105,9 @@ class Call:
         """Whose cache is neither taken nor handed back; "" where it is both."""
         if self.source is not None:
             return "an encoder-decoder model"
-        if self.traits.indexed:
-            return "a model that keeps the keys of an indexer"
+        padded = self.traits.own_cache and len(self.columns[0]) < self.input_ids.shape[1]
+        if padded or self.traits.indexed:
+            return "a padded row of a model whose cache is of its own kind" if padded else "a model that keeps the keys of an indexer"
         if not self.traits.states or len(self.prompts) == 1 and not (self.given and 0 < cached_tokens(self.cache) and not counts_tokens(self.cache)):
             return ""
         return "several rows of a model that carries states" if len(self.prompts) > 1 else "a model of states alone, which does not say how many tokens it has seen,"

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import Cache, CompileConfig, GenerationMixin, LogitsProcessor, PreTrainedModel
+from transformers import CompileConfig, GenerationMixin, LogitsProcessor, PreTrainedModel
 from transformers.generation import logits_process as lp
 
 from . import assistants
-from .caches import CACHE, GO_ON, states_of
+from .caches import CACHE, GO_ON, INDEXED, OWN_CACHE, states_of, strange_layers
 from .recurrences import begins_with_nothing
 from .flash import flash_of, why_not
 
@@ -97,17 +97,14 @@ def _for_prompt(processor: LogitsProcessor, row: int, input_ids: torch.Tensor, p
 
 # --- what a model accepts ---------------------------------------------------------------------------------------------
 
-_INDEXED = "indexed_attention"
-_KNOWN_LAYERS, _KNOWN_BLOCKS = {"full_attention", "sliding_attention", "chunked_attention"}, {"attention"}
-_KNOWN_LAYERS |= {_INDEXED} if hasattr(Cache, "update_indexer") else set()
 _OWN_MASK = {"bloom", "mpt", "gpt_neo"}
-_OWN_WAYS = {"moshi": "keeps its window by a cache that forgets", "cpmant": "puts a prompt of its own before every pass",
+_OWN_WAYS = {"cpmant": "puts a prompt of its own before every pass",
              "paligemma": "reads its whole prompt in both directions", "blt": "groups its text into patches anew in every pass",
              "xlm": "puts a mask token behind every pass", "prophetnet": "reads one token at a time from a cache",
              **dict.fromkeys(("musicgen_decoder", "musicgen_melody_decoder"), "writes several codebooks by a generate of its own")}
 if CACHE == "past_key_values":  # transformers before 5.24
     _OWN_WAYS |= dict.fromkeys(("big_bird", "doge", "megatron-bert", "rembert", "roformer"), "may read its prompt in both directions before transformers 5.24")
-    _OWN_WAYS |= {"git": "may make its positions itself before transformers 5.24"}
+    _OWN_WAYS |= {"moshi": "keeps its window by a cache that forgets", "git": "may make its positions itself before transformers 5.24"}
     _OWN_WAYS |= dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "hy_v4"), "keeps keys of its own beside the cache before transformers 5.24")
 _HANDS_ON = {"moss_transcribe_diarize"}  # their text model's positions, among arguments that they do not name
 _OWN_MASK_BEFORE_SDPA = {"ctrl"}  # takes a 4-D mask since it has sdpa attention; transformers 5.10 reads a 2-D one only
@@ -132,6 +129,7 @@ class ModelTraits:
     placed:         positions are given although masks are the model's own.
     flash:          it runs flash attention, which has masks of its own.
     indexed:        layers keep the keys of an indexer beside keys and values.
+    own_cache:      it reads from a cache of its own kind (`own_cache.py`): chains of one row, as with `states`.
     """
 
     masks: tuple[tuple[str | None, str, int], ...]
@@ -144,6 +142,7 @@ class ModelTraits:
     placed: bool = False
     flash: bool = False
     indexed: bool = False
+    own_cache: bool = False
 
     @property
     def mask_name(self) -> str:
@@ -167,7 +166,7 @@ def traits_of(model: PreTrainedModel, role: str) -> ModelTraits:
     own_mask = config.model_type in _OWN_MASK or getattr(config, "alibi", False) \
         or config.model_type in _OWN_MASK_BEFORE_SDPA and not model._supports_sdpa
     head = model.get_output_embeddings()
-    encoder, states = "own" if model.config.is_encoder_decoder else "another's" if "encoder_outputs" in forward else "none", _states(model, config)
+    encoder, states = "own" if model.config.is_encoder_decoder else "another's" if "encoder_outputs" in forward else "none", states_of(model, config)
     masks, flash, placed = _masks(config, bool(states)), flash_of(config), "position_ids" in forward or model.config.model_type in _HANDS_ON
     if flash and (why := why_not(model, config, {kind for _, kind, _ in masks}, encoder, states)):
         raise ValueError(f'{name} runs attn_implementation={flash!r}, which {why}. Call model.set_attn_implementation("sdpa") (or "eager").')
@@ -181,7 +180,8 @@ def traits_of(model: PreTrainedModel, role: str) -> ModelTraits:
         states=states,
         placed=(own_mask or bool(states) or bool(flash)) and placed,
         flash=bool(flash),
-        indexed=_INDEXED in (getattr(config, "layer_types", None) or ()),
+        indexed=INDEXED in (getattr(config, "layer_types", None) or ()) and not states,
+        own_cache=bool(states) and config.model_type in OWN_CACHE,
     )
 
 
@@ -190,8 +190,8 @@ def _refuse_what_cannot_roll_back(model: PreTrainedModel, config: Any, name: str
     if model.config.is_encoder_decoder and kind not in ENCODER_DECODERS:
         raise ValueError(f"{name} is an encoder-decoder model of type {kind!r}, whose decoder nobody has tried to roll back; those that work are "
                          f"{sorted(ENCODER_DECODERS)}. Use speculative=False.")
-    states, strange = _states(model, config), _strange(config)
-    if states and (config.model_type not in GO_ON or begins_with_nothing(model)):
+    states, strange = states_of(model, config), strange_layers(config)
+    if states and (config.model_type not in GO_ON | OWN_CACHE or begins_with_nothing(model)):
         raise ValueError(f"{name} carries a state from token to token, and nobody has seen it go on from there over several tokens as it does token by token (Mamba 1 "
                          f"does in layers that run their own forward): it cannot be rolled back after a rejected token. Use speculative=False.")
     own_way = "reads the cache of its last loop itself" if getattr(config, "recurrent_kv_cache_mode", "") == "last_loop" else _OWN_WAYS.get(kind)
@@ -210,16 +210,6 @@ def _refuse_what_cannot_roll_back(model: PreTrainedModel, config: Any, name: str
                          f'Call model.set_attn_implementation("sdpa") (or "eager").')
 
 
-def _strange(config: Any) -> list[str]:
-    """Types of layers that are no attention."""
-    return sorted(set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS) \
-        or sorted(set(getattr(config, "layers_block_type", None) or ()) - _KNOWN_BLOCKS - _KNOWN_LAYERS)  # transformers 5.10
-
-
-def _states(model: PreTrainedModel, config: Any) -> tuple[int, ...]:
-    return states_of(config) if getattr(model, "_is_stateful", False) or _strange(config) else ()
-
-
 def _reads_both_ways(model: PreTrainedModel, config: Any) -> bool:
     """Many configs carry an `is_decoder` that nothing heeds: it counts where a module has it, too."""
     if getattr(config, "use_bidirectional_attention", None) in (True, "all") or getattr(config, "is_causal", True) is False:
@@ -230,14 +220,16 @@ def _reads_both_ways(model: PreTrainedModel, config: Any) -> bool:
 def own_mask_refusal(model: PreTrainedModel, role: str, branches: bool = False) -> str:
     """Why a model takes no ragged batch, or one that makes its own masks or carries states no `branches` of a tree."""
     model = unwrap(model)
+    config = model.config.get_text_config()
+    states, flash = states_of(model, config), flash_of(config)
+    along = "keeps what it has read in a cache of its own kind, along one text" if states and config.model_type in OWN_CACHE else ""
     if branches:
-        flash = flash_of(config := model.config.get_text_config())
-        why = "carries a state from token to token, which" if _states(model, config) else \
+        why = f"{along}, which" if along else "carries a state from token to token, which" if states else \
             f'runs attn_implementation={flash!r}, which goes along one text (call set_attn_implementation("sdpa")), which' if flash else \
             "makes its attention mask or positions itself (as encoder-decoders and ALiBi do), along one text, which"
         return f"{role}: {type(model).__name__} {why} branches of a tree cannot share. Propose chains, or use speculative=False."
-    return (f"{role}: {type(model).__name__} gives a row other logits in a ragged batch than alone, so rows that accept different numbers of tokens cannot share a "
-            f"pass. Generate the rows one by one (batch size 1; num_return_sequences and num_beams make rows, too), or use speculative=False.")
+    return (f"{role}: {type(model).__name__} {along or 'gives a row other logits in a ragged batch than alone'}, so rows that accept different numbers of tokens cannot "
+            f"share a pass. Generate the rows one by one (batch size 1; num_return_sequences and num_beams make rows, too), or use speculative=False.")
 
 
 def device_of(model: PreTrainedModel) -> torch.device:
@@ -251,7 +243,7 @@ def device_of(model: PreTrainedModel) -> torch.device:
 
 def _masks(config: Any, states: bool = False) -> tuple[tuple[str | None, str, int], ...]:
     window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
-    sizes = {"full_attention": ("full", 0), "sliding_attention": ("sliding", window or 0), "chunked_attention": ("chunked", chunk or 0), _INDEXED: ("full", 0)}
+    sizes = {"full_attention": ("full", 0), "sliding_attention": ("sliding", window or 0), "chunked_attention": ("chunked", chunk or 0), INDEXED: ("full", 0)}
     if states:  # such models name the masks of their layers in ways of their own
         sliding = [(key, *sizes["sliding_attention"]) for key in ("sliding_attention", "hybrid_sliding")] if window else []
         return tuple((key, *sizes["full_attention"]) for key in ("full_attention", "hybrid")) + tuple(sliding)

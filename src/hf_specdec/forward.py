@@ -21,6 +21,7 @@ from .lengths import check_counting, counts_itself
 from .lockstep import in_stages, shared_by_processes
 from .masks import Placing
 from .media import Media
+from .own_cache import OwnCache, Snapshots
 from .parts import read_at
 from .positions import counted_by_row, counting
 from .seq2seq import BLIND, Decoder, Source
@@ -50,17 +51,18 @@ class Forward:
         self.run = model if source is None else Decoder(model, source)
         self.traits = traits or compat.traits_of(compat.unwrap(model), role)
         aligned = self.traits.own_positions and not self.traits.states
-        self.cache = SlotCache(limit, FixedBuffers(model, role) if compile else None, self.traits.states, StateLayer, aligned)
+        self.cache, self.states = self._caches(limit, bool(compile), aligned)
         self.counting = counting(compat.unwrap(model)) if aligned and not self.traits.placed else []
         self.shares = bool(getattr(compat.unwrap(model).config.get_text_config(), "num_kv_shared_layers", 0))
         self.blind = source is not None and compat.unwrap(model).config.model_type in BLIND
-        self.states = Checkpoints(self.cache.layers, compat.unwrap(model)) if self.traits.states else None
         self.compiled = CompiledPasses(model, role, compile, source is not None) if compile else None
         self.most, self.runner = passes.runner(model, compiled=False)
         flash, own = self.traits.flash, self.traits.own_positions and not self.traits.states
         if compile and (own and (source is None or flash) or counts_itself(compat.unwrap(model), limit)):
             self.compiled.give_up("it runs flash attention, which takes no mask over buffers of fixed shapes" if flash else
                                   "it makes its masks or positions itself", for_good=not flash)
+        if compile and self.traits.own_cache and self.compiled.usable is not False:
+            self.compiled.give_up("it has a cache of its own kind", for_good=True)
         if compile and shared_by_processes(model):
             self.compiled.give_up("several processes run it together", for_good=False)
         self.device, self.dtype = compat.device_of(model), model.dtype
@@ -72,6 +74,15 @@ class Forward:
         self.taps: list[Tap] = []
         self.calls, self.seconds = 0, 0.0
         self.placing = Placing(self.traits, self.dtype, self.device)
+
+    def _caches(self, limit: int, compile: bool, aligned: bool) -> tuple[SlotCache | OwnCache, Checkpoints | Snapshots | None]:
+        """What is read from, and what of it is put back after a rejection, where slots are not simply written over."""
+        model = compat.unwrap(self.model)
+        if self.traits.own_cache:
+            cache = OwnCache(model.config, limit)
+            return cache, Snapshots(cache)
+        cache = SlotCache(limit, FixedBuffers(self.model, self.role) if compile else None, self.traits.states, StateLayer, aligned)
+        return cache, Checkpoints(cache.layers, model) if self.traits.states else None
 
     @property
     def blocks(self) -> tuple[int, ...]:

@@ -198,6 +198,11 @@ class SlotCache(Cache):
             self.layers.append(SlotLayer(self.plan, len(self.layers)))
         return self.layers[layer_idx].update(key_states, value_states)
 
+    def keep(self, rows: torch.Tensor) -> None:
+        """Drop all other rows."""
+        for layer in self.layers:
+            layer.keep(rows)
+
     def release(self) -> None:
         """The call is over: nobody reads the cache any more."""
         for layer in self.layers:

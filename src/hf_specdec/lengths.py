@@ -27,11 +27,14 @@ def check_rope(model: PreTrainedModel, max_length: int, role: str) -> None:
 
 
 def check_selection(model: PreTrainedModel, max_length: int, role: str) -> None:
-    """Refuse a text in which Doge attends to the `keep_window_size` keys that it selects among all of a pass, drafted ones included."""
-    kept = getattr(model.config.get_text_config(), "keep_window_size", None)
+    """Refuse a text in which Doge attends to the `keep_window_size` keys that it selects among all of a pass, drafted ones included, and one that outgrows the window
+    of Moshi's cache, to which its masks do not hold several tokens."""
+    config = model.config.get_text_config()
+    window = "sliding_window" if config.model_type == "moshi" else "keep_window_size"
+    kept = getattr(config, window, None)
     if kept is not None and max_length + MAX_NODES > kept:
         raise ValueError(
-            f"{role}: {type(model).__name__} attends to {kept} tokens (keep_window_size) that it selects among all of a pass, so in longer texts a pass "
+            f"{role}: {type(model).__name__} attends to {kept} tokens ({window}) that depend on all of a pass, so in longer texts a pass "
             f"over drafted tokens would differ from plain decoding. Keep max_length at {max(kept - MAX_NODES, 0)} or below (here {max_length}), or use "
             f"speculative=False."
         )

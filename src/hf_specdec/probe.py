@@ -115,6 +115,8 @@ def obeys_masks(model: PreTrainedModel, traits: ModelTraits) -> bool:
     """Whether a ragged pass gives every row the logits of a pass of its own. Costs four short forwards the first time; free for
     the families in `TESTED`, but under flash attention, where it is a matter of the kernels at hand, too."""
     config = model.config.get_text_config()
+    if traits.own_cache:
+        return False
     if config.model_type in TESTED and not traits.flash:
         return True
     answers, attention = _answers.setdefault(model, {}), compat.flash_of(config)

@@ -1,0 +1,112 @@
+"""Models that keep what they have read in a way of their own: keys compressed by groups (DeepSeek-V4), keys of an indexer beside states (Qwen4-Exp, MiniMax-M3), layers
+that run several times (Inkling 2). Their cache is the one that plain generate gives them.
+
+Nothing is taken out of it again. Passes go on from a copy, so that the cache as it was before is there still: after a rejected token it takes that one's place, and
+what was accepted is read again in front of the next candidates.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
+
+from .kv_cache import SlotPlan
+
+
+class OwnCache(DynamicCache):
+    """The cache that plain generate begins with, of one row; `plan` says where the next block is, as that of a `SlotCache`."""
+
+    def __init__(self, config: Any, limit: int):
+        super().__init__(config=config)
+        self.plan = SlotPlan(limit)
+
+    def release(self) -> None:
+        self.layers.clear()
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """There is one row."""
+
+    def load(self, layers: list, columns: list[list[int]], device: torch.device) -> None:
+        """`Snapshots.load` reads a caller's."""
+
+    def row(self, b: int, length: int, last: bool) -> list:
+        """`Snapshots.store` hands it back."""
+        return []
+
+
+class Snapshots:
+    """An `OwnCache` after passes that may have to be returned to: how many tokens it held, and its layers. What a pass is to do with it is asked as of
+    `states.Checkpoints`.
+
+    PENDING: most tokens that are fed once more in front of candidates; more than that get a pass of their own.
+    """
+
+    PENDING = 16
+
+    def __init__(self, cache: OwnCache):
+        self.cache, self.empty = cache, cache.layers
+        self.kept: list[tuple[int, list]] = []
+        self.begun = self.final = False  # whether there has been a pass; whether all that the next one reads is committed
+
+    def apart(self, fresh: list[list[int]], sizes: list[int]) -> bool:
+        """Whether all but the last of the `fresh` tokens get a pass of their own, before one over candidates."""
+        return len(fresh[0]) > self.PENDING
+
+    @contextmanager
+    def during(self, starts: list[int], width: int) -> Iterator[None]:
+        """A pass that reads `width` tokens from position starts[0] on goes on from a copy of the last layers."""
+        self.cache.layers = copied(self.kept[-1][1] if self.kept else self.empty)
+        yield
+        for _, layers in self.kept:
+            _share(layers, self.cache.layers)
+        self.kept = [*([] if self.final else self.kept), (starts[0] + width, self.cache.layers)]
+        self.begun, self.final = True, False
+
+    def back_to(self, lengths: list[int], settled: bool = True) -> list[int]:
+        """Forget what was read from position lengths[0] on. How many tokens the cache holds then: so many or fewer. settled: nothing will go back to less."""
+        kept = [own for own in self.kept if own[0] <= lengths[0]]
+        self.kept = kept[-1:] if settled else kept
+        return [kept[-1][0] if kept else 0]
+
+    def keep(self, rows: list[int]) -> None:
+        """There is one row."""
+
+    def load(self, cache: DynamicCache, lengths: list[int]) -> None:
+        """Go on from a filled cache of transformers."""
+        self.kept = [(lengths[0], copied(cache.layers))]
+
+    def store(self, cache: DynamicCache) -> None:
+        """Put a copy of the last layers into a cache of transformers."""
+        cache.layers = copied(self.kept[-1][1])
+
+
+def copied(layers: list) -> list:
+    """Layers that a pass may change without changing these. transformers joins keys and values anew, and writes over states."""
+    return [_copied(layer, anew=isinstance(layer, LinearAttentionLayer)) for layer in layers]
+
+
+def _copied(layer: Any, anew: bool) -> Any:
+    own = copy.copy(layer)
+    for name, part in vars(own).items():
+        if isinstance(part, dict):
+            vars(own)[name] = {key: _anew(value) if anew else value for key, value in part.items()}
+        elif anew and name not in ("keys", "values"):
+            vars(own)[name] = _anew(part)
+    return own
+
+
+def _anew(part: Any) -> Any:
+    return part.clone() if isinstance(part, torch.Tensor) else part
+
+
+def _share(layers: list, longer: list) -> None:
+    """Let the keys and values of `layers` lie in those of layers that have been read further, of which they are the beginning."""
+    for own, other in zip(layers, longer):
+        if getattr(type(own), "update", None) is DynamicLayer.update and own.is_initialized:
+            own.keys, own.values = (part[:, :, : own.keys.shape[2]] for part in (other.keys, other.values))
