@@ -141,9 +141,10 @@ def test_a_padded_row_is_read_without_its_padding_and_its_cache_neither_taken_no
     wanted = model.generate(torch.tensor([row]), max_new_tokens=20, **PLAIN)
     out = model.generate(ids, attention_mask=mask, max_new_tokens=20, speculative=True, return_dict_in_generate=True, **PLAIN)
     assert torch.equal(out.sequences[:, 3:], wanted) and CACHE not in out
-    cache = model.generate(ids, attention_mask=mask, max_new_tokens=1, return_dict_in_generate=True, **PLAIN)[CACHE]
+    stock = model.generate(ids, attention_mask=mask, max_new_tokens=1, return_dict_in_generate=True, **PLAIN)
     with pytest.raises(ValueError, match=f"{CACHE}: .*padded row of a model whose cache is of its own kind.*Leave it out"):
-        model.generate(ids, attention_mask=mask, max_new_tokens=20, speculative=True, **{CACHE: cache}, **PLAIN)
+        mask = torch.tensor([[0] * 3 + [1] * (len(row) + 1)])
+        model.generate(stock.sequences, attention_mask=mask, max_new_tokens=20, speculative=True, **{CACHE: stock[CACHE]}, **PLAIN)
 
 
 @every_kind
