@@ -18,6 +18,7 @@ from . import assistants
 from .caches import CACHE, GO_ON, INDEXED, OWN_CACHE, states_of, strange_layers
 from .recurrences import begins_with_nothing
 from .flash import flash_of, why_not
+from .positions import counting
 
 # --- logits processors ------------------------------------------------------------------------------------------------
 
@@ -167,7 +168,8 @@ def traits_of(model: PreTrainedModel, role: str) -> ModelTraits:
         or config.model_type in _OWN_MASK_BEFORE_SDPA and not model._supports_sdpa
     head = model.get_output_embeddings()
     encoder, states = "own" if model.config.is_encoder_decoder else "another's" if "encoder_outputs" in forward else "none", states_of(model, config)
-    masks, flash, placed = _masks(config, bool(states)), flash_of(config), "position_ids" in forward or model.config.model_type in _HANDS_ON
+    masks, flash, own = _masks(config, bool(states)), flash_of(config), encoder == "own"
+    placed = "decoder_position_ids" in forward and not counting(model) if own else "position_ids" in forward or model.config.model_type in _HANDS_ON
     if flash and (why := why_not(model, config, {kind for _, kind, _ in masks}, encoder, states)):
         raise ValueError(f'{name} runs attn_implementation={flash!r}, which {why}. Call model.set_attn_implementation("sdpa") (or "eager").')
     return ModelTraits(
@@ -178,7 +180,7 @@ def traits_of(model: PreTrainedModel, role: str) -> ModelTraits:
         max_positions=next((value for limit in ("max_target_positions", "max_position_embeddings", "max_seq_len") if (value := getattr(config, limit, None)) and value > 0), None),
         encoder=encoder,
         states=states,
-        placed=(own_mask or bool(states) or bool(flash)) and placed,
+        placed=(own_mask or own or bool(states) or bool(flash)) and placed,
         flash=bool(flash),
         indexed=INDEXED in (getattr(config, "layer_types", None) or ()) and not states,
         own_cache=bool(states) and config.model_type in OWN_CACHE,

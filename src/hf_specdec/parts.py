@@ -25,7 +25,7 @@ def one_vocabulary(model: PreTrainedModel) -> bool:
 
 def blank(model: PreTrainedModel) -> int | None:
     """The token that the model's decoder leaves out where it counts the positions of a pass; None for most."""
-    return model.config.pad_token_id if model.config.model_type == "m2m_100" else None
+    return model.config.pad_token_id if model.config.model_type in ("m2m_100", "seamless_m4t", "seamless_m4t_v2") else None
 
 
 def text_part(model: PreTrainedModel) -> tuple[str, torch.nn.Module]:

@@ -7,12 +7,14 @@ otherwise its own encoder runs once, on the same input. What a draft reads decid
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
+from transformers.utils import ModelOutput
 
 from . import compat, parts
 from .fixed_cache import Read
@@ -61,12 +63,15 @@ class Source:
         """Only these rows go on."""
         at = upload(rows, self.outputs[0].device)
         self.inputs, self.mask = (part if part is None else part[at.to(part.device)] for part in (self.inputs, self.mask))
-        self.outputs, self.tokens = BaseModelOutput(last_hidden_state=self.outputs[0][at]), [self.tokens[row] for row in rows] if self.tokens else []
+        self.outputs, self.tokens = each(self.outputs, lambda part: part[at]), [self.tokens[row] for row in rows] if self.tokens else []
 
     def for_draft(self, model: PreTrainedModel, traits: compat.ModelTraits) -> Source:
         """What the draft `model` reads. ValueError naming assistant_model if it cannot read this source."""
         model = compat.unwrap(model)
         if traits.encoder == "another's":
+            if (width := self.outputs[0].shape[-1]) != model.config.hidden_size:
+                raise ValueError(f"assistant_model: {type(model).__name__} has a width of {model.config.hidden_size} and no encoder of its own, and the "
+                                 f"target's encoder has {width}. Pass a draft made for this target, or one with its own encoder.")
             return self._lent(model, "it has no encoder of its own")
         encoder = model.get_encoder()
         same = same_encoder(encoder, self.encoder)
@@ -76,9 +81,9 @@ class Source:
         if self.inputs is None:
             raise ValueError(f"{name} has an encoder of its own, and the call was given encoder_outputs of the target's. Pass the encoder's input "
                              f"instead ({self.encoder.main_input_name}).")
-        bins = getattr(encoder.config, "num_mel_bins", None)
-        if bins is not None and self.inputs.is_floating_point() and self.inputs.shape[1] != bins:
-            raise ValueError(f"{name} reads features of {bins} mel bins, and these have {self.inputs.shape[1]}. Pass a draft that reads the "
+        bins, own = getattr(encoder.config, "num_mel_bins", None), 1 if encoder.config.model_type == "whisper" else -1
+        if bins is not None and self.inputs.ndim == 3 and self.inputs.shape[own] != bins:
+            raise ValueError(f"{name} reads features of {bins} mel bins, and these have {self.inputs.shape[own]}. Pass a draft that reads the "
                              f"target's features.")
         if not self.inputs.is_floating_point() and int(self.inputs.max()) >= encoder.get_input_embeddings().num_embeddings:
             raise ValueError(f"{name}: its encoder knows token ids below {encoder.get_input_embeddings().num_embeddings}, and the input has "
@@ -86,12 +91,9 @@ class Source:
         return self._read(model, encoder)
 
     def _lent(self, model: PreTrainedModel, why: str) -> Source:
-        hidden = self.outputs[0].to(model.device, model.dtype)
-        if hidden.shape[-1] != model.config.hidden_size:
-            raise ValueError(f"assistant_model: {type(model).__name__} has a width of {model.config.hidden_size} and no encoder of its own, and the "
-                             f"target's encoder has {hidden.shape[-1]}. Pass a draft made for this target, or one with its own encoder.")
         mask = None if self.mask is None else self.mask.to(model.device)
-        return Source(self.encoder, self.inputs, mask, BaseModelOutput(last_hidden_state=hidden), self.tokens, why)
+        outputs = each(self.outputs, lambda part: part.to(model.device, model.dtype if part.is_floating_point() else None))
+        return Source(self.encoder, self.inputs, mask, outputs, self.tokens, why)
 
     def _read(self, model: PreTrainedModel, encoder: torch.nn.Module) -> Source:
         inputs = self.inputs.to(model.device, model.dtype) if self.inputs.is_floating_point() else self.inputs.to(model.device)
@@ -121,6 +123,8 @@ class Decoder:
         inputs |= {compat.CACHE: self.cache, "decoder_input_ids" if self.own else "input_ids": input_ids}
         if cache.plan.columns is not None:
             inputs["decoder_attention_mask" if self.own else "attention_mask"] = attention_mask
+        if self.own and "position_ids" in inputs:
+            inputs["decoder_position_ids"] = inputs.pop("position_ids")
         if self.own and self.source.mask is not None:
             inputs["attention_mask"] = self.source.mask
         return self.model(encoder_outputs=self.source.outputs, **inputs)
@@ -145,6 +149,12 @@ class Decoder:
     def with_cross(self, cache: DynamicCache) -> EncoderDecoderCache:
         """The cache that plain generate returns: the decoder's own `cache`, and that of the source."""
         return EncoderDecoderCache(cache, self.whole)
+
+
+def each(outputs: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> ModelOutput:
+    """Encoder outputs of the same class, with every tensor changed: some models ask theirs for more than hidden states (a mask, what routers said)."""
+    outputs = outputs if isinstance(outputs, ModelOutput) else BaseModelOutput(last_hidden_state=outputs[0])
+    return type(outputs)(**{name: change(part) for name, part in outputs.items() if torch.is_tensor(part)})
 
 
 def same_encoder(one: torch.nn.Module, other: torch.nn.Module) -> str:
