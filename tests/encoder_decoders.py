@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
-from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 
 from hf_specdec import integration
 from hf_specdec.drafts import ModelDraft
@@ -18,6 +18,19 @@ _BART = dict(vocab_size=VOCAB, d_model=32, encoder_layers=2, decoder_layers=2, e
              encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=128, pad_token_id=0, bos_token_id=1, eos_token_id=None,
              decoder_start_token_id=2, forced_eos_token_id=None)
 _LED = dict(_BART, max_encoder_position_embeddings=128, max_decoder_position_embeddings=128, attention_window=8)
+_GEMMA = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, pad_token_id=0,
+              bos_token_id=2, eos_token_id=None, sliding_window=9, layer_types=["sliding_attention", "full_attention"])
+_UNTIED = dict(vocab_size=VOCAB, pad_token_id=0, bos_token_id=1, eos_token_id=None, decoder_start_token_id=2, tie_word_embeddings=False)
+_EYES = dict(model_type="siglip_vision_model", hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, image_size=28, patch_size=14)
+_SEAMLESS = dict(_BART, t2u_vocab_size=VOCAB, hidden_size=32, feature_projection_input_dim=16, speech_encoder_layers=2, speech_encoder_attention_heads=4,
+                 speech_encoder_intermediate_size=48, num_adapter_layers=1, position_embeddings_type="relative", max_source_positions=128, conv_depthwise_kernel_size=3)
+_ASR = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, intermediate_size=48, max_position_embeddings=128, head_dim=8)
+_CONFORMER = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, num_mel_bins=16, subsampling_factor=4, subsampling_conv_channels=8)
+_MOONSHINE = dict(_UNTIED, hidden_size=32, intermediate_size=48, encoder_num_hidden_layers=2, decoder_num_hidden_layers=2, encoder_num_attention_heads=4,
+                  decoder_num_attention_heads=4, max_position_embeddings=128)
+_STREAMING = dict(_UNTIED, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=128)
+_SPEECHT5 = dict(_BART, hidden_size=32, conv_dim=(16, 16), conv_stride=(5, 4), conv_kernel=(10, 4), num_feat_extract_layers=2, feat_extract_norm="layer",
+                 num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=4, encoder_max_relative_position=20, max_text_positions=128)
 _WHISPER = dict(_BART, num_mel_bins=8, max_source_positions=20, max_target_positions=128)
 
 
@@ -32,7 +45,7 @@ class Family:
 
     def model(self, attn: str = "eager", seed: int = 0, spread: float = 0.3, **settings):
         torch.manual_seed(seed)
-        auto = AutoModelForSpeechSeq2Seq if self.kind == "whisper" else AutoModelForSeq2SeqLM
+        auto = AutoModelForSpeechSeq2Seq if self.kind in SOUNDS else AutoModelForSeq2SeqLM
         config = AutoConfig.for_model(self.kind, **{**self.settings, **settings})
         model = auto.from_config(config, attn_implementation=attn).float().eval()
         model.set_output_embeddings(copy.deepcopy(model.get_output_embeddings()))  # tied, it would repeat its last token
@@ -65,10 +78,27 @@ FAMILIES = [
     Family("Pegasus-X", "pegasus_x", _BART, "sinusoidal"),
     Family("PLBart", "plbart", _BART),
     Family("UMT5", "umt5", _T5, "relative bias"),
+    Family("BigBird-Pegasus", "bigbird_pegasus", dict(_BART, block_size=2, num_random_blocks=1)),
+    Family("Switch Transformers", "switch_transformers", dict(_T5, num_decoder_layers=2, num_experts=4, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1), "relative bias"),
+    Family("SeamlessM4T", "seamless_m4t", _SEAMLESS, "sinusoidal"),
+    Family("SeamlessM4T v2", "seamless_m4t_v2", _SEAMLESS, "sinusoidal"),
+    Family("T5Gemma", "t5gemma", dict(_UNTIED, encoder=_GEMMA, decoder=_GEMMA), "rotary"),
+    Family("T5Gemma 2", "t5gemma2", dict(_UNTIED, encoder=dict(text_config=_GEMMA, vision_config=_EYES, mm_tokens_per_image=4, vocab_size=VOCAB), decoder=_GEMMA), "rotary"),
+    Family("Speech2Text", "speech_to_text", dict(_BART, conv_channels=16, input_feat_per_channel=8, max_source_positions=80, max_target_positions=128), "sinusoidal"),
+    Family("SpeechT5", "speecht5", _SPEECHT5, "sinusoidal"),
+    Family("Moonshine", "moonshine", _MOONSHINE, "rotary"),
+    Family("Moonshine (streaming)", "moonshine_streaming", dict(_STREAMING, encoder_config=dict(_ASR, sliding_windows=[[4, 2], [4, 0]])), "rotary"),
+    Family("Cohere ASR", "cohere_asr", dict(_UNTIED, **_ASR, encoder_config=_CONFORMER)),
+    Family("Canary", "canary", dict(_UNTIED, decoder_config=dict(_ASR, vocab_size=VOCAB), encoder_config=_CONFORMER)),
 ]
+FAMILIES = [line for line in FAMILIES if line.kind in CONFIG_MAPPING]  # of the installed transformers
+SOUNDS = {"whisper": ("input_features", 8, 40), "speech_to_text": ("input_features", 60, 8), "speecht5": ("input_values", 4000), "moonshine": ("input_values", 4000),
+          "moonshine_streaming": ("input_values", 1600), "cohere_asr": ("input_features", 60, 16), "canary": ("input_features", 60, 16)}  # what is heard, and the shape of a row
 REQUIRED = 6
-REFUSED = [("Switch Transformers", "switch_transformers", dict(_T5, num_experts=2)), ("FSMT", "fsmt", dict(_BART, langs=["a", "b"], src_vocab_size=VOCAB, tgt_vocab_size=VOCAB)),
-           ("BigBird-Pegasus", "bigbird_pegasus", _BART)]  # fmt: skip
+REFUSED = [("FSMT", "fsmt", dict(_BART, langs=["a", "b"], src_vocab_size=VOCAB, tgt_vocab_size=VOCAB)),
+           ("NLLB-MoE", "nllb-moe", dict(_BART, num_experts=2)),
+           ("ProphetNet", "prophetnet", dict(_UNTIED, hidden_size=32, num_encoder_layers=1, num_decoder_layers=1, num_encoder_attention_heads=4, num_decoder_attention_heads=4)),
+           ("Pop2Piano", "pop2piano", _T5)]  # fmt: skip
 MAX_NEW = 24
 DRAFTS = {
     "itself": ModelDraft,
@@ -84,22 +114,28 @@ def family(name: str) -> Family:
 
 def refused(kind: str, **settings):
     """The model of a line of REFUSED."""
-    return AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(kind, **settings))
+    auto = AutoModelForSpeechSeq2Seq if kind == "pop2piano" else AutoModelForSeq2SeqLM
+    return auto.from_config(AutoConfig.for_model(kind, **settings))
 
 
 def source(kind: str = "t5", seed: int = 0, length: int = 12) -> dict[str, torch.Tensor]:
     """What an encoder of that kind reads: one row of token ids without 0 to 2, or features."""
     generator = torch.Generator().manual_seed(seed)
-    if kind == "whisper":
-        return {"input_features": torch.randn((1, 8, 40), generator=generator)}
+    if kind in SOUNDS:
+        name, *shape = SOUNDS[kind]
+        return {name: torch.randn((1, *shape), generator=generator)}
     return {"input_ids": torch.randint(3, VOCAB, (1, length), generator=generator)}
 
 
 def sources(kind: str = "t5", seed: int = 0, rows: int = 3) -> dict[str, torch.Tensor]:
-    """Several rows of them, texts of unequal lengths, with padding."""
+    """Several rows of them, of unequal lengths, with padding (but for Whisper, which hears it)."""
     parts = [source(kind, seed + i, 12 - 2 * i) for i in range(rows)]
-    if kind == "whisper":
-        return {"input_features": torch.cat([part["input_features"] for part in parts])}
+    if kind in SOUNDS:
+        (name, *shape), mask = SOUNDS[kind], torch.ones((rows, SOUNDS[kind][1]), dtype=torch.long)
+        for row in range(rows):
+            mask[row, shape[0] - row * shape[0] // 8 :] = 0
+        heard = {name: torch.cat([part[name] for part in parts])}
+        return heard if kind == "whisper" else heard | {"attention_mask": mask}
     texts = [part["input_ids"][0] for part in parts]
     pad = torch.nn.utils.rnn.pad_sequence
     return {"input_ids": pad(texts, batch_first=True), "attention_mask": pad([torch.ones_like(text) for text in texts], batch_first=True)}

@@ -165,7 +165,7 @@ def check_draft_stop(draft: Draft, config: SpeculativeConfig) -> None:
                          f'own. Pass a smaller model as assistant_model, or leave draft_stop="constant" (or "heuristic").')
 
 
-def check_call(model, input_ids, processors, generation, model_kwargs: dict, traits: compat.ModelTraits) -> dict:
+def check_call(model, input_ids, processors, generation, model_kwargs: dict, traits: compat.ModelTraits, config: SpeculativeConfig) -> dict:
     """What transformers has made of the call, its model's own config included. Returns what is shown beside the text, {} for nothing."""
     check_mode(model, "target")
     model = compat.unwrap(model)
@@ -210,6 +210,7 @@ def check_call(model, input_ids, processors, generation, model_kwargs: dict, tra
                          f"num_beams=1, or speculative=False.")
     lengths.check_rope(model, generation.max_length, "target")
     lengths.check_selection(model, generation.max_length, "target")
+    lengths.check_experts(model, input_ids.shape[0], longest, config)
     if input_ids.shape[0] > 1:
         lengths.check_counting(model, generation.max_length, "target")
     _check_processors(processors, generation, own)

@@ -63,7 +63,7 @@ class Call:
         self.input_ids, self.generation, self.hidden = input_ids, generation_config, self.ids.shape != input_ids.shape
         check_vocabulary(decoder.draft, self.traits)
         check_draft_stop(decoder.draft, self.config)
-        shown = check_call(model, input_ids, processors, generation_config, model_kwargs, self.traits)
+        shown = check_call(model, input_ids, processors, generation_config, model_kwargs, self.traits, self.config)
         self.source = Source.of(model, inputs_tensor, model_kwargs, len(input_ids)) if self.traits.encoder == "own" else None
         mask = model_kwargs.get(self.traits.mask_name)
         mask = torch.ones_like(input_ids) if mask is None else mask[:, -input_ids.shape[1]:]

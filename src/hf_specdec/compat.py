@@ -16,9 +16,10 @@ from transformers.generation import logits_process as lp
 
 from . import assistants
 from .caches import CACHE, GO_ON, INDEXED, OWN_CACHE, states_of, strange_layers
-from .recurrences import begins_with_nothing
 from .flash import flash_of, why_not
+from .kinds import ENCODER_DECODERS, HANDS_ON, OWN_MASK, OWN_MASK_BEFORE_SDPA, OWN_WAYS, OWN_WAYS_BEFORE
 from .positions import counting
+from .recurrences import begins_with_nothing
 
 # --- logits processors ------------------------------------------------------------------------------------------------
 
@@ -98,18 +99,7 @@ def _for_prompt(processor: LogitsProcessor, row: int, input_ids: torch.Tensor, p
 
 # --- what a model accepts ---------------------------------------------------------------------------------------------
 
-_OWN_MASK = {"bloom", "mpt", "gpt_neo"}
-_OWN_WAYS = {"cpmant": "puts a prompt of its own before every pass",
-             "paligemma": "reads its whole prompt in both directions", "blt": "groups its text into patches anew in every pass",
-             "xlm": "puts a mask token behind every pass", "prophetnet": "reads one token at a time from a cache",
-             **dict.fromkeys(("musicgen_decoder", "musicgen_melody_decoder"), "writes several codebooks by a generate of its own")}
-if CACHE == "past_key_values":  # transformers before 5.24
-    _OWN_WAYS |= dict.fromkeys(("big_bird", "doge", "megatron-bert", "rembert", "roformer"), "may read its prompt in both directions before transformers 5.24")
-    _OWN_WAYS |= {"moshi": "keeps its window by a cache that forgets", "git": "may make its positions itself before transformers 5.24"}
-    _OWN_WAYS |= dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "hy_v4"), "keeps keys of its own beside the cache before transformers 5.24")
-_HANDS_ON = {"moss_transcribe_diarize"}  # their text model's positions, among arguments that they do not name
-_OWN_MASK_BEFORE_SDPA = {"ctrl"}  # takes a 4-D mask since it has sdpa attention; transformers 5.10 reads a 2-D one only
-ENCODER_DECODERS = frozenset("bart blenderbot blenderbot-small led longt5 m2m_100 marian mbart mt5 mvp pegasus pegasus_x plbart t5 umt5 whisper".split())
+_OWN_WAYS = OWN_WAYS | (OWN_WAYS_BEFORE if CACHE == "past_key_values" else {})
 
 
 @dataclass(frozen=True)
@@ -164,12 +154,12 @@ def traits_of(model: PreTrainedModel, role: str) -> ModelTraits:
     assistants.refuse_as_a_model(model, name)
     _refuse_what_cannot_roll_back(model, config, name)
     forward = inspect.signature(model.forward).parameters
-    own_mask = config.model_type in _OWN_MASK or getattr(config, "alibi", False) \
-        or config.model_type in _OWN_MASK_BEFORE_SDPA and not model._supports_sdpa
+    own_mask = config.model_type in OWN_MASK or getattr(config, "alibi", False) \
+        or config.model_type in OWN_MASK_BEFORE_SDPA and not model._supports_sdpa
     head = model.get_output_embeddings()
     encoder, states = "own" if model.config.is_encoder_decoder else "another's" if "encoder_outputs" in forward else "none", states_of(model, config)
     masks, flash, own = _masks(config, bool(states)), flash_of(config), encoder == "own"
-    placed = "decoder_position_ids" in forward and not counting(model) if own else "position_ids" in forward or model.config.model_type in _HANDS_ON
+    placed = "decoder_position_ids" in forward and not counting(model) if own else "position_ids" in forward or model.config.model_type in HANDS_ON
     if flash and (why := why_not(model, config, {kind for _, kind, _ in masks}, encoder, states)):
         raise ValueError(f'{name} runs attn_implementation={flash!r}, which {why}. Call model.set_attn_implementation("sdpa") (or "eager").')
     return ModelTraits(
@@ -189,7 +179,7 @@ def traits_of(model: PreTrainedModel, role: str) -> ModelTraits:
 
 def _refuse_what_cannot_roll_back(model: PreTrainedModel, config: Any, name: str) -> None:
     kind = model.config.model_type
-    if model.config.is_encoder_decoder and kind not in ENCODER_DECODERS:
+    if model.config.is_encoder_decoder and kind not in ENCODER_DECODERS | _OWN_WAYS.keys():
         raise ValueError(f"{name} is an encoder-decoder model of type {kind!r}, whose decoder nobody has tried to roll back; those that work are "
                          f"{sorted(ENCODER_DECODERS)}. Use speculative=False.")
     states, strange = states_of(model, config), strange_layers(config)

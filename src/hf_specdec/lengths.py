@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from .config import MAX_ASSISTANT_TOKENS
+from .caches import CACHE
+from .config import MAX_ASSISTANT_TOKENS, SpeculativeConfig
 from .tree import MAX_NODES
 
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
@@ -55,4 +56,16 @@ def check_counting(model: PreTrainedModel, length: int, role: str) -> None:
             f"that accept different numbers of tokens, or branches of a tree, cannot share a pass. Keep max_length at "
             f"{max(model.config.get_text_config().floor_scale - MAX_NODES - MAX_ASSISTANT_TOKENS, 0)} or below, generate the rows one by one (batch size 1) "
             f"with chains, or use speculative=False."
+        )
+
+
+def check_experts(model: PreTrainedModel, rows: int, longest: int, config: SpeculativeConfig) -> None:
+    """Refuse passes over more tokens than an expert of Switch Transformers takes: the first goes over the `longest` prompt and what is drafted. Before transformers 5.24,
+    those of all rows count."""
+    name = "max_auto_tokens" if config.num_assistant_tokens == "auto" else "num_assistant_tokens"
+    together, width = rows if CACHE == "past_key_values" else 1, longest + getattr(config, name)
+    if model.config.model_type == "switch_transformers" and together * width > model.config.expert_capacity:
+        raise ValueError(
+            f"target: an expert of {type(model).__name__} takes {model.config.expert_capacity} tokens of a pass (expert_capacity) and leaves out what is beyond, so a pass "
+            f"over {width} tokens{f' of {rows} rows' if together > 1 else ''} could differ from plain decoding. Take a smaller {name}, or use speculative=False."
         )

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutput
-from transformers.utils import ModelOutput
+from transformers.modeling_outputs import BaseModelOutput, ModelOutput
 
 from . import compat, parts
 from .fixed_cache import Read

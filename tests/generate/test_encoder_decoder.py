@@ -10,6 +10,7 @@ from transformers.generation import GenerateEncoderDecoderOutput
 import hf_specdec
 from hf_specdec.compat import CACHE
 from hf_specdec.drafts import Context, ModelDraft, PromptLookupDraft, RecyclingDraft, SuffixAutomatonDraft, UniformDraft
+from hf_specdec.kinds import OWN_WAYS
 from tests import encoder_decoders
 from tests.architectures import offers
 from tests.conformance.builders import ngram
@@ -328,9 +329,20 @@ def test_trees_and_caches_are_refused():
 
 
 @pytest.mark.parametrize(("name", "kind", "settings"), REFUSED, ids=[line[0] for line in REFUSED])
-def test_families_that_have_not_been_tried_are_refused_with_those_that_have(name, kind, settings):
+def test_families_that_cannot_be_rolled_back_or_have_not_been_tried_are_refused(name, kind, settings):
     model = encoder_decoders.refused(kind, **settings)
-    refused(f"model: {type(model).__name__} is an encoder-decoder model of type '{kind}'.*'bart'.*'t5'.*speculative=False", lambda: hf_specdec.enable(model))
+    why = f"{OWN_WAYS[kind]}, so its passes" if kind in OWN_WAYS else f"is an encoder-decoder model of type '{kind}'.*'bart'.*'t5'"
+    refused(f"model: {type(model).__name__} {why}.*speculative=False", lambda: hf_specdec.enable(model))
+
+
+def test_passes_over_more_tokens_than_an_expert_takes_are_refused():
+    """Switch Transformers: plain decoding never has as many in a pass, and another text where they are left out."""
+    model, inputs = family("Switch Transformers").model(seed=1, num_experts=2, expert_capacity=5), source()
+    text = plain(model, inputs)
+    assert torch.equal(speculate(model, inputs, ModelDraft(model), 4).sequences, text)
+    refused("takes 5 tokens of a pass.*over 6 tokens could differ.*smaller num_assistant_tokens", lambda: speculate(model, inputs, None, 5))
+    refused("over 7 tokens could differ", lambda: speculate(model, inputs, None, 4, decoder_input_ids=torch.tensor([[0, 5, 6]])))
+    refused("over 17 tokens.*smaller max_auto_tokens", lambda: speculate(model, inputs, None, "auto"))
 
 
 def test_a_draft_that_cannot_read_the_source_is_refused():

@@ -1,0 +1,22 @@
+"""What is known of model types by their names: those of an encoder and a decoder that work, and those whose passes are others than they seem."""
+
+from __future__ import annotations
+
+OWN_MASK = {"bloom", "mpt", "gpt_neo"}
+OWN_WAYS = {"cpmant": "puts a prompt of its own before every pass",
+            "paligemma": "reads its whole prompt in both directions", "blt": "groups its text into patches anew in every pass",
+            "xlm": "puts a mask token behind every pass", "prophetnet": "reads one token at a time from a cache",
+            "fsmt": "masks nothing in a pass with a cache, so that a token would see those drafted behind it",
+            "nllb-moe": "routes to its experts by a mask whose columns it takes for tokens, and drops tokens that many of a pass want to bring to one",
+            **dict.fromkeys(("musicgen_decoder", "musicgen_melody_decoder"), "writes several codebooks by a generate of its own")}
+OWN_WAYS_BEFORE = {  # transformers 5.24
+    **dict.fromkeys(("big_bird", "doge", "megatron-bert", "rembert", "roformer"), "may read its prompt in both directions before transformers 5.24"),
+    "moshi": "keeps its window by a cache that forgets",
+    "git": "may make its positions itself before transformers 5.24",
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "hy_v4"), "keeps keys of its own beside the cache before transformers 5.24"),
+}
+HANDS_ON = {"moss_transcribe_diarize"}  # their text model's positions, among arguments that they do not name
+OWN_MASK_BEFORE_SDPA = {"ctrl"}  # takes a 4-D mask since it has sdpa attention; transformers 5.10 reads a 2-D one only
+ENCODER_DECODERS = frozenset(
+    "bart bigbird_pegasus blenderbot blenderbot-small canary cohere_asr led longt5 m2m_100 marian mbart moonshine moonshine_streaming mt5 mvp pegasus pegasus_x plbart "
+    "seamless_m4t seamless_m4t_v2 speech_to_text speecht5 switch_transformers t5 t5gemma t5gemma2 umt5 whisper".split())
