@@ -89,7 +89,7 @@ FAMILIES = [
     Family("Moonshine", "moonshine", _MOONSHINE, "rotary"),
     Family("Moonshine (streaming)", "moonshine_streaming", dict(_STREAMING, encoder_config=dict(_ASR, sliding_windows=[[4, 2], [4, 0]])), "rotary"),
     Family("Cohere ASR", "cohere_asr", dict(_UNTIED, **_ASR, encoder_config=_CONFORMER)),
-    Family("Canary", "canary", dict(_UNTIED, decoder_config=dict(_ASR, vocab_size=VOCAB), encoder_config=_CONFORMER)),
+    Family("Canary", "canary", dict(_UNTIED, decoder_config=dict(_ASR, vocab_size=VOCAB, pad_token_id=0, eos_token_id=None), encoder_config=_CONFORMER)),
 ]
 FAMILIES = [line for line in FAMILIES if line.kind in CONFIG_MAPPING]  # of the installed transformers
 SOUNDS = {"whisper": ("input_features", 8, 40), "speech_to_text": ("input_features", 60, 8), "speecht5": ("input_values", 4000), "moonshine": ("input_values", 4000),

@@ -91,7 +91,7 @@ class Source:
 
     def _lent(self, model: PreTrainedModel, why: str) -> Source:
         mask = None if self.mask is None else self.mask.to(model.device)
-        outputs = each(self.outputs, lambda part: part.to(model.device, model.dtype if part.is_floating_point() else None))
+        outputs = each(self.outputs, lambda part: part.to(model.device, model.dtype if part.is_floating_point() else None, copy=True))  # Moonshine's decoder adds to them
         return Source(self.encoder, self.inputs, mask, outputs, self.tokens, why)
 
     def _read(self, model: PreTrainedModel, encoder: torch.nn.Module) -> Source:
