@@ -10,6 +10,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 
 from hf_specdec import integration
+from hf_specdec.compat import CACHE
 from hf_specdec.drafts import ModelDraft
 from tests.helpers import VOCAB, contrary, perturbed
 
@@ -91,7 +92,8 @@ FAMILIES = [
     Family("Cohere ASR", "cohere_asr", dict(_UNTIED, **_ASR, encoder_config=_CONFORMER)),
     Family("Canary", "canary", dict(_UNTIED, decoder_config=dict(_ASR, vocab_size=VOCAB, pad_token_id=0, eos_token_id=None), encoder_config=_CONFORMER)),
 ]
-FAMILIES = [line for line in FAMILIES if line.kind in CONFIG_MAPPING]  # of the installed transformers
+TOO_OLD = {"cohere_asr"} if CACHE == "past_key_values" else set()  # before transformers 5.24, nan where an encoder is given padding
+FAMILIES = [line for line in FAMILIES if line.kind in CONFIG_MAPPING and line.kind not in TOO_OLD]  # of the installed transformers
 SOUNDS = {"whisper": ("input_features", 8, 40), "speech_to_text": ("input_features", 60, 8), "speecht5": ("input_values", 4000), "moonshine": ("input_values", 4000),
           "moonshine_streaming": ("input_values", 1600), "cohere_asr": ("input_features", 60, 16), "canary": ("input_features", 60, 16)}  # what is heard, and the shape of a row
 REQUIRED = 6

@@ -7,7 +7,7 @@ OWN_WAYS = {"cpmant": "puts a prompt of its own before every pass",
             "paligemma": "reads its whole prompt in both directions", "blt": "groups its text into patches anew in every pass",
             "xlm": "puts a mask token behind every pass", "prophetnet": "reads one token at a time from a cache",
             "fsmt": "masks nothing in a pass with a cache, so that a token would see those drafted behind it",
-            "nllb-moe": "routes to its experts by a mask whose columns it takes for tokens, and drops tokens that many of a pass want to bring to one",
+            "nllb-moe": "routes tokens by a mask that it reads across rows, and by how many a pass has (moe_eval_capacity_token_fraction)",
             **dict.fromkeys(("musicgen_decoder", "musicgen_melody_decoder"), "writes several codebooks by a generate of its own")}
 OWN_WAYS_BEFORE = {  # transformers 5.24
     **dict.fromkeys(("big_bird", "doge", "megatron-bert", "rembert", "roformer"), "may read its prompt in both directions before transformers 5.24"),

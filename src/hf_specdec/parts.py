@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
+WITHOUT_PADDING = {"m2m_100", "seamless_m4t", "seamless_m4t_v2", "speech_to_text", "speecht5"}  # what their decoders count
+
 
 def modules(root: torch.nn.Module) -> list[torch.nn.Module]:
     """What `root.modules()` yields, in that order, in half the time: torch makes a name for each. For what every call looks through."""
@@ -25,7 +27,7 @@ def one_vocabulary(model: PreTrainedModel) -> bool:
 
 def blank(model: PreTrainedModel) -> int | None:
     """The token that the model's decoder leaves out where it counts the positions of a pass; None for most."""
-    return model.config.pad_token_id if model.config.model_type in ("m2m_100", "seamless_m4t", "seamless_m4t_v2") else None
+    return model.config.pad_token_id if model.config.model_type in WITHOUT_PADDING else None
 
 
 def text_part(model: PreTrainedModel) -> tuple[str, torch.nn.Module]:
