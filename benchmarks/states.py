@@ -1,4 +1,4 @@
-"""Models whose layers carry states (Mamba 2, gated delta rules, short convolutions): what a pass costs, and what speculation makes of it.
+"""Models whose layers carry states (Mamba 2, gated delta rules, short convolutions), or whose cache is of its own kind: what a pass costs, and what speculation makes of it.
 
     OMP_NUM_THREADS=2 python benchmarks/states.py [--shape qwen3_5 lfm2 ...] [--dtype bfloat16] [--tiles] [--compile] [--rate 0.8] [--batch 4]
 
@@ -36,6 +36,12 @@ SHAPES = {
     "granite": ("granitemoehybrid", dict(hidden_size=768, intermediate_size=2048, shared_intermediate_size=2048, num_hidden_layers=32, num_attention_heads=12,
                                          num_key_value_heads=4, num_local_experts=0, num_experts_per_tok=0, mamba_n_heads=48, mamba_d_head=32, mamba_d_state=128,
                                          layer_types=(["mamba"] * 7 + ["attention"]) * 4)),
+    "deepseek_v4": ("deepseek_v4", dict(hidden_size=1024, moe_intermediate_size=512, num_hidden_layers=12, num_attention_heads=16, num_key_value_heads=1, head_dim=128,
+                                        q_lora_rank=256, o_lora_rank=128, o_groups=4, n_routed_experts=16, num_experts_per_tok=4, index_n_heads=16, index_head_dim=64,
+                                        layer_types=["heavily_compressed_attention", "compressed_sparse_attention"] * 6)),
+    "minimax_m3": ("minimax_m3_vl_text", dict(hidden_size=1024, intermediate_size=512, dense_intermediate_size=2048, shared_intermediate_size=512, num_hidden_layers=12,
+                                              num_attention_heads=16, num_key_value_heads=4, head_dim=64, rotary_dim=32, num_local_experts=16, num_experts_per_tok=4,
+                                              index_head_dim=64, layer_types=["full_attention"] + ["minimax_m3_sparse"] * 11)),
     "llama": ("llama", dict(hidden_size=1024, intermediate_size=3584, num_hidden_layers=24, num_attention_heads=16, num_key_value_heads=4)),  # none, to compare
 }
 

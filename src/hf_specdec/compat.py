@@ -15,9 +15,9 @@ from transformers import CompileConfig, GenerationMixin, LogitsProcessor, PreTra
 from transformers.generation import logits_process as lp
 
 from . import assistants
-from .caches import CACHE, GO_ON, INDEXED, OWN_CACHE, states_of, strange_layers
+from .caches import CACHE, INDEXED, OWN_CACHE, states_of, strange_layers
 from .flash import flash_of, why_not
-from .kinds import ENCODER_DECODERS, HANDS_ON, OWN_MASK, OWN_MASK_BEFORE_SDPA, OWN_WAYS, OWN_WAYS_BEFORE
+from .kinds import ENCODER_DECODERS, GO_ON, HANDS_ON, OWN_MASK, OWN_MASK_BEFORE_SDPA, OWN_WAYS, OWN_WAYS_BEFORE
 from .positions import counting
 from .recurrences import begins_with_nothing
 

@@ -1,9 +1,9 @@
-"""The law of the first tokens of targets whose layers carry states, against enumeration: alone, and in ragged batches."""
+"""The law of the first tokens of targets whose layers carry states, or whose cache is of its own kind, against enumeration: alone, and in ragged batches."""
 
 import pytest
 
 from hf_specdec.caches import GOES_ON
-from tests.architectures import STATEFUL
+from tests.architectures import FAMILIES, OWN_CACHES, STATEFUL
 from tests.conformance import law
 from tests.conformance.builders import VARIANTS, make
 from tests.conformance.test_encoder_decoder_law import Dishonest
@@ -14,19 +14,20 @@ ALONE = 10_000 if FULL else 150
 PROMPTS = [[1, 2, 3, 1, 2], [4], [2, 5, 1]]
 CASES = [("Qwen3.5 (text)", "model", {}), ("Falcon-H1", "prompt_lookup", dict(temperature=0.7)), ("LFM2", "model", dict(top_k=4)), ("Bamba", "uniform", dict(top_p=0.8)),
          ("Mamba 2", "model", dict(repetition_penalty=1.3))]
+OF_ONE_ROW = [("DeepSeek-V4", "model", dict(temperature=0.8)), ("Qwen4-Exp (text)", "prompt_lookup", dict(top_k=4)), ("MiniMax-M3 (text, sparse)", "uniform", {})]
 every_case = pytest.mark.parametrize(("name", "draft", "options"), CASES, ids=[f"{case[0]}-{case[1]}" for case in CASES])
 pytestmark = pytest.mark.skipif(not GOES_ON, reason="this transformers does not go on from a state over several tokens")
 
 
 def target(name: str):
-    family = next((family for family in STATEFUL if family.name == name), None)
-    if family is None:
+    family = next((family for family in (*STATEFUL, *OWN_CACHES) if family.name == name), None)
+    if family is None or family in OWN_CACHES and name not in {own.name for own in FAMILIES}:
         pytest.skip(f"{name} needs a newer transformers")
     return type(family)(family.name, family.kind, {**family.settings, "vocab_size": law.VOCAB}, spread=0.2).model("eager", seed=2)
 
 
 @pytest.mark.share(1 / 2)
-@every_case
+@pytest.mark.parametrize(("name", "draft", "options"), CASES + OF_ONE_ROW, ids=[f"{case[0]}-{case[1]}" for case in CASES + OF_ONE_ROW])
 def test_the_first_tokens_follow_the_targets_own_law(name, draft, options):
     model = target(name)
     found, traces = law.counts(model, PROMPTS[:1], make(draft, model, VARIANTS), ALONE, 3, 3, chunk=1, max_new_tokens=6, **options)
