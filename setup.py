@@ -10,6 +10,7 @@ from glob import glob
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
 
 FOLDER = "src/hf_specdec/mx/kernels/csrc"
 OPENMP = ["-Xclang", "-fopenmp"] if platform.system() == "Darwin" else ["-fopenmp"]
@@ -23,14 +24,21 @@ kernels = Extension(
 
 
 class AllCores(build_ext):
-    """Compiles several sources of an extension at a time, which takes half of the time on two cores."""
+    """Compiles several sources of an extension at a time, which takes half of the time on two cores. Where that fails, once more without
+    AVX-VNNI, which binutils before 2.36 do not assemble."""
 
     def build_extension(self, ext):
         one_by_one = self.compiler.compile
 
-        def compile_all(sources, **options):
+        def at_once(sources, **options):
             with ThreadPoolExecutor(os.cpu_count()) as pool:
                 return sum(pool.map(lambda source: one_by_one([source], **options), sources), [])
+
+        def compile_all(sources, macros=None, **options):
+            try:
+                return at_once(sources, macros=macros, **options)
+            except CompileError:
+                return at_once(sources, macros=[*(macros or ()), ("MX_NO_AVX_VNNI", None)], **options)  # as in mx/kernels/build.py
 
         self.compiler.compile = compile_all
         try:

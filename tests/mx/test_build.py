@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import platform
 import re
 import runpy
 import shutil
@@ -172,6 +173,81 @@ def test_a_compiler_that_fails_is_quoted_in_full_and_leaves_nothing(sources, tmp
     assert str(tmp_path / "cc") in message and "exit code 3" in message and "first" in message
     assert "no such instruction" in message and all(f"\n{line}\n" in message for line in range(2, 500))
     assert cached(tmp_path / "cache") == []
+
+
+TWO = {"mx.h": """
+#if !defined(MX_NO_AVX_VNNI)
+#define MX_AVX_VNNI
+#endif
+""", "vnni.c": """
+#include "mx.h"
+#ifdef MX_AVX_VNNI
+int mx_vnni = 1;
+#endif
+""", "other.c": """
+#include "mx.h"
+#ifdef MX_AVX_VNNI
+extern int mx_vnni;
+int mx_abi(void) { return mx_vnni; }
+#else
+int mx_abi(void) { return 0; }
+#endif
+"""}
+
+
+def old_assembler(path: Path) -> str:
+    """A compiler that fails on the file with AVX-VNNI in it, as one does whose binutils are older than 2.36."""
+    refuse = 'case "$*" in *-DMX_NO_AVX_VNNI*) ;; *vnni.c*) echo "Error: no such instruction: vpdpbusd" >&2; exit 1;; esac'
+    return script(path, f'{refuse}\nexec {CC} "$@"')
+
+
+@needs_a_compiler
+@pytest.mark.parametrize("refused", [False, True])
+def test_without_avx_vnni_where_the_assembler_does_not_know_it_and_nowhere_else(refused, sources, tmp_path, monkeypatch):
+    for name, text in TWO.items():
+        (sources / name).write_text(text)
+    (sources / "tiny.c").unlink()
+    monkeypatch.setenv("CC", old_assembler(tmp_path / "cc") if refused else CC)
+    path = built.build()
+    assert ctypes.CDLL(str(path)).mx_abi() == (not refused)
+    assert built.build() == path and cached(tmp_path / "cache") == [path.name]
+    if not refused:
+        return
+    (sources / "other.c").write_text("#error this cannot be\n")
+    with pytest.raises(built.BuildError, match="this cannot be"):
+        built.build()
+
+
+@needs_a_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="x86_64 has AVX-VNNI")
+def test_the_sources_go_together_without_avx_vnni(tmp_path):
+    """What the header says of AVX-VNNI is all that names it."""
+    for name in ("integers", "avx2_vnni"):
+        subprocess.run([CC, *built.FLAGS, built.WITHOUT, "-c", str(built.SOURCES / f"{name}.c"), "-o", str(tmp_path / f"{name}.o")], check=True)
+        assert b"avx2_vnni" not in (tmp_path / f"{name}.o").read_bytes().replace(b"avx2_vnni.c", b"")
+
+
+@needs_a_compiler
+@pytest.mark.parametrize("really", [False, True])
+def test_an_install_goes_without_avx_vnni_where_the_assembler_does_not_know_it(really, tmp_path):
+    checkout = ROOT.parent
+    if not (checkout / "setup.py").is_file():
+        pytest.skip("no checkout")
+    folder = tmp_path / "src/hf_specdec/mx/kernels/csrc"
+    folder.mkdir(parents=True)
+    for name, text in TWO.items():
+        (folder / name).write_text(text)
+    if really:
+        (folder / "other.c").write_text("#error this cannot be\n")
+    shutil.copy(checkout / "setup.py", tmp_path)
+    environment = {**os.environ, "CC": old_assembler(tmp_path / "cc"), "LDSHARED": f"{CC} -shared"}
+    done = subprocess.run([sys.executable, "setup.py", "build_ext", "--build-lib", "out"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    libraries = list((tmp_path / "out").rglob("*.so"))
+    assert "no such instruction" in done.stdout + done.stderr
+    if really:
+        assert "this cannot be" in done.stdout + done.stderr and not libraries
+    else:
+        assert done.returncode == 0 and ctypes.CDLL(str(libraries[0])).mx_abi() == 0
 
 
 @needs_a_compiler

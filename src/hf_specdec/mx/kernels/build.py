@@ -16,6 +16,7 @@ HERE = Path(__file__).parent
 SOURCES = HERE / "csrc"
 APPLE = platform.system() == "Darwin"  # whose compiler knows OpenMP, but not the option, nor its runtime: torch brings one
 FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=off", "-fPIC", *(("-Xclang",) if APPLE else ()), "-fopenmp")
+WITHOUT = "-DMX_NO_AVX_VNNI"  # which binutils before 2.36 do not assemble, where GCC may be new enough to write it
 LINK = ("-shared", *(("-undefined", "dynamic_lookup") if APPLE else ()))
 
 
@@ -54,8 +55,8 @@ def compiler() -> str:
 def build() -> Path:
     """Compile the sources, unless the cache has them as they are now, and return the library's path.
 
-    Atomic: it is written under another name and moved into place, so that processes can build at the same time.
-    Raises BuildError with the compiler's whole message.
+    A compiler that fails is asked once more, without AVX-VNNI. Atomic: the library is written under another name and moved into place,
+    so that processes can build at the same time. Raises BuildError with the compiler's whole message.
     """
     command = [compiler(), *FLAGS]
     target = cache_dir() / f"mx-{_fingerprint(command)}.so"
@@ -63,16 +64,26 @@ def build() -> Path:
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent) as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
-            sources = sorted(SOURCES.glob("*.c"))
-            objects = [str(Path(folder) / f"{source.stem}.o") for source in sources]
-            list(pool.map(lambda source, made: _run([*command, "-c", str(source), "-o", made]), sources, objects))
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            try:
+                objects = _compile(command, Path(folder))
+            except BuildError:
+                objects = _compile([*command, WITHOUT], Path(folder))
             fresh = Path(folder) / target.name
             _run([*command, *LINK, *objects, "-o", str(fresh)])
             os.replace(fresh, target)
     except OSError as error:
         raise BuildError(f"the kernels could not be built in {target.parent}: {error}") from error
     return target
+
+
+def _compile(command: list[str], folder: Path) -> list[str]:
+    """All sources, several at a time; none is still being compiled when this returns or raises."""
+    sources = sorted(SOURCES.glob("*.c"))
+    objects = [str(folder / f"{source.stem}.o") for source in sources]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda source, made: _run([*command, "-c", str(source), "-o", made]), sources, objects))
+    return objects
 
 
 def _run(command: list[str]) -> None:

@@ -94,7 +94,7 @@ typedef struct {
     mx_run product;
 } mx_integers;
 
-#if !defined(__x86_64__)
+#if !defined(__x86_64__) || defined(MX_NO_AVX_VNNI) /* the latter where the assembler is older than the compiler: build.py */
 #elif defined(__apple_build_version__) ? __clang_major__ >= 13 : defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11
 #define MX_AVX_VNNI /* the compiler knows it */
 #endif
