@@ -261,7 +261,7 @@ class FixedBuffers:
         if buffer is not None:
             return buffer.zero_()
         buffer = torch.zeros(tuple(shape), dtype=like.dtype, device=like.device)
-        if not torch.compiler.is_compiling():  # by the caller, who has compiled the model
+        if not torch.compiler.is_dynamo_compiling():  # by the caller, who has compiled the model
             from torch._dynamo import mark_static_address
 
             mark_static_address(buffer, guard=False)  # at another address a graph is recorded anew

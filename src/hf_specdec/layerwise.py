@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from threading import get_ident
+from threading import Lock, get_ident
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from .recurrences import telling
 
 NUMBERS = ("layer_idx", "layer_id", "layer_index", "layer_number", "idx")  # what tells layers of a kind apart
 PLAIN = (bool, int, float, str, type(None), torch.dtype, tuple, list)
+_changing = Lock()  # held while forwards are put in place or taken back
 TRIAL = 61  # tokens of the text that a function for prompts is compiled on: a number that no size in a model is likely to be
 
 
@@ -46,6 +47,21 @@ def from_start(layer, at, args, kwargs):
     """A layer over the first tokens of a text: what it puts out, and their keys and values [B, H, Q, D]. Compiled as a whole."""
     cache = EmptyCache()
     return _forward(layer, cache, at, args, kwargs), cache.states
+
+
+def _stand_in(layer: nn.Module) -> Callable:
+    """In place of the layer's forward while compiled passes go through it, of any thread and any model that the layer is part of: `passes` holds, by thread,
+    whose pass that is, and which of its layers this one is."""
+    passes: dict[int, tuple[Layerwise, int]] = {}
+
+    def forward(*args, **kwargs):
+        own = None if torch.compiler.is_dynamo_compiling() else passes.get(get_ident())
+        if own is None:  # the same layer, in a thread of other passes
+            return type(layer).forward(layer, *args, **kwargs)
+        return own[0]._run(own[1], layer, args, kwargs)
+
+    forward.stands_in, forward.passes = True, passes
+    return forward
 
 
 def own_forward(layer: nn.Module) -> bool:
@@ -92,40 +108,37 @@ class Layerwise:
     def __init__(self, layers: list[nn.Module], made: Made, device: torch.device):
         self.layers, self.made, self.tried, self.changes, self.device = layers, made.functions, made.functions.tried, made.changes, device
         self.kinds = [made.kinds.setdefault(kind, len(made.kinds)) for kind in kinds(layers)]
-        self.stand_ins = [self._stand_in(i, layer) for i, layer in enumerate(layers)]
+        self.stand_ins = [_stand_in(layer) for layer in layers]
         self.checked: dict[tuple, Callable] = {}  # functions without guards
         self.steps: dict[tuple[Hashable, int], list] = {}  # by key of a pass and slots: function and place of the cache per layer
-        self.thread = self.key = self.cache = self.places = self.slots = None
+        self.key = self.cache = self.places = self.slots = None
 
     @contextmanager
     def running(self, key: Hashable, cache: Cache, places: int | None, slots: int = 0) -> Iterator[None]:
         """Inside, a forward in this thread that is given `cache` runs its layers by compiled functions: a `FixedCache` of `slots` over `places`
         tokens, or with None an empty cache of any kind over the first tokens of a text. key: what else decides of shapes and arguments."""
-        self.thread, self.key, self.cache, self.places, self.slots = get_ident(), key, cache, places, slots
+        self.key, self.cache, self.places, self.slots = key, cache, places, slots
         if places is None:  # guards may ask for the length of the text: they are evaluated in every such pass
             self.checked = {own: run for own, run in self.checked.items() if own[0][0] != key}
         if places is None or (key, slots) not in self.steps:
             self.steps[key, slots] = [None] * len(self.layers)
-        for layer, stand_in in zip(self.layers, self.stand_ins):
-            layer.__dict__["forward"] = stand_in
+        thread = get_ident()
+        with _changing:
+            for i, layer in enumerate(self.layers):
+                layer.__dict__.setdefault("forward", self.stand_ins[i]).passes[thread] = self, i
         try:
             yield
         except BaseException:
             del self.steps[key, slots]
             raise
         finally:
-            for layer in self.layers:
-                layer.__dict__.pop("forward", None)
-            self.thread = self.cache = None
-
-    def _stand_in(self, i: int, layer: nn.Module) -> Callable:
-        def forward(*args, **kwargs):
-            if torch.compiler.is_compiling() or get_ident() != self.thread:  # the same model, in another thread
-                return type(layer).forward(layer, *args, **kwargs)
-            return self._run(i, layer, args, kwargs)
-
-        forward.stands_in = True
-        return forward
+            with _changing:
+                for layer in self.layers:
+                    passes = layer.__dict__["forward"].passes
+                    del passes[thread]
+                    if not passes:
+                        del layer.__dict__["forward"]
+            self.cache = None
 
     def _run(self, i: int, layer: nn.Module, args: tuple, kwargs: dict):
         if self.places is None and self.steps[self.key, self.slots][i] is not None:

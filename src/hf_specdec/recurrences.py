@@ -156,7 +156,7 @@ def _ours(layer: int, form: Callable, several: Callable, names: dict) -> Callabl
     one = names.get(ONE)
 
     def run(*args, **kwargs):
-        if torch.compiler.is_compiling() and form is not _mamba1:  # whose own function would begin with nothing
+        if torch.compiler.is_dynamo_compiling() and form is not _mamba1:  # whose own function would begin with nothing
             return _told(form, several, args, kwargs) if _ours_compiled else several(*args, **kwargs)
         block = _block.get()
         if block is None:
