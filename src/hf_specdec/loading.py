@@ -107,12 +107,14 @@ def _compressed(config: SpeculativeConfig, target: PreTrainedModel) -> Draft:
     made, whole = load(LOADERS, config.draft, "draft"), compat.unwrap(target)
     _check_options(config, made)
     now = json.dumps(config.draft_options), whole.device, whole.dtype, id(whole.get_input_embeddings().weight), id(whole.get_output_embeddings())
-    if whole not in _copies or _copies[whole][0] != now:
+    before, found = _copies.get(whole, (None, None))  # another thread may put another one in its place
+    if before != now:
         try:
-            _copies[whole] = now, made(target, **config.draft_options).model
+            found = made(target, **config.draft_options).model
         except (TypeError, ValueError) as error:
             raise ValueError(f"draft={config.draft!r}: {error}") from error
-    return load(DRAFTS, config.draft, "draft")(target, _copies[whole][1])
+        _copies[whole] = now, found
+    return load(DRAFTS, config.draft, "draft")(target, found)
 
 
 def _drafter(source: str, target: PreTrainedModel, read) -> PreTrainedModel | Draft:
@@ -123,10 +125,11 @@ def _drafter(source: str, target: PreTrainedModel, read) -> PreTrainedModel | Dr
     embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
     stamp = (source, 0) if file is None else (str(file.resolve()), file.stat().st_mtime_ns)  # a hub id, or the target's own module
     now = *stamp, target.device, target.dtype, id(embedding.weight), id(head), type(head)
-    if target not in _kept or _kept[target][0] != now:
-        found = read(source, target)
-        _kept[target] = now, _around(found, None)  # were the target in it, both would stay for good
-    return _around(_kept[target][1], target)
+    before, found = _kept.get(target, (None, None))  # another thread may put another one in its place
+    if before != now:
+        found = _around(read(source, target), None)  # were the target in it, both would stay for good
+        _kept[target] = now, found
+    return _around(found, target)
 
 
 def _around(found: PreTrainedModel | Draft, target: PreTrainedModel | None) -> PreTrainedModel | Draft:

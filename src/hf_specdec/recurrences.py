@@ -61,7 +61,8 @@ class Recurrences:
     """The layers of `model` whose functions are known, and their other forwards."""
 
     def __init__(self, model: nn.Module):
-        found = {layer: other for layer in model.modules() if (other := _other(layer)) is not None}
+        with _lock:  # another thread may be putting forwards in place
+            found = {layer: other for layer in model.modules() if (other := _other(layer)) is not None}
         self.forwards = {layer: MethodType(function, layer) for layer, (function, _, _) in found.items()}
         self.forms = {layer.layer_idx: other[1:] for layer, other in found.items()}
         self.layers = {*self.forms}

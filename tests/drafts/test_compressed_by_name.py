@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hf_specdec
-from hf_specdec import SpeculativeDecoder, mx
+from hf_specdec import SpeculativeDecoder, loading, mx
 from hf_specdec.drafts import CompressedDraft
 from hf_specdec.mx import draft as made_by
 from hf_specdec.mx.linear import MXLinear
@@ -125,3 +125,14 @@ def test_options_beside_a_draft_that_was_passed_are_refused():
     target = tiny_llama(3)
     with pytest.raises(ValueError, match="draft_options=.*assistant_model replaces"):
         speculate(target, ROWS, mx.draft_of(target), 3, speculative=BY_NAME)
+
+
+def test_a_call_drafts_with_the_copy_it_has_made_whatever_another_thread_keeps_meanwhile(monkeypatch):
+    class Contested(weakref.WeakKeyDictionary):
+        def __setitem__(self, target, kept):
+            super().__setitem__(target, ("made another way", None))
+
+    monkeypatch.setattr(loading, "_copies", Contested())
+    target = tiny_llama(3)
+    for _ in range(2):
+        assert named(target) == plain(target, ROWS)

@@ -10,7 +10,7 @@ import weakref
 import pytest
 
 import hf_specdec
-from hf_specdec import SpeculativeConfig, registry
+from hf_specdec import SpeculativeConfig, loading, registry
 from hf_specdec.training import build_drafter, drafter, load_drafter
 from hf_specdec.training.heads import save as save_heads
 from tests.conformance.builders import feature_drafter, medusa_heads
@@ -130,3 +130,14 @@ def test_a_drafter_is_read_once_and_kept_as_long_as_its_target(kind, folders, mo
 def test_a_drafter_is_loaded_by_its_folder_and_its_target(arguments):
     with pytest.raises(TypeError, match=r"load_drafter\(folder, target\): pass a folder or a name, then the model"):
         load_drafter(*arguments)
+
+
+def test_a_call_drafts_with_what_it_has_read_whatever_another_thread_keeps_meanwhile(folders, monkeypatch):
+    class Contested(weakref.WeakKeyDictionary):
+        def __setitem__(self, target, kept):
+            super().__setitem__(target, ("read from elsewhere", tiny_llama(4)))
+
+    monkeypatch.setattr(loading, "_kept", Contested())
+    target = tiny_llama(3)
+    out = speculate(target, ROWS, None, 3, speculative={"draft": folders["medusa"]})
+    assert generated(out, ROWS) == plain(target, ROWS) and sources(out) == {"medusa"}
