@@ -19,13 +19,13 @@ from transformers import (
     DynamicCache,
     GenerationConfig,
     LlamaForCausalLM,
+    NllbMoeConfig,
+    NllbMoeForConditionalGeneration,
     PreTrainedTokenizerFast,
     QuantizedCache,
     RwkvConfig,
     RwkvForCausalLM,
     StaticCache,
-    SwitchTransformersConfig,
-    SwitchTransformersForConditionalGeneration,
     TextStreamer,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
@@ -84,8 +84,8 @@ def refused(*models, words, error=ValueError):
 
 @lru_cache
 def encoder_decoder():
-    sizes = dict(vocab_size=VOCAB, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
-    return SwitchTransformersForConditionalGeneration(SwitchTransformersConfig(**sizes, num_experts=2)).eval()
+    sizes = dict(vocab_size=VOCAB, d_model=16, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=16, decoder_ffn_dim=16, encoder_attention_heads=2, decoder_attention_heads=2)
+    return NllbMoeForConditionalGeneration(NllbMoeConfig(**sizes, num_experts=2)).eval()
 
 
 @lru_cache
@@ -362,7 +362,7 @@ def test_a_rule_that_contradicts_do_sample_is_refused(rule, do_sample):
 
 
 MODELS = [
-    (encoder_decoder, ("SwitchTransformersForConditionalGeneration", "encoder-decoder", "Use speculative=False")),
+    (encoder_decoder, ("NllbMoeForConditionalGeneration", "routes tokens by a mask", "Use speculative=False")),
     (recurrent, ("RwkvForCausalLM", "cannot be rolled back", "Use speculative=False")),
     (flex, ("LlamaForCausalLM", "flex_attention", "set_attn_implementation")),
 ]

@@ -11,10 +11,9 @@ import transformers
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
-from . import kinds
-
 CACHE = "cache" if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters else "past_key_values"  # "cache" since 5.24
-OWN_CACHE = kinds.OWN_CACHE if CACHE == "cache" else frozenset()  # not tried before transformers 5.24
+OWN_CACHE = frozenset(  # go on over several tokens as they do token by token, from a cache of their own kind; not tried before transformers 5.24
+    "deepseek_v4 inkling2_loop_text minimax_m3_vl_text qwen4_exp_text".split() if CACHE == "cache" else ())
 _VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 GOES_ON = _VERSION >= (5, 17)  # before, models do not go on from a state over several tokens, or not all of them
 _MAY_RECORD = _VERSION >= (5, 21)  # before, a window that records its past does not fit its mask after two passes

@@ -23,4 +23,3 @@ ENCODER_DECODERS = frozenset(
 GO_ON = frozenset(  # from a state over several tokens as they do token by token
     "bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid inkling2_text inkling_text jamba kimi_linear lara_mini lfm2 lfm2_moe lfm3 mamba mamba2 nemotron_h "
     "olmo_hybrid qwen3_5_moe_text qwen3_5_text qwen3_next zamba zamba2 zaya".split())
-OWN_CACHE = frozenset("deepseek_v4 inkling2_loop_text minimax_m3_vl_text qwen4_exp_text".split())  # the same, from a cache of their own kind
