@@ -134,7 +134,8 @@ def test_layers_that_cannot_be_cut_serve_texts_that_go_on(family):
     hf_specdec.disable(model)
 
 
-def test_a_call_that_breaks_off_costs_its_conversation_alone():
+@pytest.mark.parametrize("speculative", [True, False])
+def test_a_call_that_breaks_off_leaves_what_was_known_of_its_conversation(speculative):
     model, said = tiny_model(), []
     answer, text = answering(model, said=said), ids_of(*range(20, 60))
 
@@ -148,8 +149,10 @@ def test_a_call_that_breaks_off_costs_its_conversation_alone():
 
     call(answer, text)
     with pytest.raises(RuntimeError, match="the client has gone"):
-        answer(input_ids=text, max_new_tokens=8, do_sample=False, streamer=Gone())
-    assert torch.equal(call(answer, text), plain(model, text)) and "known" not in said[-1]
+        answer(input_ids=text, max_new_tokens=8, do_sample=False, streamer=Gone(), **({} if speculative else {"speculative": False}))
+    assert len(answer.kept) == 1
+    longer = torch.cat([text, ids_of(7, 8, 9)], dim=1)
+    assert torch.equal(call(answer, longer), plain(model, longer)) and "(39 of them known)" in said[-1]
 
 
 def test_a_call_that_is_refused_is_answered_without_speculation():

@@ -122,7 +122,12 @@ class Answering:
     def __call__(self, **kwargs):
         ids, alone = kwargs["input_ids"][0].tolist(), is_alone(kwargs.get("generation_config"), self.model.generation_config)
         cache, known = self.take(ids) if alone else (None, 0)
-        out = self.generate(**kwargs | in_full(kwargs.get("generation_config")), **({CACHE: cache} if known else {}))
+        try:
+            out = self.generate(**kwargs | in_full(kwargs.get("generation_config")), **({CACHE: cache} if known else {}))
+        except BaseException:  # a client has gone: the next turn finds what was known
+            if known and (held := Conversation(ids, cache)).cut(known):
+                self.kept.append(held)
+            raise
         if alone and (cache := getattr(out, CACHE, None)) is not None and counts_tokens(cache):  # one of states alone says nothing of its text
             self.kept.append(Conversation(out.sequences[0].tolist(), cache))
         self.say(line_of(out, len(ids), known))
