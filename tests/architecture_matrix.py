@@ -22,16 +22,21 @@ HEAD = """# Supported families
 
 Made by `python -m tests.architecture_matrix` on transformers {transformers}, torch {torch}, in float32 on random models. "exact":
 greedy text equal to plain `generate` token for token, drafted by prompt lookup and by a perturbed copy of the model (for trees: by
-a tree of ten tokens). The cache is the package's own in every case; a plain `DynamicCache` may be passed in and is handed back.
+a tree of ten tokens). But for those of "own cache", the cache is the package's own; a plain `DynamicCache` may be passed in and is handed back.
 
 {count}
 
 Llama 4 with `attn_temperature_tuning` counts positions itself from `floor_scale` (8192) on: where `max_length` comes near it, batches and
-trees are refused; batch 1 with chains is exact at any length. Doge is refused where `max_length` comes near its `keep_window_size`.
+trees are refused; batch 1 with chains is exact at any length. Doge is refused where `max_length` comes near its `keep_window_size`,
+and Moshi where it comes near its `sliding_window`.
 Models that read images or sounds, too, are run on texts here; what they are shown beside them is [further down](#images-videos-and-sounds).
 
 "states": layers that carry a state from token to token (state-space models, linear attention, short convolutions), alone or beside attention. They need transformers
 5.17 or newer (Mamba, Mamba 2, Falcon-Mamba: 5.24), and take no trees. A caller's cache goes in and out with one row, unless there are states alone, which do not say how many tokens they have seen.
+
+"own cache": the cache is plain generate's, because what is kept of a text is of a kind of its own (keys compressed by groups, keys of an indexer beside states, layers
+that run several times). Passes go on from a copy; after a rejection the one before takes its place, and what was accepted is read again in front of the next candidates.
+They need transformers 5.24, and take chains and one row; a caller's cache goes in and out.
 
 "selected": an indexer picks the keys that are attended to; here, too, a caller's cache is refused, and none is handed back.
 

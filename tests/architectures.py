@@ -46,7 +46,7 @@ class Family:
 
     @property
     def trees(self) -> bool:
-        return self.branches and self.window != "states"
+        return self.branches and self.window not in ("states", "own cache")
 
     def model(self, attn: str = "sdpa", seed: int = 0):
         return build(self.kind, seed, attn, self.spread, **self.settings)
@@ -326,7 +326,7 @@ OWN_CACHES = [
     Family("Qwen4-Exp (text)", "qwen4_exp_text", dict(_QWEN4, ple_layer_ids=[1], ple_embed_dim=32, heads_per_ngram=2, eos_token_id=VOCAB)),
     Family("Inkling 2 (loop, text)", "inkling2_loop_text", dict(_INKLING, unpadded_vocab_size=VOCAB, n_layers_per_attn_res_block=1)),
 ]
-FAMILIES += [replace(family, ragged=False, window="states") for family in OWN_CACHES if CACHE == "cache"]
+FAMILIES += [replace(family, ragged=False, window="own cache") for family in OWN_CACHES if CACHE == "cache"]
 FAMILIES = [line for line in FAMILIES if line.kind in CONFIG_MAPPING]  # of the installed transformers
 FAMILIES = [line for line in FAMILIES if line.kind not in ("axk2", "cohere_compass_text") or CACHE == "cache"]  # before 5.24 the first is refused, and the other's
 # own code fails with this config
@@ -396,7 +396,7 @@ def outcome(family: Family, attn: str, batch: int, tree: bool = False, seed: int
     model, texts = reference(family.name, attn, seed)
     finished = [row + text for row, text in zip(ROWS, texts)]
     writes = getattr(model.config, "output_vocab_size", None) or VOCAB
-    chain = KnowingTreeDraft(finished, parents=(0, 1, 2, 3), vocab=writes) if family.window == "states" else None  # their texts repeat nothing
+    chain = KnowingTreeDraft(finished, parents=(0, 1, 2, 3), vocab=writes) if family.window in ("states", "own cache") else None  # their texts repeat nothing
     drafts = {"tree": KnowingTreeDraft(finished, vocab=writes)} if tree else {"lookup" if chain is None else "knowing": chain, "model": perturbed(model)}
     calls = [[0], [1], [2]] if batch == 1 else [[0, 1, 2]]
     try:
