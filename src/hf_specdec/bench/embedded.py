@@ -52,10 +52,10 @@ def _load_tokenizer(name: str):
                          f".save_pretrained({name!r}). ({' '.join(str(error).split())})") from error
 
 
-def load_model(name: str, dtype="float32", device=None, encoder_decoders: bool = False):
-    """The model alone, as in `load_target`; device None is the GPU if there is one. MX checkpoints are read as they are."""
+def load_model(name: str, dtype="float32", device=None, encoder_decoders: bool = False, images: bool = False):
+    """The model alone, as in `load_target`; device None is the GPU if there is one. MX checkpoints are read as they are. images: with the part that reads images."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
 
     from .. import mx
     from ..assistants import auto_class
@@ -72,7 +72,7 @@ def load_model(name: str, dtype="float32", device=None, encoder_decoders: bool =
                 config = AutoConfig.from_pretrained(source)
             except ValueError:  # an adapter has no config of its own; of anything else the model's loader says what is wrong
                 config = None
-            both, auto = (False, AutoModelForCausalLM) if config is None else (config.is_encoder_decoder, auto_class(config))
+            both, auto = (False, AutoModelForCausalLM) if config is None else (config.is_encoder_decoder, AutoModelForImageTextToText if images else auto_class(config))
             if both and not encoder_decoders:
                 raise ValueError(f"{name} is an encoder-decoder, which generate, bench and compress take on the command line; the rest goes through Python: "
                                  "hf_specdec.enable(AutoModelForSeq2SeqLM.from_pretrained(...)).generate(speculative=True).")

@@ -19,7 +19,7 @@ import typer
 from transformers.cache_utils import DynamicLayer
 
 from ..caches import CACHE, cached_tokens, counts_tokens
-from ..hints import many
+from ..hints import first_line, many
 from .common import apply_mx
 from .leaving import PROGRAM
 from .speculation import Work
@@ -34,7 +34,6 @@ def serve(work: Work, host: str, port: int, tiles: bool, compile: bool, threads:
     import torch
 
     from .. import enable, warmup
-    from ..bench.embedded import load_target
 
     work.check()
     check_installed()
@@ -43,8 +42,8 @@ def serve(work: Work, host: str, port: int, tiles: bool, compile: bool, threads:
     check_port(host, port)
     if threads is not None:
         torch.set_num_threads(threads)
-    model, tokenizer = load_target(work.target, work.dtype)
-    if tokenizer.chat_template is None:
+    model, tokenizer, processor = loaded(work.target, work.dtype)
+    if processor.chat_template is None:
         say(f"{work.target}: its tokenizer has no chat template; of the API, /v1/completions alone will answer.")
     apply_mx(model, work.mx, work.target)
     if tiles and work.mx is None:
@@ -54,7 +53,35 @@ def serve(work: Work, host: str, port: int, tiles: bool, compile: bool, threads:
     if compile:
         warmup(model, draft, speculation, max_length=min(COMPILED, getattr(model.config.get_text_config(), "max_position_embeddings", COMPILED)))
     enable(model, speculative=speculation, assistant_model=draft)
-    run(work.target, Answering(model, keep, say), tokenizer, host, port)
+    run(work.target, Answering(model, keep, say), processor, host, port)
+
+
+def loaded(name: str, dtype) -> tuple[Any, Any, Any]:
+    """(model, tokenizer, what makes its inputs of a conversation): of a model that reads images, its processor; else the tokenizer."""
+    from ..bench.embedded import load_model, load_target
+
+    processor = processor_of(name)
+    if processor is None:
+        model, tokenizer = load_target(name, dtype)
+        return model, tokenizer, tokenizer
+    return load_model(name, dtype, images=True), processor.tokenizer, processor
+
+
+def processor_of(name: str) -> Any:
+    """The processor of a model that reads images; None where there is none, and, with a line about it, where it cannot be loaded."""
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig, AutoProcessor, ProcessorMixin
+
+    try:
+        if type(AutoConfig.from_pretrained(name)) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+            return None
+    except (OSError, ValueError):  # of which the model's loader says what is wrong
+        return None
+    try:
+        processor = AutoProcessor.from_pretrained(name)
+    except (ImportError, OSError, ValueError) as error:
+        say(f"{name}: its processor cannot be loaded ({first_line(error)}); text alone will be read.")
+        return None
+    return processor if isinstance(processor, ProcessorMixin) else None
 
 
 def check_installed() -> None:
@@ -120,7 +147,8 @@ class Answering:
         self.kept: deque[Conversation] = deque(maxlen=keep)
 
     def __call__(self, **kwargs):
-        ids, alone = kwargs["input_ids"][0].tolist(), is_alone(kwargs.get("generation_config"), self.model.generation_config)
+        ids = kwargs["input_ids"][0].tolist()
+        alone = not is_shown(kwargs) and is_alone(kwargs.get("generation_config"), self.model.generation_config)
         cache, known = self.take(ids) if alone else (None, 0)
         try:
             out = self.generate(**kwargs | in_full(kwargs.get("generation_config")), **({CACHE: cache} if known else {}))
@@ -158,6 +186,11 @@ def is_alone(config: Any, own: Any) -> bool:
     return all(next((value for value in values if value is not None), ordinary) == ordinary for ordinary, *values in said)
 
 
+def is_shown(kwargs: dict[str, Any]) -> bool:
+    """Whether a request comes with more than text: images, say, for which tokens alone do not stand."""
+    return any(hasattr(value, "dtype") for name, value in kwargs.items() if name not in ("input_ids", "attention_mask"))
+
+
 def line_of(out: Any, prompt: int, known: int) -> str:
     """One line about an answer."""
     tokens = out.sequences.shape[1] - prompt
@@ -173,7 +206,7 @@ def line_of(out: Any, prompt: int, known: int) -> str:
 # --- transformers' server ---------------------------------------------------------------------------------------------
 
 
-def run(name: str, answering: Answering, tokenizer, host: str, port: int) -> None:
+def run(name: str, answering: Answering, processor, host: str, port: int) -> None:
     """Serve the model under `name` until Ctrl-C."""
     from transformers.cli.serve import Serve
 
@@ -185,12 +218,12 @@ def run(name: str, answering: Answering, tokenizer, host: str, port: int) -> Non
             manager = self._model_manager
             own = manager.process_model_name(name)
 
-            def processor(asked: str, **kwargs):
+            def named(asked: str, **kwargs):
                 if asked != own:
                     raise ValueError(f"this server has {name} alone.")
-                return tokenizer
+                return processor
 
-            manager._load_model, manager._load_processor = (lambda *args, **kwargs: answering.model), processor
+            manager._load_model, manager._load_processor = (lambda *args, **kwargs: answering.model), named
             manager.force_model, manager.model_timeout = name, -1  # it alone, and for good
             manager.load_model_and_processor(own)
             say(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1 (Ctrl-C ends it)")
