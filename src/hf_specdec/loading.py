@@ -62,7 +62,19 @@ def _check_options(config: SpeculativeConfig, made: Callable[..., Draft]) -> Non
 
 def source_of(config: SpeculativeConfig) -> str | None:
     """Where the config's draft has its weights: a file, a folder, a hub id, a drafter's name, or that of a draft that is made of the target; None where it has none."""
-    return config.draft_source or (None if config.draft in DRAFTS and config.draft not in OF_TARGET else config.draft)
+    made = config.draft in OF_TARGET or any(map(_needs_target, _inner(config)))
+    return config.draft_source or (None if config.draft in DRAFTS and not made else config.draft)
+
+
+def _inner(config: SpeculativeConfig) -> list:
+    """What a mixture by name is made of; [] where that is left to it, and of other drafts."""
+    drafts = config.draft_options.get("drafts", []) if config.draft == "mixture" else []
+    return drafts if isinstance(drafts, list) else []
+
+
+def _needs_target(name: Any) -> bool:
+    """Whether a draft of that name is made of the target, or is a drafter for it."""
+    return name in OF_TARGET or isinstance(name, str) and name not in DRAFTS and load(LOADERS, "is_drafter", "draft_options")(name)
 
 
 def loaded(config: SpeculativeConfig, target: PreTrainedModel) -> PreTrainedModel | Draft:
@@ -75,6 +87,9 @@ def loaded(config: SpeculativeConfig, target: PreTrainedModel) -> PreTrainedMode
     source, argument = source_of(config), "draft_source" if config.draft_source else "draft"
     if config.draft in OF_TARGET:
         return _compressed(config, target)
+    if config.draft == "mixture":
+        parts = [loaded(SpeculativeConfig(draft=name), target) if _needs_target(name) else name for name in _inner(config)]
+        return _class("mixture", config)(**config.draft_options | {"drafts": parts})
     if config.draft in OF_A_FILE:
         kind = _class(config.draft, config)
         try:

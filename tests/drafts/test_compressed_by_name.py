@@ -9,6 +9,8 @@ import torch
 
 import hf_specdec
 from hf_specdec import SpeculativeDecoder, loading, mx
+from hf_specdec.commands.common import load_draft
+from hf_specdec.commands.writer import draft_weights
 from hf_specdec.drafts import CompressedDraft
 from hf_specdec.mx import draft as made_by
 from hf_specdec.mx.linear import MXLinear
@@ -136,3 +138,34 @@ def test_a_call_drafts_with_the_copy_it_has_made_whatever_another_thread_keeps_m
     target = tiny_llama(3)
     for _ in range(2):
         assert named(target) == plain(target, ROWS)
+
+
+# --- in a mixture by name ---------------------------------------------------------------------------------------------
+
+TWO = {"draft": "mixture", "num_assistant_tokens": 4, "draft_options": {"drafts": ["suffix_automaton", "compressed"], "mode": "choose"}}
+
+
+def test_a_mixture_by_name_takes_the_copy_and_calls_share_it(copies):
+    target = hf_specdec.enable(tiny_llama(3))
+    texts = plain(target, ROWS)
+    for rows, wanted in ((ROWS, texts), (ROWS[:1], texts[:1])):
+        out = target.generate(**padded(rows), max_new_tokens=20, do_sample=False, pad_token_id=0, speculative=TWO, return_dict_in_generate=True)
+        assert generated(out, rows) == wanted
+    assert len(copies) == 1 and "compressed" in {round.source for rows in out.speculation.rounds for round in rows}
+
+
+@pytest.mark.parametrize(("drafts", "words"), [(["nothing"], "drafts.*nothing"), (["suffix_automaton", "model"], "'model' has to be made first"), ("compressed", "expected a list"),
+                                               ([], "at least one")])
+def test_what_a_mixture_by_name_cannot_be_made_of_is_refused(drafts, words):
+    target = hf_specdec.enable(tiny_llama(3))
+    with pytest.raises(ValueError, match=words):
+        target.generate(**padded(ROWS), max_new_tokens=4, pad_token_id=0, speculative={"draft": "mixture", "draft_options": {"drafts": drafts}})
+
+
+def test_several_drafts_on_the_command_line_are_a_mixture_that_chooses():
+    target = hf_specdec.enable(tiny_llama(3))
+    draft = load_draft("prompt_lookup+compressed+suffix_automaton", "float32", target, None)
+    assert [part.name for part in draft.parts] == ["prompt_lookup", "compressed", "suffix_automaton"] and draft.mode == "choose"
+    assert draft_weights("prompt_lookup+compressed", draft) is not None
+    with pytest.raises(ValueError, match="--draft"):
+        load_draft("prompt_lookup+nothing", "float32", target, None)

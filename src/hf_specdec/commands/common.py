@@ -95,7 +95,8 @@ def stored_config(target: str) -> dict | None:
 
 def load_draft(name: str | None, dtype: str, model, tokenizer):
     """What goes into `assistant_model`: None for prompt lookup (the default), else a draft or a model by path or name, a folder before a draft
-    of its name; a model with another tokenizer as a draft that translates, and an assistant that a family ships as its draft."""
+    of its name; a model with another tokenizer as a draft that translates, and an assistant that a family ships as its draft; several, with + between them, as
+    the mixture that chooses one a round."""
     from ..assistants import kind_of
     from ..bench.embedded import EMBEDDED, load_model, near
     from ..config import ALONE, OF_TARGET, SpeculativeConfig
@@ -116,6 +117,9 @@ def load_draft(name: str | None, dtype: str, model, tokenizer):
         return registered(DRAFTS, "retrieval" if format_of(name) == FORMAT else "ngram", "--draft").load(name, tokenizer)
     if is_drafter(name):
         return load(name, model)
+    if len(parts := name.split("+")) > 1 and all(parts) and not folder:
+        made = [as_draft(load_draft(part, dtype, model, tokenizer), SpeculativeConfig()) for part in parts]
+        return registered(DRAFTS, "mixture", "--draft")(made, mode="choose")
     names = f"the names are {', '.join([*ALONE, *OF_TARGET, *shipped()])}"
     slip = None if folder or name in DRAFTS else near(name, [*DRAFTS, *shipped(), EMBEDDED])
     if slip not in (None, name):

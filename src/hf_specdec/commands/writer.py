@@ -186,13 +186,14 @@ def _ratios(counts: Counter) -> dict[str, float | None]:
 
 
 def draft_weights(name: str | None, draft) -> str | None:
-    """A hash by which the draft `name` is known again: of its file, or of what its model or heads weigh; None for a draft without any."""
+    """A hash by which the draft `name` is known again: of its file, or of what its model or heads, or those of its parts, weigh; None for a draft without any."""
     from ..bench.arms import model_of
 
     if name is not None and Path(name).is_file():
         with open(name, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
-    return weights_of(model_of(draft) or getattr(draft, "heads", draft))
+    parts = [draft_weights(None, part) for part in getattr(draft, "parts", ())]
+    return "+".join(map(str, parts)) if any(parts) else weights_of(model_of(draft) or getattr(draft, "heads", draft))
 
 
 def weights_of(model) -> str | None:
