@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from functools import lru_cache
 
+import torch
 from transformers import CONFIG_MAPPING, CTRLLMHeadModel
 
 import hf_specdec
@@ -326,6 +327,8 @@ OWN_CACHES = [
     Family("Qwen4-Exp (text)", "qwen4_exp_text", dict(_QWEN4, ple_layer_ids=[1], ple_embed_dim=32, heads_per_ngram=2, eos_token_id=VOCAB)),
     Family("Inkling 2 (loop, text)", "inkling2_loop_text", dict(_INKLING, unpadded_vocab_size=VOCAB, n_layers_per_attn_res_block=1)),
 ]
+if torch.__version__ < "2.8":  # whose scatter takes no int32, which Qwen4-Exp's own code gives it
+    OWN_CACHES = [family for family in OWN_CACHES if not family.kind.startswith("qwen4")]
 FAMILIES += [replace(family, ragged=False, window="own cache") for family in OWN_CACHES if CACHE == "cache"]
 FAMILIES = [line for line in FAMILIES if line.kind in CONFIG_MAPPING]  # of the installed transformers
 FAMILIES = [line for line in FAMILIES if line.kind not in ("axk2", "cohere_compass_text") or CACHE == "cache"]  # before 5.24 the first is refused, and the other's

@@ -12,7 +12,7 @@ Target = Annotated[str, typer.Argument(help="The model: smollm2 (the embedded on
 Draft = Annotated[
     str | None,
     typer.Option("--draft", callback=draft_name, help="What proposes tokens: prompt_lookup (default), mixture, ngram_recycling, recycling, suffix_automaton, "
-                 "lookahead, jump_forward, uniform, compressed; a shipped drafter's name; a saved table or store; a folder or hub id; several with +."),
+                 "lookahead, jump_forward, uniform, compressed; a shipped drafter; a saved table or store; folder or hub id; A+B."),
 ]
 Threads = Annotated[int | None, typer.Option("--threads", min=1, help="Threads of torch; as many as it chooses without it.")]
 K = Annotated[str, typer.Option("--k", help="Tokens drafted per round: 1..64, or auto (chosen as it runs).")]

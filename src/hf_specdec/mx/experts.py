@@ -118,8 +118,9 @@ class ExpertMatrix(MXMatrix):
         self._check_input(x)
         if x.dim() != 2 or (index.numel() % x.shape[0] if x.shape[0] else index.numel()):
             raise ValueError(f"x has shape {tuple(x.shape)} and index {tuple(index.shape)}: rows are wanted, and as many experts for each.")
-        if torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        device = x.device.type
+        if (x.is_cpu or torch.amp.is_autocast_available(device)) and torch.is_autocast_enabled(device):
+            x = x.to(torch.get_autocast_dtype(device))
         count, n, _ = self.shape
         traced, index = torch.compiler.is_compiling(), index.long()
         if traced and self._place is not None and not torch.is_grad_enabled() and not torch.compiler._is_exporting_flag:
