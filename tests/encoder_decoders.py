@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 
 from hf_specdec import integration
 from hf_specdec.compat import CACHE
@@ -32,6 +32,14 @@ _MOONSHINE = dict(_UNTIED, hidden_size=32, intermediate_size=48, encoder_num_hid
 _STREAMING = dict(_UNTIED, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=128)
 _SPEECHT5 = dict(_BART, hidden_size=32, conv_dim=(16, 16), conv_stride=(5, 4), conv_kernel=(10, 4), num_feat_extract_layers=2, feat_extract_norm="layer",
                  num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=4, encoder_max_relative_position=20, max_text_positions=128)
+_VIT = dict(model_type="vit", hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=16, patch_size=8)
+_WAV2VEC = dict(_SPEECHT5, model_type="wav2vec2", hidden_size=48, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, do_stable_layer_norm=True)
+_COMPOSED = dict(vocab_size=VOCAB, pad_token_id=0, bos_token_id=1, eos_token_id=None)
+_BERT = dict(_COMPOSED, model_type="bert", hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, max_position_embeddings=128)
+_READS = dict(is_decoder=True, add_cross_attention=True)
+_GPT2 = dict(_COMPOSED, **_READS, model_type="gpt2", n_embd=32, n_layer=2, n_head=4, n_positions=128)
+_TROCR = dict(_COMPOSED, model_type="trocr", d_model=32, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=48, max_position_embeddings=128)
+_MBART = dict(_BART, **_READS, model_type="mbart", is_encoder_decoder=False)
 _WHISPER = dict(_BART, num_mel_bins=8, max_source_positions=20, max_target_positions=128)
 
 
@@ -46,18 +54,23 @@ class Family:
 
     def model(self, attn: str = "eager", seed: int = 0, spread: float = 0.3, **settings):
         torch.manual_seed(seed)
-        auto = AutoModelForSpeechSeq2Seq if self.kind in SOUNDS else AutoModelForSeq2SeqLM
+        auto = AutoModelForImageTextToText if self.kind in IMAGES else AutoModelForSpeechSeq2Seq if self.kind in SOUNDS else AutoModelForSeq2SeqLM
         config = AutoConfig.for_model(self.kind, **{**self.settings, **settings})
         model = auto.from_config(config, attn_implementation=attn).float().eval()
         model.set_output_embeddings(copy.deepcopy(model.get_output_embeddings()))  # tied, it would repeat its last token
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if parameter.ndim > 1:  # the decoder's last token has to count for more than the source, or the text is stuck
-                    much, little = ("embed", "shared", "relative"), ("encoder_attn.out_proj", "EncDecAttention.o", "SelfAttention.o", "self_attn.out_proj")
+                    much, little = ("embed", "shared", "relative"), ("encoder_attn.out_proj", "EncDecAttention.o", "SelfAttention.o", "self_attn.out_proj", "attention.output.dense", "attn.c_proj", "attention.c_proj")
                     factor = 4 if any(part in name for part in much) else 0.4 if any(part in name for part in little) else 1
                     parameter.normal_(0.0, spread * factor)
         model.generation_config.do_sample = False
         return model
+
+
+def composed(encoder: dict, decoder: dict) -> dict:
+    """Settings of a model that is composed of two."""
+    return dict(encoder=encoder, decoder=decoder, pad_token_id=0, bos_token_id=1, eos_token_id=None, decoder_start_token_id=2)
 
 
 FAMILIES = [
@@ -91,11 +104,22 @@ FAMILIES = [
     Family("Moonshine (streaming)", "moonshine_streaming", dict(_STREAMING, encoder_config=dict(_ASR, sliding_windows=[[4, 2], [4, 0]])), "rotary"),
     Family("Cohere ASR", "cohere_asr", dict(_UNTIED, **_ASR, encoder_config=_CONFORMER)),
     Family("Canary", "canary", dict(_UNTIED, decoder_config=dict(_ASR, vocab_size=VOCAB, pad_token_id=0, eos_token_id=None), encoder_config=_CONFORMER)),
+    Family("TrOCR", "vision-encoder-decoder", composed(_VIT, _TROCR)),
+    Family("TrOCR (sinusoidal)", "vision-encoder-decoder", composed(_VIT, dict(_TROCR, use_learned_position_embeddings=False)), "sinusoidal"),
+    Family("Donut", "vision-encoder-decoder", composed(dict(_VIT, hidden_size=48), _MBART)),
+    Family("ViT and GPT-2", "vision-encoder-decoder", composed(_VIT, _GPT2)),
+    Family("ViT and BERT", "vision-encoder-decoder", composed(_VIT, dict(_BERT, **_READS))),
+    Family("ViT and RoBERTa", "vision-encoder-decoder", composed(_VIT, dict(_BERT, **_READS, model_type="roberta"))),
+    Family("BERT twice", "encoder-decoder", composed(_BERT, dict(_BERT, **_READS))),
+    Family("Wav2Vec2 and mBART", "speech-encoder-decoder", composed(_WAV2VEC, _MBART)),
+    Family("Wav2Vec2 and GPT-2", "speech-encoder-decoder", composed(_WAV2VEC, _GPT2)),
 ]
 TOO_OLD = {"cohere_asr"} if CACHE == "past_key_values" else set()  # before transformers 5.24, nan where an encoder is given padding
 FAMILIES = [line for line in FAMILIES if line.kind in CONFIG_MAPPING and line.kind not in TOO_OLD]  # of the installed transformers
 SOUNDS = {"whisper": ("input_features", 8, 40), "speech_to_text": ("input_features", 60, 8), "speecht5": ("input_values", 4000), "moonshine": ("input_values", 4000),
-          "moonshine_streaming": ("input_values", 1600), "cohere_asr": ("input_features", 60, 16), "canary": ("input_features", 60, 16)}  # what is heard, and the shape of a row
+          "moonshine_streaming": ("input_values", 1600), "cohere_asr": ("input_features", 60, 16), "canary": ("input_features", 60, 16),
+          "speech-encoder-decoder": ("input_values", 4000)}  # what is heard, and the shape of a row
+IMAGES = {"vision-encoder-decoder": ("pixel_values", 3, 16, 16)}
 REQUIRED = 6
 REFUSED = [("FSMT", "fsmt", dict(_BART, langs=["a", "b"], src_vocab_size=VOCAB, tgt_vocab_size=VOCAB)),
            ("NLLB-MoE", "nllb-moe", dict(_BART, num_experts=2)),
@@ -123,8 +147,8 @@ def refused(kind: str, **settings):
 def source(kind: str = "t5", seed: int = 0, length: int = 12) -> dict[str, torch.Tensor]:
     """What an encoder of that kind reads: one row of token ids without 0 to 2, or features."""
     generator = torch.Generator().manual_seed(seed)
-    if kind in SOUNDS:
-        name, *shape = SOUNDS[kind]
+    if kind in SOUNDS or kind in IMAGES:
+        name, *shape = (SOUNDS | IMAGES)[kind]
         return {name: torch.randn((1, *shape), generator=generator)}
     return {"input_ids": torch.randint(3, VOCAB, (1, length), generator=generator)}
 
@@ -138,6 +162,8 @@ def sources(kind: str = "t5", seed: int = 0, rows: int = 3) -> dict[str, torch.T
             mask[row, shape[0] - row * shape[0] // 8 :] = 0
         heard = {name: torch.cat([part[name] for part in parts])}
         return heard if kind == "whisper" else heard | {"attention_mask": mask}
+    if kind in IMAGES:
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     texts = [part["input_ids"][0] for part in parts]
     pad = torch.nn.utils.rnn.pad_sequence
     return {"input_ids": pad(texts, batch_first=True), "attention_mask": pad([torch.ones_like(text) for text in texts], batch_first=True)}

@@ -15,6 +15,7 @@ from .caches import cached_tokens, check_cache, read_cache
 from .config import SpeculativeConfig, instead_of
 from .drafts.base import Draft
 from .hints import meant, nearest, what
+from .kinds import COMPOSED
 from .media import media_in, untried
 from .positions import counting
 from .probe import check_batch, check_mode, check_source
@@ -221,7 +222,8 @@ def check_call(model, input_ids, processors, generation, model_kwargs: dict, tra
 def _check_inputs(config, model_kwargs: dict, traits: compat.ModelTraits, cached: int) -> dict:
     """The model inputs that are shown beside the text, {} for none. ValueError for inputs that the loop does not support."""
     shown, own = media_in(config, model_kwargs, cached), ("encoder_outputs", "decoder_attention_mask", "global_attention_mask")  # the last, LED's encoder has read
-    shown.pop("labels", None)  # of Seq2SeqTrainer; generate hands them to no pass
+    composed = config.model_type in COMPOSED  # what is not the decoder's, their encoder has read; labels are Seq2SeqTrainer's, and generate hands them to no pass
+    shown = {name: value for name, value in shown.items() if name != "labels" and (not composed or name.startswith("decoder_"))}
     name = next((name for name in shown if name not in own), None) if traits.encoder == "own" else untried(config, shown)
     if name is not None:
         raise ValueError(f"{name}: this model input is not supported with speculative=True for a model of type {config.model_type!r}. Drop it, or use "
@@ -287,7 +289,8 @@ def _check_beams(generation) -> None:
 
 def _check_decoder_padding(model, real: torch.Tensor) -> None:
     """Whisper's positions go by the mask (transformers 5.10: not yet), and of relative ones it hides all that matters; others take padding for text."""
+    by_columns = counting(model) or model.config.model_type in COMPOSED
     by_mask = model.config.model_type == "whisper" and type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
-    if not real.all() and counting(model) and not by_mask:
+    if not real.all() and by_columns and not by_mask:
         raise ValueError(f"decoder_attention_mask: {type(model).__name__} counts padding of decoder_input_ids as text, so they are not supported with speculative=True; "
                          f"pass them without.")

@@ -17,8 +17,9 @@ from transformers.generation import logits_process as lp
 from . import assistants
 from .caches import CACHE, INDEXED, OWN_CACHE, states_of, strange_layers
 from .flash import flash_of, why_not
-from .kinds import ENCODER_DECODERS, GO_ON, HANDS_ON, OWN_MASK, OWN_MASK_BEFORE_SDPA, OWN_WAYS, OWN_WAYS_BEFORE
-from .positions import counting
+from .kinds import ENCODER_DECODERS, GO_ON, OWN_MASK, OWN_MASK_BEFORE_SDPA, OWN_WAYS, OWN_WAYS_BEFORE
+from .parts import reads_both_ways, writer
+from .positions import max_positions, placed
 from .recurrences import begins_with_nothing
 
 # --- logits processors ------------------------------------------------------------------------------------------------
@@ -159,18 +160,18 @@ def traits_of(model: PreTrainedModel, role: str) -> ModelTraits:
     head = model.get_output_embeddings()
     encoder, states = "own" if model.config.is_encoder_decoder else "another's" if "encoder_outputs" in forward else "none", states_of(model, config)
     masks, flash, own = _masks(config, bool(states)), flash_of(config), encoder == "own"
-    placed = "decoder_position_ids" in forward and not counting(model) if own else "position_ids" in forward or model.config.model_type in HANDS_ON
+    where = placed(model, forward)
     if flash and (why := why_not(model, config, {kind for _, kind, _ in masks}, encoder, states)):
         raise ValueError(f'{name} runs attn_implementation={flash!r}, which {why}. Call model.set_attn_implementation("sdpa") (or "eager").')
     return ModelTraits(
         masks=masks,
-        own_positions=own_mask or encoder != "none" or not placed or bool(states) or bool(flash),
+        own_positions=own_mask or encoder != "none" or not where or bool(states) or bool(flash),
         logits_to_keep="logits_to_keep" in forward,
         vocab_size=head.weight.shape[0] if torch.is_tensor(getattr(head, "weight", None)) else getattr(head, "out_features", config.vocab_size),
-        max_positions=next((value for limit in ("max_target_positions", "max_position_embeddings", "max_seq_len") if (value := getattr(config, limit, None)) and value > 0), None),
+        max_positions=max_positions(model, config),
         encoder=encoder,
         states=states,
-        placed=(own_mask or own or bool(states) or bool(flash)) and placed,
+        placed=(own_mask or own or bool(states) or bool(flash)) and where,
         flash=bool(flash),
         indexed=INDEXED in (getattr(config, "layer_types", None) or ()) and not states,
         own_cache=bool(states) and config.model_type in OWN_CACHE,
@@ -182,6 +183,8 @@ def _refuse_what_cannot_roll_back(model: PreTrainedModel, config: Any, name: str
     if model.config.is_encoder_decoder and kind not in ENCODER_DECODERS | _OWN_WAYS.keys():
         raise ValueError(f"{name} is an encoder-decoder model of type {kind!r}, whose decoder nobody has tried to roll back; those that work are "
                          f"{sorted(ENCODER_DECODERS)}. Use speculative=False.")
+    if (own := writer(model)) is not model:
+        return _refuse_decoder(own, config, f"{name} with a decoder {type(own).__name__}")
     states, strange = states_of(model, config), strange_layers(config)
     if states and (config.model_type not in GO_ON | OWN_CACHE or begins_with_nothing(model)):
         raise ValueError(f"{name} carries a state from token to token, and nobody has seen it go on from there over several tokens as it does token by token (Mamba 1 "
@@ -193,7 +196,7 @@ def _refuse_what_cannot_roll_back(model: PreTrainedModel, config: Any, name: str
         raise ValueError(f"{name} has {what}, which cannot be rolled back after a rejected token. Use speculative=False.")
     if own_way or not model.config.is_encoder_decoder and CACHE not in inspect.signature(model.forward).parameters:
         raise ValueError(f"{name} {own_way or f'takes no cache (no {CACHE}=)'}, so its passes cannot be ours. Use speculative=False.")
-    if not model.config.is_encoder_decoder and _reads_both_ways(model, config):
+    if not model.config.is_encoder_decoder and reads_both_ways(model, config):
         raise ValueError(f"{name} reads its text in both directions (is_decoder=False, is_causal=False or use_bidirectional_attention in its config), so a "
                          f"drafted token would change what is before it. Use speculative=False, or load it as a decoder.")
     attention = getattr(config, "_attn_implementation", None) or "eager"
@@ -202,11 +205,14 @@ def _refuse_what_cannot_roll_back(model: PreTrainedModel, config: Any, name: str
                          f'Call model.set_attn_implementation("sdpa") (or "eager").')
 
 
-def _reads_both_ways(model: PreTrainedModel, config: Any) -> bool:
-    """Many configs carry an `is_decoder` that nothing heeds: it counts where a module has it, too."""
-    if getattr(config, "use_bidirectional_attention", None) in (True, "all") or getattr(config, "is_causal", True) is False:
-        return True
-    return getattr(config, "is_decoder", True) is False and any(getattr(part, "is_decoder", True) is False for part in model.modules())
+def _refuse_decoder(decoder: PreTrainedModel, config: Any, name: str) -> None:
+    """Of a model that is composed of two."""
+    _refuse_what_cannot_roll_back(decoder, config, name)
+    if states_of(decoder, config) or "encoder_hidden_states" not in inspect.signature(decoder.forward).parameters:
+        raise ValueError(f"{name} was not made to look at an encoder (no encoder_hidden_states=, or states from token to token). Use speculative=False.")
+    if reads_both_ways(decoder, config):
+        raise ValueError(f"{name} reads its text in both directions (is_decoder=False, is_causal=False or use_bidirectional_attention in its config), so a "
+                         f"drafted token would change what is before it. Use speculative=False, or load it as a decoder.")
 
 
 def own_mask_refusal(model: PreTrainedModel, role: str, branches: bool = False) -> str:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from threading import get_ident
+from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
+
+from .kinds import COMPOSED, HANDS_ON
+from .parts import BY_IDS, blank, writer
 
 COUNTED_FROM = {"cache_length", "past_key_values_length"}  # what embeddings of positions call the number of tokens that come before
 
@@ -17,7 +22,26 @@ def counting(model: nn.Module) -> list[nn.Module]:
     """The modules that embed absolute positions and count them: of the decoder, where there is an encoder. (Those of RoFormer are rotated into keys and queries, to
     which only distances matter.)"""
     found = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "embed_positions" and "encoder" not in name.split(".")]
-    return [module for module in found if model.config.model_type != "roformer" and COUNTED_FROM & inspect.signature(module.forward).parameters.keys()]
+    if (own := writer(model)) is not model:  # as RoBERTa's do
+        found += [module for name, module in own.named_modules() if name.rpartition(".")[2] == "embeddings" and hasattr(module, BY_IDS)]
+    return [module for module in found if model.config.get_text_config().model_type != "roformer" and COUNTED_FROM & inspect.signature(module.forward).parameters.keys()]
+
+
+def placed(model: PreTrainedModel, forward: Mapping[str, Any]) -> bool:
+    """Whether a model whose forward takes these arguments is told positions, and counts from 0 where it is not."""
+    if writer(model) is not model:
+        return "position_ids" in inspect.signature(writer(model).forward).parameters and not counting(model) and blank(model) is None
+    if model.config.is_encoder_decoder:
+        return "decoder_position_ids" in forward and not counting(model)
+    return "position_ids" in forward or model.config.model_type in HANDS_ON
+
+
+def max_positions(model: PreTrainedModel, config: Any) -> int | None:
+    """The longest text; decoders like RoBERTa's begin to count behind the number of their padding token."""
+    limits = ("max_target_positions", "max_position_embeddings", "max_seq_len")
+    most = next((value for limit in limits if (value := getattr(config, limit, None)) and value > 0), None)
+    tables = [_places(module) for module in counting(model) if model.config.model_type in COMPOSED and hasattr(module, "position_embeddings")]
+    return min(tables, default=most)
 
 
 @contextmanager
@@ -53,10 +77,17 @@ def _of_row(module: nn.Module, given: dict, b: int, start: int, width: int, batc
     return out if not late else out[(torch.arange(width, device=out.device) + late).clamp(max=width - 1)]
 
 
+def _places(module: nn.Module) -> int:
+    """How many positions a module has a table for."""
+    if isinstance(module, nn.Embedding):
+        return module.num_embeddings - getattr(module, "offset", 0)
+    return module.position_embeddings.num_embeddings - module.padding_idx - 1
+
+
 def _moved(module: nn.Module, given: dict, start: int, width: int) -> tuple[dict, int]:
     """The arguments such that the block begins at `start`; where others make a row wider than a text can be, so much before that the block ends in the last position
     there is, and by how much."""
     count = next(name for name in COUNTED_FROM if name in given)
-    first = min(start, module.num_embeddings - getattr(module, "offset", 0) - width) if isinstance(module, nn.Embedding) else start
+    first = min(start, _places(module) - width) if isinstance(module, nn.Embedding) or hasattr(module, "position_embeddings") else start
     positions = given.get("position_ids")
     return given | {count: first} | ({} if positions is None else {"position_ids": positions + (first - given[count])}), start - first

@@ -7,13 +7,16 @@ from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
 
 from . import compat
 from .cached_model import CachedModel
 from .compat import ModelTraits, own_mask_refusal
+from .kinds import COMPOSED
 from .lengths import check_counting
 from .method import METHOD
-from .parts import modules
+from .parts import blank, modules
+from .seq2seq import Source, each
 from .uploads import upload
 
 TESTED = frozenset(
@@ -27,7 +30,8 @@ _answers: WeakKeyDictionary = WeakKeyDictionary()
 def check_batch(model: PreTrainedModel, traits: ModelTraits, batch: int, role: str) -> None:
     """ValueError naming `role` if `model` cannot score `batch` ragged rows in one pass, or its flash attention not even one. The encoder-decoders that are not
     refused have been seen to."""
-    if (batch == 1 and not traits.flash) or traits.encoder == "own" or obeys_masks(model, traits):
+    tested = traits.encoder == "own" and compat.unwrap(model).config.model_type not in COMPOSED
+    if (batch == 1 and not traits.flash) or tested or obeys_masks(model, traits):
         return
     if traits.flash:
         raise ValueError(f"{role}: {type(model).__name__} runs attn_implementation={compat.flash_of(model.config.get_text_config())!r}, which gives the tokens of a "
@@ -117,7 +121,7 @@ def obeys_masks(model: PreTrainedModel, traits: ModelTraits) -> bool:
     config = model.config.get_text_config()
     if traits.own_cache:
         return False
-    if config.model_type in TESTED and not traits.flash:
+    if config.model_type in TESTED and not traits.flash and traits.encoder == "none":
         return True
     answers, attention = _answers.setdefault(model, {}), compat.flash_of(config)
     if attention not in answers:
@@ -128,8 +132,12 @@ def obeys_masks(model: PreTrainedModel, traits: ModelTraits) -> bool:
 def _ragged_equals_alone(model: PreTrainedModel, traits: ModelTraits) -> bool:
     generator = torch.Generator("cpu").manual_seed(0)
     ids = torch.randint(traits.vocab_size, (2, 9), generator=generator, device="cpu")
+    hidden = blank(compat.unwrap(model))
+    ids = ids if hidden is None else torch.where(ids == hidden, (ids + 1) % traits.vocab_size, ids)
     rows, block = [ids[0, :7].tolist(), ids[1, :1].tolist()], ids[:, 7:].to(model.device)
-    cached = CachedModel(model, 9, traits=traits)
+    outputs = _something_read(model, generator) if traits.encoder == "own" else None
+    source = None if outputs is None else Source(compat.unwrap(model).get_encoder(), None, None, outputs, [])
+    cached = CachedModel(model, 9, traits=traits, source=source)
     cached.score(rows)
     cached.commit([1, 1])
     together = cached.score([row + new for row, new in zip(rows, block.tolist())]).float()
@@ -143,11 +151,21 @@ def _ragged_equals_alone(model: PreTrainedModel, traits: ModelTraits) -> bool:
         else:
             positions = torch.arange(whole.shape[1], device=model.device)[None]  # as stock generate counts; RoBERTa alone would begin at its pad token + 1
             given = {"position_ids": positions} if traits.placed or not traits.own_positions else {}
-            alone = model(input_ids=whole, **given, use_cache=False).logits[0, -1].float()
+            given = {"input_ids": whole} | given if source is None else {"decoder_input_ids": whole, "encoder_outputs": each(outputs, lambda part: part[b : b + 1])}
+            alone = model(**given, use_cache=False).logits[0, -1].float()
         off = (together[b, 0].to(alone.device) - alone).abs() / alone.std()
         if not _near(off, model.dtype, traits.flash):
             return False
     return True
+
+
+def _something_read(model: PreTrainedModel, generator: torch.Generator) -> BaseModelOutput:
+    """Encoder outputs of two rows, of no image."""
+    whole = compat.unwrap(model)
+    projection, config = getattr(whole, "enc_to_dec_proj", None), whole.decoder.config
+    width = projection.in_features if projection is not None else getattr(config, "cross_attention_hidden_size", None) or config.hidden_size
+    states = torch.randn((2, 3, width), generator=generator, device="cpu")
+    return BaseModelOutput(last_hidden_state=states.to(compat.device_of(model), model.dtype))
 
 
 def _near(off: torch.Tensor, dtype: torch.dtype, flash: bool) -> bool:
