@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, UdopForConditionalGeneration
 
 from hf_specdec import integration
 from hf_specdec.compat import CACHE
@@ -36,6 +36,9 @@ _VIT = dict(model_type="vit", hidden_size=32, num_hidden_layers=2, num_attention
 _WAV2VEC = dict(_SPEECHT5, model_type="wav2vec2", hidden_size=48, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, do_stable_layer_norm=True)
 _COMPOSED = dict(vocab_size=VOCAB, pad_token_id=0, bos_token_id=1, eos_token_id=None)
 _BERT = dict(_COMPOSED, model_type="bert", hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, max_position_embeddings=128)
+_PIX2STRUCT = dict(decoder_start_token_id=0, pad_token_id=0, eos_token_id=None,
+                   text_config=dict(vocab_size=VOCAB, hidden_size=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0, pad_token_id=0, eos_token_id=None),
+                   vision_config=dict(hidden_size=32, patch_embed_hidden_size=12, d_kv=8, d_ff=48, num_hidden_layers=2, num_attention_heads=4, seq_len=64))
 _READS = dict(is_decoder=True, add_cross_attention=True)
 _GPT2 = dict(_COMPOSED, **_READS, model_type="gpt2", n_embd=32, n_layer=2, n_head=4, n_positions=128)
 _TROCR = dict(_COMPOSED, model_type="trocr", d_model=32, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=48, max_position_embeddings=128)
@@ -54,9 +57,9 @@ class Family:
 
     def model(self, attn: str = "eager", seed: int = 0, spread: float = 0.3, **settings):
         torch.manual_seed(seed)
-        auto = AutoModelForImageTextToText if self.kind in IMAGES else AutoModelForSpeechSeq2Seq if self.kind in SOUNDS else AutoModelForSeq2SeqLM
+        auto = UdopForConditionalGeneration if self.kind == "udop" else AutoModelForImageTextToText if self.kind in IMAGES else AutoModelForSpeechSeq2Seq if self.kind in SOUNDS else AutoModelForSeq2SeqLM
         config = AutoConfig.for_model(self.kind, **{**self.settings, **settings})
-        model = auto.from_config(config, attn_implementation=attn).float().eval()
+        model = (auto._from_config if self.kind == "udop" else auto.from_config)(config, attn_implementation=attn).float().eval()
         model.set_output_embeddings(copy.deepcopy(model.get_output_embeddings()))  # tied, it would repeat its last token
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -110,6 +113,8 @@ FAMILIES = [
     Family("ViT and GPT-2", "vision-encoder-decoder", composed(_VIT, _GPT2)),
     Family("ViT and BERT", "vision-encoder-decoder", composed(_VIT, dict(_BERT, **_READS))),
     Family("ViT and RoBERTa", "vision-encoder-decoder", composed(_VIT, dict(_BERT, **_READS, model_type="roberta"))),
+    Family("Pix2Struct", "pix2struct", _PIX2STRUCT, "relative bias"),
+    Family("UDOP", "udop", dict(_T5, image_size=32, patch_size=16, max_2d_position_embeddings=64), "relative bias"),
     Family("BERT twice", "encoder-decoder", composed(_BERT, dict(_BERT, **_READS))),
     Family("Wav2Vec2 and mBART", "speech-encoder-decoder", composed(_WAV2VEC, _MBART)),
     Family("Wav2Vec2 and GPT-2", "speech-encoder-decoder", composed(_WAV2VEC, _GPT2)),
@@ -119,7 +124,7 @@ FAMILIES = [line for line in FAMILIES if line.kind in CONFIG_MAPPING and line.ki
 SOUNDS = {"whisper": ("input_features", 8, 40), "speech_to_text": ("input_features", 60, 8), "speecht5": ("input_values", 4000), "moonshine": ("input_values", 4000),
           "moonshine_streaming": ("input_values", 1600), "cohere_asr": ("input_features", 60, 16), "canary": ("input_features", 60, 16),
           "speech-encoder-decoder": ("input_values", 4000)}  # what is heard, and the shape of a row
-IMAGES = {"vision-encoder-decoder": ("pixel_values", 3, 16, 16)}
+IMAGES = {"vision-encoder-decoder": ("pixel_values", 3, 16, 16), "pix2struct": ()}
 REQUIRED = 6
 REFUSED = [("FSMT", "fsmt", dict(_BART, langs=["a", "b"], src_vocab_size=VOCAB, tgt_vocab_size=VOCAB)),
            ("NLLB-MoE", "nllb-moe", dict(_BART, num_experts=2)),
@@ -147,6 +152,13 @@ def refused(kind: str, **settings):
 def source(kind: str = "t5", seed: int = 0, length: int = 12) -> dict[str, torch.Tensor]:
     """What an encoder of that kind reads: one row of token ids without 0 to 2, or features."""
     generator = torch.Generator().manual_seed(seed)
+    if kind == "udop":
+        boxes = torch.rand((1, length, 4), generator=generator).sort(-1).values
+        return {**source(seed=seed, length=length), "bbox": boxes, "pixel_values": torch.randn((1, 3, 32, 32), generator=generator)}
+    if kind == "pix2struct":
+        places = torch.arange(14)
+        patches = torch.randn((1, 14, 12), generator=generator)
+        return {"flattened_patches": torch.cat([torch.stack([places // 4, places % 4], -1)[None].float(), patches], -1), "attention_mask": torch.ones(1, 14, dtype=torch.long)}
     if kind in SOUNDS or kind in IMAGES:
         name, *shape = (SOUNDS | IMAGES)[kind]
         return {name: torch.randn((1, *shape), generator=generator)}
@@ -163,10 +175,14 @@ def sources(kind: str = "t5", seed: int = 0, rows: int = 3) -> dict[str, torch.T
         heard = {name: torch.cat([part[name] for part in parts])}
         return heard if kind == "whisper" else heard | {"attention_mask": mask}
     if kind in IMAGES:
-        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        seen = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        for row, mask in enumerate(seen.get("attention_mask", ())):
+            mask[len(mask) - row :] = 0
+        return seen
     texts = [part["input_ids"][0] for part in parts]
     pad = torch.nn.utils.rnn.pad_sequence
-    return {"input_ids": pad(texts, batch_first=True), "attention_mask": pad([torch.ones_like(text) for text in texts], batch_first=True)}
+    beside = {"bbox": pad([part["bbox"][0] for part in parts], batch_first=True), "pixel_values": torch.cat([part["pixel_values"] for part in parts])} if kind == "udop" else {}
+    return beside | {"input_ids": pad(texts, batch_first=True), "attention_mask": pad([torch.ones_like(text) for text in texts], batch_first=True)}
 
 
 def plain(model, inputs: dict, **options) -> torch.Tensor:

@@ -7,8 +7,9 @@ otherwise its own encoder runs once, on the same input. What a draft reads decid
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ class Source:
     tokens:  per row, the text of `inputs` without padding; [] if the decoder has another vocabulary or there is no text.
     shared:  whose outputs these are: "" the model's own, else why they are the target's.
     blank:   the token that the decoder leaves out where it counts positions, within a pass; None for most.
+    beside:  what else of the call the encoder has read, by the names that it has for it: images beside a text, where their words stand.
     """
 
     encoder: torch.nn.Module
@@ -42,6 +44,7 @@ class Source:
     tokens: list[list[int]]
     shared: str = ""
     blank: int | None = None
+    beside: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: PreTrainedModel, inputs: torch.Tensor | None, model_kwargs: dict[str, Any], batch: int = 1) -> Source:
@@ -56,12 +59,16 @@ class Source:
         text = inputs is not None and inputs.ndim == 2 and not inputs.is_floating_point() and parts.one_vocabulary(model)
         keep = torch.ones_like(inputs) if text and mask is None else mask
         tokens = [row[own.bool()].tolist() for row, own in zip(inputs, keep)] if text else []
-        return cls(model.get_encoder(), inputs, mask, model_kwargs["encoder_outputs"], tokens, blank=parts.blank(model))
+        encoder = model.get_encoder()
+        names = inspect.signature(encoder.forward).parameters.keys() - {"attention_mask", "encoder_outputs", "use_cache", compat.CACHE, encoder.main_input_name}
+        beside = {name: value for name in sorted(names) if (value := model_kwargs.get(name)) is not None}
+        return cls(encoder, inputs, mask, model_kwargs["encoder_outputs"], tokens, blank=parts.blank(model), beside=beside)
 
     def keep(self, rows: list[int]) -> None:
         """Only these rows go on."""
         at = upload(rows, self.outputs[0].device)
         self.inputs, self.mask = (part if part is None else part[at.to(part.device)] for part in (self.inputs, self.mask))
+        self.beside = {name: part[at.to(part.device)] if torch.is_tensor(part) else part for name, part in self.beside.items()}
         self.outputs, self.tokens = each(self.outputs, lambda part: part[at]), [self.tokens[row] for row in rows] if self.tokens else []
 
     def for_draft(self, model: PreTrainedModel, traits: compat.ModelTraits) -> Source:
@@ -80,6 +87,9 @@ class Source:
         if self.inputs is None:
             raise ValueError(f"{name} has an encoder of its own, and the call was given encoder_outputs of the target's. Pass the encoder's input "
                              f"instead ({self.encoder.main_input_name}).")
+        if encoder.main_input_name != self.encoder.main_input_name:
+            raise ValueError(f"{name} has an encoder that reads {encoder.main_input_name}, and the target's reads {self.encoder.main_input_name}. Pass a draft that "
+                             f"reads what the target reads, or a decoder-only one.")
         bins, own = getattr(encoder.config, "num_mel_bins", None), 1 if encoder.config.model_type == "whisper" else -1
         if bins is not None and self.inputs.ndim == 3 and self.inputs.shape[own] != bins:
             raise ValueError(f"{name} reads features of {bins} mel bins, and these have {self.inputs.shape[own]}. Pass a draft that reads the "
@@ -97,7 +107,9 @@ class Source:
     def _read(self, model: PreTrainedModel, encoder: torch.nn.Module) -> Source:
         inputs = self.inputs.to(model.device, model.dtype) if self.inputs.is_floating_point() else self.inputs.to(model.device)
         mask = None if self.mask is None else self.mask.to(model.device)
-        given = {encoder.main_input_name: inputs} | ({} if mask is None else {"attention_mask": mask})
+        beside = {name: part.to(model.device, model.dtype if part.is_floating_point() else None) if torch.is_tensor(part) else part
+                  for name, part in self.beside.items()}
+        given = {encoder.main_input_name: inputs} | beside | ({} if mask is None else {"attention_mask": mask})
         return Source(encoder, inputs, mask, encoder(**given, return_dict=True), self.tokens)
 
 
