@@ -39,6 +39,9 @@ _BERT = dict(_COMPOSED, model_type="bert", hidden_size=32, num_hidden_layers=2, 
 _PIX2STRUCT = dict(decoder_start_token_id=0, pad_token_id=0, eos_token_id=None,
                    text_config=dict(vocab_size=VOCAB, hidden_size=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0, pad_token_id=0, eos_token_id=None),
                    vision_config=dict(hidden_size=32, patch_embed_hidden_size=12, d_kv=8, d_ff=48, num_hidden_layers=2, num_attention_heads=4, seq_len=64))
+_DAVIT = dict(model_type="florence_vision", depths=(1, 1), patch_size=(7, 3), patch_stride=(4, 2), patch_padding=(3, 1), patch_prenorm=(False, True), embed_dim=(16, 32),
+              num_heads=(2, 4), num_groups=(2, 4), window_size=4, projection_dim=32)
+_FLORENCE = dict(text_config=dict(_BART, model_type="bart"), vision_config=_DAVIT, image_token_id=60, pad_token_id=0, bos_token_id=1, eos_token_id=None, decoder_start_token_id=2)
 _READS = dict(is_decoder=True, add_cross_attention=True)
 _GPT2 = dict(_COMPOSED, **_READS, model_type="gpt2", n_embd=32, n_layer=2, n_head=4, n_positions=128)
 _TROCR = dict(_COMPOSED, model_type="trocr", d_model=32, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=48, max_position_embeddings=128)
@@ -115,6 +118,7 @@ FAMILIES = [
     Family("ViT and RoBERTa", "vision-encoder-decoder", composed(_VIT, dict(_BERT, **_READS, model_type="roberta"))),
     Family("Pix2Struct", "pix2struct", _PIX2STRUCT, "relative bias"),
     Family("UDOP", "udop", dict(_T5, image_size=32, patch_size=16, max_2d_position_embeddings=64), "relative bias"),
+    Family("Florence-2", "florence2", _FLORENCE),
     Family("BERT twice", "encoder-decoder", composed(_BERT, dict(_BERT, **_READS))),
     Family("Wav2Vec2 and mBART", "speech-encoder-decoder", composed(_WAV2VEC, _MBART)),
     Family("Wav2Vec2 and GPT-2", "speech-encoder-decoder", composed(_WAV2VEC, _GPT2)),
@@ -124,7 +128,7 @@ FAMILIES = [line for line in FAMILIES if line.kind in CONFIG_MAPPING and line.ki
 SOUNDS = {"whisper": ("input_features", 8, 40), "speech_to_text": ("input_features", 60, 8), "speecht5": ("input_values", 4000), "moonshine": ("input_values", 4000),
           "moonshine_streaming": ("input_values", 1600), "cohere_asr": ("input_features", 60, 16), "canary": ("input_features", 60, 16),
           "speech-encoder-decoder": ("input_values", 4000)}  # what is heard, and the shape of a row
-IMAGES = {"vision-encoder-decoder": ("pixel_values", 3, 16, 16), "pix2struct": ()}
+IMAGES = {"vision-encoder-decoder": ("pixel_values", 3, 16, 16), "pix2struct": (), "florence2": ()}
 REQUIRED = 6
 REFUSED = [("FSMT", "fsmt", dict(_BART, langs=["a", "b"], src_vocab_size=VOCAB, tgt_vocab_size=VOCAB)),
            ("NLLB-MoE", "nllb-moe", dict(_BART, num_experts=2)),
@@ -155,6 +159,9 @@ def source(kind: str = "t5", seed: int = 0, length: int = 12) -> dict[str, torch
     if kind == "udop":
         boxes = torch.rand((1, length, 4), generator=generator).sort(-1).values
         return {**source(seed=seed, length=length), "bbox": boxes, "pixel_values": torch.randn((1, 3, 32, 32), generator=generator)}
+    if kind == "florence2":
+        text = torch.cat([torch.full((1, 17), 60), torch.randint(3, 60, (1, length), generator=generator)], dim=1)  # an image is 17 tokens
+        return {"input_ids": text, "pixel_values": torch.randn((1, 3, 32, 32), generator=generator)}
     if kind == "pix2struct":
         places = torch.arange(14)
         patches = torch.randn((1, 14, 12), generator=generator)
@@ -174,14 +181,14 @@ def sources(kind: str = "t5", seed: int = 0, rows: int = 3) -> dict[str, torch.T
             mask[row, shape[0] - row * shape[0] // 8 :] = 0
         heard = {name: torch.cat([part[name] for part in parts])}
         return heard if kind == "whisper" else heard | {"attention_mask": mask}
-    if kind in IMAGES:
+    if kind in IMAGES and kind != "florence2":
         seen = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         for row, mask in enumerate(seen.get("attention_mask", ())):
             mask[len(mask) - row :] = 0
         return seen
     texts = [part["input_ids"][0] for part in parts]
     pad = torch.nn.utils.rnn.pad_sequence
-    beside = {"bbox": pad([part["bbox"][0] for part in parts], batch_first=True), "pixel_values": torch.cat([part["pixel_values"] for part in parts])} if kind == "udop" else {}
+    beside = {name: pad([part[name][0] for part in parts], batch_first=True) for name in ("bbox", "pixel_values") if name in parts[0]}
     return beside | {"input_ids": pad(texts, batch_first=True), "attention_mask": pad([torch.ones_like(text) for text in texts], batch_first=True)}
 
 

@@ -64,7 +64,7 @@ class Call:
         check_vocabulary(decoder.draft, self.traits)
         check_draft_stop(decoder.draft, self.config)
         shown = check_call(model, input_ids, processors, generation_config, model_kwargs, self.traits, self.config)
-        self.source = Source.of(model, inputs_tensor, model_kwargs, len(input_ids)) if self.traits.encoder == "own" else None
+        self.source = Source.of(model, inputs_tensor, model_kwargs, len(input_ids), decoder.given) if self.traits.encoder == "own" else None
         mask = model_kwargs.get(self.traits.mask_name)
         mask = torch.ones_like(input_ids) if mask is None else mask[:, -input_ids.shape[1]:]
         self.columns = [keep.nonzero()[:, 0].tolist() for keep in mask.bool()]  # of every row, what is not padding

@@ -18,9 +18,10 @@ OWN_WAYS_BEFORE = {  # transformers 5.24
 HANDS_ON = {"moss_transcribe_diarize"}  # their text model's positions, among arguments that they do not name
 OWN_MASK_BEFORE_SDPA = {"ctrl"}  # takes a 4-D mask since it has sdpa attention; transformers 5.10 reads a 2-D one only
 COMPOSED = frozenset({"encoder-decoder", "speech-encoder-decoder", "vision-encoder-decoder"})  # of an encoder and a decoder that are models by themselves
-READ_BESIDE = {"udop": {"bbox", "pixel_values", "visual_bbox"}}  # what encoders read beside a text
+READ_BESIDE = {"florence2": {"pixel_values"}, "udop": {"bbox", "pixel_values", "visual_bbox"}}  # what encoders read beside a text
+READ_BEFORE = {"florence2"}  # by the model, in front of its encoder
 ENCODER_DECODERS = COMPOSED | frozenset(
-    "bart bigbird_pegasus blenderbot blenderbot-small canary cohere_asr led longt5 m2m_100 marian mbart moonshine moonshine_streaming mt5 mvp pegasus pegasus_x pix2struct plbart "
+    "bart bigbird_pegasus blenderbot blenderbot-small canary cohere_asr florence2 led longt5 m2m_100 marian mbart moonshine moonshine_streaming mt5 mvp pegasus pegasus_x pix2struct plbart "
     "seamless_m4t seamless_m4t_v2 speech_to_text speecht5 switch_transformers t5 t5gemma t5gemma2 udop umt5 whisper".split())
 GO_ON = frozenset(  # from a state over several tokens as they do token by token
     "bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid inkling2_text inkling_text jamba kimi_linear lara_mini lfm2 lfm2_moe lfm3 mamba mamba2 nemotron_h "

@@ -18,9 +18,11 @@ from transformers.modeling_outputs import BaseModelOutput, ModelOutput
 
 from . import compat, parts
 from .fixed_cache import Read
+from .kinds import READ_BEFORE, READ_BESIDE
 from .uploads import upload
 
 BLIND = {"led"}  # decoders that look at no mask in a pass over one token
+_READS = ("_maybe_prepare_encoder_kwargs_for_generation", "_prepare_encoder_decoder_kwargs_for_generation")  # since transformers 5.24, and before
 
 
 @dataclass
@@ -47,8 +49,8 @@ class Source:
     beside: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: PreTrainedModel, inputs: torch.Tensor | None, model_kwargs: dict[str, Any], batch: int = 1) -> Source:
-        """What `generate` has prepared for `batch` rows of `model`: `inputs_tensor`, which it does not repeat for num_return_sequences, and its model inputs. Whisper,
+    def of(cls, model: PreTrainedModel, inputs: torch.Tensor | None, model_kwargs: dict[str, Any], batch: int = 1, given: dict[str, Any] | None = None) -> Source:
+        """What `generate` has prepared for `batch` rows of `model`: `inputs_tensor`, which it does not repeat for num_return_sequences, and its model inputs; `given`: what it was given itself, where that is known. Whisper,
         which does not read its mask, hands on that of the sounds that it began with, whichever are left and how often."""
         model, mask = compat.unwrap(model), model_kwargs.get("attention_mask")
         mask = None if mask is None or len(mask) != batch else mask
@@ -60,9 +62,7 @@ class Source:
         keep = torch.ones_like(inputs) if text and mask is None else mask
         tokens = [row[own.bool()].tolist() for row, own in zip(inputs, keep)] if text else []
         encoder = model.get_encoder()
-        names = inspect.signature(encoder.forward).parameters.keys() - {"attention_mask", "encoder_outputs", "use_cache", compat.CACHE, encoder.main_input_name}
-        beside = {name: value for name in sorted(names) if (value := model_kwargs.get(name)) is not None}
-        return cls(encoder, inputs, mask, model_kwargs["encoder_outputs"], tokens, blank=parts.blank(model), beside=beside)
+        return cls(encoder, inputs, mask, model_kwargs["encoder_outputs"], tokens, blank=parts.blank(model), beside=_beside(model, encoder, model_kwargs, batch, given))
 
     def keep(self, rows: list[int]) -> None:
         """Only these rows go on."""
@@ -109,8 +109,13 @@ class Source:
         mask = None if self.mask is None else self.mask.to(model.device)
         beside = {name: part.to(model.device, model.dtype if part.is_floating_point() else None) if torch.is_tensor(part) else part
                   for name, part in self.beside.items()}
-        given = {encoder.main_input_name: inputs} | beside | ({} if mask is None else {"attention_mask": mask})
-        return Source(encoder, inputs, mask, encoder(**given, return_dict=True), self.tokens)
+        beside |= {} if mask is None else {"attention_mask": mask}
+        if model.config.model_type in READ_BEFORE:
+            read = next(getattr(model, name) for name in _READS if hasattr(model, name))
+            outputs = read(inputs, beside, encoder.main_input_name, model.generation_config)["encoder_outputs"]
+        else:
+            outputs = encoder(**{encoder.main_input_name: inputs}, **beside, return_dict=True)
+        return Source(encoder, inputs, mask, outputs, self.tokens)
 
 
 class Decoder:
@@ -160,6 +165,15 @@ class Decoder:
     def with_cross(self, cache: DynamicCache) -> EncoderDecoderCache:
         """The cache that plain generate returns: the decoder's own `cache`, and that of the source."""
         return EncoderDecoderCache(cache, self.whole)
+
+
+def _beside(model: PreTrainedModel, encoder: torch.nn.Module, model_kwargs: dict[str, Any], batch: int, given: dict[str, Any] | None) -> dict[str, Any]:
+    """What the encoder has read of a call beside its main input, of `batch` rows; of images that generate has read before it, those that it was `given`."""
+    names = inspect.signature(encoder.forward).parameters.keys() - {"attention_mask", "encoder_outputs", "use_cache", compat.CACHE, encoder.main_input_name}
+    known = {name: (given or {}).get(name) for name in READ_BESIDE.get(model.config.model_type, ())} | {name: model_kwargs.get(name) for name in names}
+    found = {name: value for name, value in sorted(known.items()) if value is not None}
+    return {name: value.repeat_interleave(batch // len(value), dim=0) if torch.is_tensor(value) and value.ndim and 0 < len(value) < batch else value
+            for name, value in found.items()}
 
 
 def each(outputs: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> ModelOutput:
