@@ -32,7 +32,7 @@ def test_greedy_text_is_plain_generates_whatever_drafts(line, attn):
     assert outcome(line, attn, n, ks=(1, 4, 7) if thorough else (4,)) == "exact"
 
 
-@pytest.mark.parametrize("name", ["M2M100", "SeamlessM4T", "SeamlessM4T v2", "Speech2Text", "SpeechT5"])
+@pytest.mark.parametrize("name", ["M2M100", "SeamlessM4T", "SeamlessM4T v2", "Speech2Text", "SpeechT5", "TrOCR (sinusoidal)", "ViT and RoBERTa"])
 @pytest.mark.parametrize("start", [[2], [2, 0, 5]])
 def test_a_decoder_that_leaves_padding_out_where_it_counts_gets_none_before_a_candidate(start, name):
     """Positions of a text that has the padding token in it."""
