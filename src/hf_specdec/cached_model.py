@@ -82,9 +82,11 @@ class CachedModel(Forward):
         token; with states, more of them where rows that propose nothing have unequal numbers of uncached tokens. ValueError for a text that has outgrown
         a table of positions, which is not refused before: it might have ended in time."""
         try:
+            if self.beyond(rows) and any(hasattr(module, "position_embeddings") for module in self.counting):  # told the last position again, they would not fail
+                raise IndexError("positions out of bounds")
             return self._score(rows, proposal)
-        except IndexError as error:
-            if not self.beyond(rows):
+        except (IndexError, RuntimeError) as error:  # the latter from BERT's kind
+            if not self.beyond(rows) or not isinstance(error, IndexError) and "out of bounds" not in str(error):
                 raise
             most = self.traits.max_positions
             raise ValueError(f"max_new_tokens: a text has outgrown the {most} positions that {type(self.model).__name__} has; with its prompt it may have {most + 1} "

@@ -40,8 +40,8 @@ def max_positions(model: PreTrainedModel, config: Any) -> int | None:
     """The longest text; decoders like RoBERTa's begin to count behind the number of their padding token."""
     limits = ("max_target_positions", "max_position_embeddings", "max_seq_len")
     most = next((value for limit in limits if (value := getattr(config, limit, None)) and value > 0), None)
-    tables = [_places(module) for module in counting(model) if model.config.model_type in COMPOSED and hasattr(module, "position_embeddings")]
-    return min(tables, default=most)
+    tables = [module for module in counting(model) if hasattr(module, "position_embeddings")]
+    return min((module.position_embeddings.num_embeddings - module.padding_idx - 1 for module in tables), default=most)
 
 
 @contextmanager
@@ -70,24 +70,20 @@ def counted_by_row(modules: list[nn.Module], starts: list[int], width: int) -> I
 
 def _of_row(module: nn.Module, given: dict, b: int, start: int, width: int, batch: int) -> torch.Tensor:
     """What the module makes, [width, H], of row b alone, which begins at `start`."""
-    given, late = _moved(module, given, start, width)
     given = {name: value[b : b + 1] if name != "position_ids" and torch.is_tensor(value) and len(value) == batch else value for name, value in given.items()}
+    given, late = _moved(module, given, start, width)
     out = module.forward(**given)
     out = out.reshape(-1, *out.shape[-2:])[0]
     return out if not late else out[(torch.arange(width, device=out.device) + late).clamp(max=width - 1)]
-
-
-def _places(module: nn.Module) -> int:
-    """How many positions a module has a table for."""
-    if isinstance(module, nn.Embedding):
-        return module.num_embeddings - getattr(module, "offset", 0)
-    return module.position_embeddings.num_embeddings - module.padding_idx - 1
 
 
 def _moved(module: nn.Module, given: dict, start: int, width: int) -> tuple[dict, int]:
     """The arguments such that the block begins at `start`; where others make a row wider than a text can be, so much before that the block ends in the last position
     there is, and by how much."""
     count = next(name for name in COUNTED_FROM if name in given)
-    first = min(start, _places(module) - width) if isinstance(module, nn.Embedding) or hasattr(module, "position_embeddings") else start
+    if hasattr(module, "position_embeddings"):  # which embeds the tokens, too
+        positions = getattr(module, BY_IDS)(given["input_ids"], module.padding_idx, start)
+        return given | {count: start, "position_ids": positions.clamp(max=module.position_embeddings.num_embeddings - 1)}, 0
+    first = min(start, module.num_embeddings - getattr(module, "offset", 0) - width) if isinstance(module, nn.Embedding) else start
     positions = given.get("position_ids")
     return given | {count: first} | ({} if positions is None else {"position_ids": positions + (first - given[count])}), start - first
