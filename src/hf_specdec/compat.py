@@ -17,9 +17,8 @@ from transformers.generation import logits_process as lp
 from . import assistants
 from .caches import CACHE, INDEXED, OWN_CACHE, states_of, strange_layers
 from .flash import flash_of, why_not
-from .kinds import ENCODER_DECODERS, GO_ON, OWN_MASK, OWN_MASK_BEFORE_SDPA, OWN_WAYS, OWN_WAYS_BEFORE
-from .parts import reads_both_ways, writer
-from .positions import max_positions, placed
+from .kinds import ENCODER_DECODERS, GO_ON, HANDS_ON, OWN_MASK, OWN_MASK_BEFORE_SDPA, OWN_WAYS, OWN_WAYS_BEFORE
+from .positions import max_positions, placed, writer
 from .recurrences import begins_with_nothing
 
 # --- logits processors ------------------------------------------------------------------------------------------------
@@ -160,7 +159,7 @@ def traits_of(model: PreTrainedModel, role: str) -> ModelTraits:
     head = model.get_output_embeddings()
     encoder, states = "own" if model.config.is_encoder_decoder else "another's" if "encoder_outputs" in forward else "none", states_of(model, config)
     masks, flash, own = _masks(config, bool(states)), flash_of(config), encoder == "own"
-    where = placed(model, forward)
+    where = placed(model, forward) or model.config.model_type in HANDS_ON
     if flash and (why := why_not(model, config, {kind for _, kind, _ in masks}, encoder, states)):
         raise ValueError(f'{name} runs attn_implementation={flash!r}, which {why}. Call model.set_attn_implementation("sdpa") (or "eager").')
     return ModelTraits(
@@ -196,7 +195,7 @@ def _refuse_what_cannot_roll_back(model: PreTrainedModel, config: Any, name: str
         raise ValueError(f"{name} has {what}, which cannot be rolled back after a rejected token. Use speculative=False.")
     if own_way or not model.config.is_encoder_decoder and CACHE not in inspect.signature(model.forward).parameters:
         raise ValueError(f"{name} {own_way or f'takes no cache (no {CACHE}=)'}, so its passes cannot be ours. Use speculative=False.")
-    if not model.config.is_encoder_decoder and reads_both_ways(model, config):
+    if not model.config.is_encoder_decoder and _reads_both_ways(model, config):
         raise ValueError(f"{name} reads its text in both directions (is_decoder=False, is_causal=False or use_bidirectional_attention in its config), so a "
                          f"drafted token would change what is before it. Use speculative=False, or load it as a decoder.")
     attention = getattr(config, "_attn_implementation", None) or "eager"
@@ -210,9 +209,16 @@ def _refuse_decoder(decoder: PreTrainedModel, config: Any, name: str) -> None:
     _refuse_what_cannot_roll_back(decoder, config, name)
     if states_of(decoder, config) or "encoder_hidden_states" not in inspect.signature(decoder.forward).parameters:
         raise ValueError(f"{name} was not made to look at an encoder (no encoder_hidden_states=, or states from token to token). Use speculative=False.")
-    if reads_both_ways(decoder, config):
+    if _reads_both_ways(decoder, config):
         raise ValueError(f"{name} reads its text in both directions (is_decoder=False, is_causal=False or use_bidirectional_attention in its config), so a "
                          f"drafted token would change what is before it. Use speculative=False, or load it as a decoder.")
+
+
+def _reads_both_ways(model: PreTrainedModel, config: Any) -> bool:
+    """Many configs carry an `is_decoder` that nothing heeds: it counts where a module has it, too."""
+    if getattr(config, "use_bidirectional_attention", None) in (True, "all") or getattr(config, "is_causal", True) is False:
+        return True
+    return getattr(config, "is_decoder", True) is False and any(getattr(part, "is_decoder", True) is False for part in model.modules())
 
 
 def own_mask_refusal(model: PreTrainedModel, role: str, branches: bool = False) -> str:

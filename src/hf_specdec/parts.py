@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from transformers import PreTrainedModel
-
-from .kinds import COMPOSED
-
-WITHOUT_PADDING = {"m2m_100", "seamless_m4t", "seamless_m4t_v2", "speech_to_text", "speecht5"}  # what their decoders count
-BY_IDS = "create_position_ids_from_input_ids"  # the method of modules that leave padding out
 
 
 def modules(root: torch.nn.Module) -> list[torch.nn.Module]:
@@ -30,18 +23,6 @@ def one_vocabulary(model: PreTrainedModel) -> bool:
     return getattr(ours, "weight", None) is not None and getattr(ours, "weight", None) is getattr(theirs, "weight", None)
 
 
-def writer(model: PreTrainedModel) -> PreTrainedModel:
-    """What of a model writes the text: the decoder of one that is composed of two models, else the model itself."""
-    return model.decoder if model.config.model_type in COMPOSED else model
-
-
-def blank(model: PreTrainedModel) -> int | None:
-    """The token that the model's decoder leaves out where it counts the positions of a pass; None for most."""
-    own = writer(model)
-    by_ids = own is not model and any(hasattr(part, BY_IDS) for part in modules(own))
-    return own.config.pad_token_id if by_ids or model.config.model_type in WITHOUT_PADDING else None
-
-
 def text_part(model: PreTrainedModel) -> tuple[str, torch.nn.Module]:
     """Name and module of the part of a model that decodes text; "" and the model itself where it reads nothing else."""
     config, find = getattr(model, "config", None), getattr(model, "get_decoder", None)
@@ -58,13 +39,6 @@ def read_once(model: PreTrainedModel) -> set[int]:
         return set()
     held = {id(module) for part in (text, model.get_output_embeddings()) if part is not None for module in part.modules()}
     return {id(module) for module in model.modules() if not any(id(part) in held for part in module.modules())}
-
-
-def reads_both_ways(model: PreTrainedModel, config: Any) -> bool:
-    """Many configs carry an `is_decoder` that nothing heeds: it counts where a module has it, too."""
-    if getattr(config, "use_bidirectional_attention", None) in (True, "all") or getattr(config, "is_causal", True) is False:
-        return True
-    return getattr(config, "is_decoder", True) is False and any(getattr(part, "is_decoder", True) is False for part in model.modules())
 
 
 def bytes_per_token(model: PreTrainedModel) -> int:

@@ -12,9 +12,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .kinds import COMPOSED, HANDS_ON
-from .parts import BY_IDS, blank, writer
-
+WITHOUT_PADDING = {"m2m_100", "seamless_m4t", "seamless_m4t_v2", "speech_to_text", "speecht5"}  # what their decoders count
+BY_IDS = "create_position_ids_from_input_ids"  # the method of modules that leave padding out
 COUNTED_FROM = {"cache_length", "past_key_values_length"}  # what embeddings of positions call the number of tokens that come before
 
 
@@ -27,13 +26,25 @@ def counting(model: nn.Module) -> list[nn.Module]:
     return [module for module in found if model.config.get_text_config().model_type != "roformer" and COUNTED_FROM & inspect.signature(module.forward).parameters.keys()]
 
 
+def writer(model: PreTrainedModel) -> PreTrainedModel:
+    """What of a model writes the text: the decoder of one that is composed of two models, else the model itself."""
+    return model.decoder if model.config.model_type.endswith("encoder-decoder") else model
+
+
+def blank(model: PreTrainedModel) -> int | None:
+    """The token that the model's decoder leaves out where it counts the positions of a pass; None for most."""
+    own = writer(model)
+    by_ids = own is not model and any(hasattr(part, BY_IDS) for part in own.modules())
+    return own.config.pad_token_id if by_ids or model.config.model_type in WITHOUT_PADDING else None
+
+
 def placed(model: PreTrainedModel, forward: Mapping[str, Any]) -> bool:
     """Whether a model whose forward takes these arguments is told positions, and counts from 0 where it is not."""
     if writer(model) is not model:
         return "position_ids" in inspect.signature(writer(model).forward).parameters and not counting(model) and blank(model) is None
     if model.config.is_encoder_decoder:
         return "decoder_position_ids" in forward and not counting(model)
-    return "position_ids" in forward or model.config.model_type in HANDS_ON
+    return "position_ids" in forward
 
 
 def max_positions(model: PreTrainedModel, config: Any) -> int | None:

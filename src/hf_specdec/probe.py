@@ -15,7 +15,8 @@ from .compat import ModelTraits, own_mask_refusal
 from .kinds import COMPOSED
 from .lengths import check_counting
 from .method import METHOD
-from .parts import blank, modules
+from .parts import modules
+from .positions import blank
 from .seq2seq import Source, each
 from .uploads import upload
 

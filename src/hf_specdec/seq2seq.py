@@ -19,6 +19,7 @@ from transformers.modeling_outputs import BaseModelOutput, ModelOutput
 from . import compat, parts
 from .fixed_cache import Read
 from .kinds import READ_BEFORE, READ_BESIDE
+from .positions import blank
 from .uploads import upload
 
 BLIND = {"led"}  # decoders that look at no mask in a pass over one token
@@ -62,7 +63,7 @@ class Source:
         keep = torch.ones_like(inputs) if text and mask is None else mask
         tokens = [row[own.bool()].tolist() for row, own in zip(inputs, keep)] if text else []
         encoder = model.get_encoder()
-        return cls(encoder, inputs, mask, model_kwargs["encoder_outputs"], tokens, blank=parts.blank(model), beside=_beside(model, encoder, model_kwargs, batch, given))
+        return cls(encoder, inputs, mask, model_kwargs["encoder_outputs"], tokens, blank=blank(model), beside=_beside(model, encoder, model_kwargs, batch, given))
 
     def keep(self, rows: list[int]) -> None:
         """Only these rows go on."""
