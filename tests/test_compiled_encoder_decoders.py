@@ -15,8 +15,9 @@ from tests.encoder_decoders import MAX_NEW, family, plain, seeds, source, source
 from tests.helpers import FULL, OLD_TORCH, perturbed
 
 NAMES = ["T5", "BART", "Whisper", "Marian", "Pegasus", "mBART"]
-MORE = ["T5 v1.1 (gated)", "Blenderbot", "Blenderbot (small)", "LongT5", "M2M100", "mT5", "Pegasus-X", "PLBart", "UMT5"]
-NOT = ["LED", "MVP"]
+MORE = ["T5 v1.1 (gated)", "Blenderbot", "Blenderbot (small)", "LongT5", "M2M100", "mT5", "Pegasus-X", "PLBart", "UMT5",
+        "TrOCR (sinusoidal)", "Donut", "ViT and GPT-2", "ViT and RoBERTa", "Pix2Struct", "Florence-2", "BERT twice", "Wav2Vec2 and mBART"]
+NOT = ["LED", "MVP", "TrOCR", "UDOP"]
 
 
 @pytest.fixture(autouse=True)
