@@ -21,8 +21,8 @@ COMPOSED = frozenset({"encoder-decoder", "speech-encoder-decoder", "vision-encod
 READ_BESIDE = {"florence2": {"pixel_values"}, "udop": {"bbox", "pixel_values", "visual_bbox"}}  # what encoders read beside a text
 READ_BEFORE = {"florence2"}  # by the model, in front of its encoder
 ENCODER_DECODERS = COMPOSED | frozenset(
-    "bart bigbird_pegasus blenderbot blenderbot-small canary cohere_asr florence2 led longt5 m2m_100 marian mbart moonshine moonshine_streaming mt5 mvp pegasus pegasus_x pix2struct plbart "
-    "seamless_m4t seamless_m4t_v2 speech_to_text speecht5 switch_transformers t5 t5gemma t5gemma2 udop umt5 whisper".split())
+    "bart bigbird_pegasus blenderbot blenderbot-small canary cohere_asr florence2 led longt5 m2m_100 marian mbart moonshine moonshine_streaming mt5 mvp pegasus "
+    "pegasus_x pix2struct plbart seamless_m4t seamless_m4t_v2 speech_to_text speecht5 switch_transformers t5 t5gemma t5gemma2 udop umt5 whisper".split())
 GO_ON = frozenset(  # from a state over several tokens as they do token by token
     "bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid inkling2_text inkling_text jamba kimi_linear lara_mini lfm2 lfm2_moe lfm3 mamba mamba2 nemotron_h "
     "olmo_hybrid qwen3_5_moe_text qwen3_5_text qwen3_next zamba zamba2 zaya".split())

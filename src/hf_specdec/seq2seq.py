@@ -51,8 +51,9 @@ class Source:
 
     @classmethod
     def of(cls, model: PreTrainedModel, inputs: torch.Tensor | None, model_kwargs: dict[str, Any], batch: int = 1, given: dict[str, Any] | None = None) -> Source:
-        """What `generate` has prepared for `batch` rows of `model`: `inputs_tensor`, which it does not repeat for num_return_sequences, and its model inputs; `given`: what it was given itself, where that is known. Whisper,
-        which does not read its mask, hands on that of the sounds that it began with, whichever are left and how often."""
+        """What `generate` has prepared for `batch` rows of `model`: `inputs_tensor`, which it does not repeat for num_return_sequences, and its model inputs; `given`:
+        what it was given itself, where that is known. Whisper, which does not read its mask, hands on that of the sounds that it began with, whichever are left and how
+        often."""
         model, mask = compat.unwrap(model), model_kwargs.get("attention_mask")
         mask = None if mask is None or len(mask) != batch else mask
         if inputs is None or (not inputs.is_floating_point() and int(inputs.min()) < 0):
