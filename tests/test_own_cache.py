@@ -14,8 +14,10 @@ from hf_specdec import mx
 from hf_specdec.cached_model import CachedModel
 from hf_specdec.caches import CACHE
 from hf_specdec.drafts import CascadeDraft, EarlyExitDraft, ModelDraft, NGramRecyclingDraft
+from hf_specdec.drafts.feature import FeatureDraft
 from hf_specdec.own_cache import OwnCache, Snapshots, copied
 from hf_specdec.proposal import Proposal
+from hf_specdec.training import build_drafter
 from tests.architectures import OWN_CACHES
 from tests.helpers import VOCAB, KnowingTreeDraft, enabled, generated, perturbed, plain, prompts, speculate, tiny_llama
 
@@ -184,6 +186,22 @@ def test_what_does_not_go_along_one_text_is_refused_by_name(kind, what):
     with pytest.raises(ValueError, match=words.get(what, "cache of its own kind, along one text, so rows .*one by one")) as error:
         calls[what]()
     assert name in str(error.value)
+
+
+@every_kind
+def test_drafters_made_of_a_layer_or_refused_by_name(kind):
+    """Qwen4-Exp and DeepSeek-V4 put out several states per token, which drafters read no more than Gemma 3n's; what a drafter without attention has read cannot be asked."""
+    model, row = HERE[kind].model("eager", 0), prompts(11)[0]
+    kinds = {"Qwen4-Exp": ("none of them is attention.*Name one that is", r"\(hc_count\)"), "Qwen4-Exp (text)": ("none of them is attention", r"\(hc_count\)"),
+             "DeepSeek-V4": ("of another kind than layer 0 .*Train heads", r"\(hc_mult\)")}
+    for reads, words in zip(((), (0, 1, 2)), kinds.get(kind, ("", ""))):
+        if words:
+            with pytest.raises(ValueError, match=words):
+                build_drafter(model, [0], None, reads)
+        else:
+            drafter = build_drafter(model, [0], None, reads)
+            out = speculate(model, [row], FeatureDraft(drafter, model) if reads else drafter, k=3, max_new_tokens=24)
+            assert generated(out, [row]) == plain(model, [row], max_new_tokens=24) and out.speculation.proposed
 
 
 @every_kind

@@ -49,11 +49,17 @@ def tapped(target: PreTrainedModel, layers: tuple[int, ...], context: Context) -
     if compat.unwrap(context.target.model).base_model is not compat.unwrap(target).base_model:
         raise ValueError("target: the draft was made to read the states of another model than the one that it drafts for now. Make it for that one, with "
                          "training.load_drafter(folder, model) for instance.")
-    config = target.config.get_text_config()
-    if getattr(config, "altup_num_inputs", 1) > 1 and min(layers) < config.num_hidden_layers:
-        raise ValueError(f"target: the layers of {type(target).__name__} put out several states per token (altup_num_inputs), which no draft reads yet. Use a draft "
-                         f"that reads the last state alone, or none.")
+    check_streams(target, layers)
     return context.target.watch(layers)
+
+
+def check_streams(target: PreTrainedModel, layers: tuple[int, ...]) -> None:
+    """Refuse `layers` below the last of a target whose layers put out several states per token (Gemma 3n, and models with hyper-connections)."""
+    config = target.config.get_text_config()
+    name = next((name for name in ("altup_num_inputs", "hc_mult", "hc_count") if (getattr(config, name, None) or 1) > 1), "")
+    if name and min(layers) < config.num_hidden_layers:
+        raise ValueError(f"target: the layers of {type(target).__name__} put out several states per token ({name}), which no draft reads yet. Use a draft "
+                         f"that reads the last state alone, or none.")
 
 
 @contextmanager

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, DynamicCache, PreTrainedModel
 
 from .. import compat, parts
+from ..caches import OWN_CACHE, counts_tokens
 from ..drafts import features
 from ..drafts.base import Draft
 from ..drafts.feature import FeatureDraft
@@ -40,7 +41,11 @@ def build(target: PreTrainedModel, layers: list[int], head_ids: torch.Tensor | N
     count = target.config.get_text_config().num_hidden_layers
     if not layers or not all(isinstance(layer, int) and 0 <= layer < count for layer in layers):
         raise ValueError(f"layers={layers!r}: the target has layers 0..{count - 1}; name one or more of them.")
-    draft = empty(target, _with_layers(target.config, layers))
+    if reads:
+        features.check_streams(target, reads)
+    draft = empty(target, config := _with_layers(target.config, layers))
+    if config.get_text_config().model_type in OWN_CACHE and not counts_tokens(DynamicCache(config=config)):
+        raise ValueError(f"layers={layers!r}: none of them is attention, and without any {type(target).__name__} does not know how much it has read. Name one that is, too.")
     _, own = parts.decoder_layers(target)
     _, new = parts.decoder_layers(draft)
     make_ready(target)
@@ -49,8 +54,10 @@ def build(target: PreTrainedModel, layers: list[int], head_ids: torch.Tensor | N
         try:
             module.load_state_dict(weights)
         except RuntimeError as error:
+            first = list(range(len(layers)))
+            remedy = "Train heads (medusa) on it, or use another draft" if list(layers) == first else f"Name other ones, such as {first}, or train heads (medusa) on it"
             raise ValueError(f"layers={layers!r}: layer {layer} of {type(target).__name__} is of another kind than layer {place} of a model of {len(layers)} "
-                             f"layers. Name other ones, such as {list(range(len(layers)))}.") from error
+                             f"layers. {remedy}.") from error
     share(draft, target, head_ids)
     if reads:
         features.attach(draft, reads)
