@@ -61,7 +61,7 @@ class Family:
     def model(self, attn: str = "eager", seed: int = 0, spread: float = 0.3, **settings):
         torch.manual_seed(seed)
         auto = UdopForConditionalGeneration if self.kind == "udop" else AutoModelForImageTextToText if self.kind in IMAGES else AutoModelForSpeechSeq2Seq if self.kind in SOUNDS else AutoModelForSeq2SeqLM
-        config = AutoConfig.for_model(self.kind, **{**self.settings, **settings})
+        config = AutoConfig.for_model(self.kind, **copy.deepcopy({**self.settings, **settings}))
         model = (auto._from_config if self.kind == "udop" else auto.from_config)(config, attn_implementation=attn).float().eval()
         model.set_output_embeddings(copy.deepcopy(model.get_output_embeddings()))  # tied, it would repeat its last token
         with torch.no_grad():
