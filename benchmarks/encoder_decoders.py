@@ -1,10 +1,10 @@
-"""Batches of encoder-decoder models (Whisper, T5, BART): what speculation makes of them.
+"""Batches of encoder-decoder models (Whisper, T5, BART, TrOCR): what speculation makes of them.
 
-    OMP_NUM_THREADS=2 python benchmarks/encoder_decoders.py [--shape whisper whisper-small bart t5] [--batch 1 4] [--dtype float32] [--tiles] [--rate 0.8] [--k 3 7]
+    OMP_NUM_THREADS=2 python benchmarks/encoder_decoders.py [--shape whisper whisper-small bart t5 trocr] [--batch 1 4] [--dtype float32] [--tiles] [--rate 0.8] [--k 3 7]
     OMP_NUM_THREADS=2 python benchmarks/encoder_decoders.py --kernels [...]    # the model as it is, in tiles and in MXFP6, over the first one's plain generate()
     OMP_NUM_THREADS=2 python benchmarks/encoder_decoders.py --compile --tiles --dtype bfloat16 --batch 1 [...]    # compiled passes over the same passes uncompiled
 
-Shapes of whisper-base, whisper-small, bart-large and t5-base, random weights. Acceptance is SIMULATED: at each place a draft that costs nothing proposes the
+Shapes of whisper-base, whisper-small, bart-large, t5-base and trocr-base, random weights. Acceptance is SIMULATED: at each place a draft that costs nothing proposes the
 target's own next token with probability --rate, else another one, for each row by itself. The cost of the passes is real. Plain generate and speculation take turns, with the encoder's
 outputs given to both (decoding) and not (whole call); medians; every text is compared with plain generate's. In float32 the script ends with exit code 1 where one
 differs.
@@ -22,7 +22,7 @@ from time import perf_counter
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, VisionEncoderDecoderModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from hf_specdec import integration, mx, warmup
@@ -36,10 +36,14 @@ def _whisper(width: int, layers: int) -> dict:
     return dict(d_model=width, encoder_layers=layers, decoder_layers=layers, encoder_ffn_dim=4 * width, decoder_ffn_dim=4 * width, vocab_size=51_865, **heads)
 
 
-SHAPES = {  # model_type, settings, tokens or frames that are read
+SHAPES = {  # model_type, settings, tokens, frames or pixels a side that are read
     "whisper": ("whisper", _whisper(512, 6), 3000),
     "whisper-small": ("whisper", _whisper(768, 12), 3000),
     "bart": ("bart", dict(_BART, vocab_size=50_265), 256),
+    "trocr": ("vision-encoder-decoder", dict(
+        encoder=dict(model_type="vit", hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=3072, image_size=384, patch_size=16, qkv_bias=False),
+        decoder=dict(model_type="trocr", d_model=1024, decoder_layers=12, decoder_attention_heads=16, decoder_ffn_dim=4096, vocab_size=50_265, cross_attention_hidden_size=768,
+                     max_position_embeddings=512, pad_token_id=0, bos_token_id=None, eos_token_id=None, decoder_start_token_id=2)), 384),
     "t5": ("t5", dict(d_model=768, d_kv=64, d_ff=3072, num_layers=12, num_heads=12, vocab_size=32_128), 256),
 }
 
@@ -83,8 +87,9 @@ def shaped(name: str, given: argparse.Namespace):
     kind, settings, _ = SHAPES[name]
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, pad_token_id=0, bos_token_id=None, eos_token_id=None, decoder_start_token_id=2, forced_eos_token_id=None, **settings)
+    dtype = getattr(torch, given.dtype)
     auto = AutoModelForSpeechSeq2Seq if kind == "whisper" else AutoModelForSeq2SeqLM
-    model = auto.from_config(config, dtype=getattr(torch, given.dtype)).eval()
+    model = VisionEncoderDecoderModel(config).to(dtype).eval() if name == "trocr" else auto.from_config(config, dtype=dtype).eval()
     return mx.to_tiles(model) if given.tiles else model
 
 
@@ -93,6 +98,8 @@ def sources(name: str, model, batch: int) -> dict:
     size = SHAPES[name][2]
     if name.startswith("whisper"):
         return {"input_features": torch.randn((batch, model.config.num_mel_bins, size), dtype=model.dtype)}
+    if name == "trocr":
+        return {"pixel_values": torch.randn((batch, 3, size, size), dtype=model.dtype)}
     ids, mask = torch.randint(3, 1000, (batch, size)), torch.ones((batch, size), dtype=torch.long)
     for b in range(batch):
         ids[b, size - 8 * b :] = mask[b, size - 8 * b :] = 0
