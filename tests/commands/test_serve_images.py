@@ -32,6 +32,9 @@ def seeing(tmp_path_factory):
     vision = dict(model_type="clip_vision_model", image_size=16, patch_size=4, projection_dim=16, **sizes)
     torch.manual_seed(0)
     model = LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text, image_token_index=tokenizer.convert_tokens_to_ids("<image>"), image_seq_length=16))
+    for weight in model.parameters():
+        if weight.ndim > 1:
+            torch.nn.init.normal_(weight, std=0.2)
     model.save_pretrained(folder), processor.save_pretrained(folder)
     return str(folder), model.eval(), processor
 

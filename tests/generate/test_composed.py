@@ -8,6 +8,7 @@ import torch
 
 import hf_specdec
 from hf_specdec import compat
+from hf_specdec.caches import CACHE
 from hf_specdec.drafts import ModelDraft
 from tests import encoder_decoders
 from tests.encoder_decoders import Family, composed, family, plain, seeds, source, sources, speculate
@@ -80,6 +81,7 @@ def test_padding_that_counts_as_text_is_refused_and_longer_starts_are_not(name):
     refused("decoder_attention_mask: VisionEncoderDecoderModel counts padding", lambda: speculate(model, inputs, None, decoder_input_ids=starts, decoder_attention_mask=mask))
 
 
+@pytest.mark.skipif(CACHE != "cache", reason="before transformers 5.24 RoFormer is refused as a decoder, too")
 def test_a_batch_that_a_decoder_gives_other_logits_than_single_rows_is_refused():
     line = seeing(dict(BERT, model_type="roformer"))
     model = line.model(seed=1)
