@@ -167,5 +167,5 @@ def test_several_drafts_on_the_command_line_are_a_mixture_that_chooses():
     draft = load_draft("prompt_lookup+compressed+suffix_automaton", "float32", target, None)
     assert [part.name for part in draft.parts] == ["prompt_lookup", "compressed", "suffix_automaton"] and draft.mode == "choose"
     assert draft_weights("prompt_lookup+compressed", draft) is not None
-    with pytest.raises(ValueError, match="--draft"):
-        load_draft("prompt_lookup+nothing", "float32", target, None)
+    with pytest.raises(ValueError, match="--draft compresed: did you mean compressed"):
+        load_draft("prompt_lookup+compresed", "float32", target, None)
