@@ -88,7 +88,7 @@ def loaded(config: SpeculativeConfig, target: PreTrainedModel) -> PreTrainedMode
     if config.draft in OF_TARGET:
         return _compressed(config, target)
     if config.draft == "mixture":
-        parts = [loaded(SpeculativeConfig(draft=name), target) if _needs_target(name) else name for name in _inner(config)]
+        parts = [as_draft(loaded(SpeculativeConfig(draft=name), target), SpeculativeConfig()) if _needs_target(name) else name for name in _inner(config)]
         return _class("mixture", config)(**config.draft_options | {"drafts": parts})
     if config.draft in OF_A_FILE:
         kind = _class(config.draft, config)

@@ -53,6 +53,14 @@ def test_a_folder_is_loaded_for_the_target(kind, as_draft, folders, tmp_path):
     assert_unchanged(target, before)
 
 
+@pytest.mark.parametrize("kind", ["model", "feature"])
+def test_a_folder_is_a_part_of_a_mixture_by_name(kind, folders):
+    target = tiny_llama(3)
+    options = {"drafts": ["suffix_automaton", folders[kind]], "mode": "choose"}
+    out = speculate(target, ROWS, None, 3, speculative={"draft": "mixture", "draft_options": options})
+    assert generated(out, ROWS) == plain(target, ROWS) and kind in sources(out)
+
+
 @pytest.mark.parametrize(("kind", "draft", "options", "name", "most"), [
     ("model", "model_tree", {"tree": [2, 2]}, "model_tree", 6), ("feature", "feature_tree", {"tree": {"parents": [0, 0, 1]}}, "feature_tree", 3),
     ("medusa", "medusa", {"tree": [2, 2]}, "medusa", 6),
