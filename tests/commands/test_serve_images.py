@@ -7,7 +7,7 @@ import signal
 
 import pytest
 import torch
-from transformers import CLIPImageProcessor, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor, ProcessorMixin
+from transformers import AutoConfig, CLIPImageProcessor, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor, ProcessorMixin
 
 from hf_specdec.commands import serve
 
@@ -75,10 +75,13 @@ def test_a_server_reads_images_and_texts(seeing):
     assert said.count("block efficiency") == 4 and said.count("of them known") == 1, said
 
 
-def test_the_processor_is_that_of_a_model_that_reads_images(seeing, tmp_path, capsys):
+def test_the_processor_is_that_of_a_model_that_reads_images(seeing, tmp_path, capsys, monkeypatch):
     assert isinstance(serve.processor_of(seeing[0]), ProcessorMixin)
     tiny_model(0).save_pretrained(tmp_path)
     capsys.readouterr()
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda name: pytest.fail("a hub is asked"))
+    assert serve.processor_of("smollm2") is None
+    monkeypatch.undo()
     assert serve.processor_of(str(tmp_path)) is None and serve.processor_of(str(tmp_path / "nowhere")) is None
     assert capsys.readouterr().err == ""
 

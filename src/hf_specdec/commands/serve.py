@@ -71,6 +71,10 @@ def processor_of(name: str) -> Any:
     """The processor of a model that reads images; None where there is none, and, with a line about it, where it cannot be loaded."""
     from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig, AutoProcessor, ProcessorMixin
 
+    from ..bench.embedded import EMBEDDED
+
+    if name == EMBEDDED:
+        return None
     try:
         if type(AutoConfig.from_pretrained(name)) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
             return None
