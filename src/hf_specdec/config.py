@@ -84,6 +84,9 @@ class SpeculativeConfig:
         check_int("max_auto_tokens", self.max_auto_tokens, 1, MAX_ASSISTANT_TOKENS)
         if not isinstance(self.draft, str) or self.draft not in DRAFTS and not _is_drafter(self.draft):
             choice = f"choose one of {[*ALONE, *OF_TARGET]}, a drafter ({[*shipped(), 'mtp']}, or its folder), one of {list(WITH_WEIGHTS)} with draft_source"
+            if isinstance(self.draft, str) and "+" in self.draft:
+                options = json.dumps({"drafts": self.draft.split("+"), "mode": "choose"})
+                raise ValueError(f'draft={self.draft!r}: names with + between them are for the command line. Here it is draft="mixture" with draft_options={options}.')
             if not isinstance(self.draft, str):
                 raise ValueError(f"draft={short(self.draft)} is no name: pass the draft as assistant_model, beside speculative=, or {choice}.")
             raise ValueError(f"draft={self.draft!r} is not known{meant(self.draft, [*DRAFTS, *shipped()])}; {choice}, or pass the draft as assistant_model.")

@@ -167,5 +167,10 @@ def test_several_drafts_on_the_command_line_are_a_mixture_that_chooses():
     draft = load_draft("prompt_lookup+compressed+suffix_automaton", "float32", target, None)
     assert [part.name for part in draft.parts] == ["prompt_lookup", "compressed", "suffix_automaton"] and draft.mode == "choose"
     assert draft_weights("prompt_lookup+compressed", draft) is not None
+    for name in ("compressed+", "+compressed", "compressed+compressed"):
+        with pytest.raises(ValueError, match=r"--draft .*takes the names of two drafts or more, each once"):
+            load_draft(name, "float32", target, None)
+    with pytest.raises(ValueError, match=r'for the command line.*draft="mixture" with draft_options=.*"suffix_automaton", "compressed"'):
+        hf_specdec.SpeculativeConfig(draft="suffix_automaton+compressed")
     with pytest.raises(ValueError, match="--draft compresed: did you mean compressed"):
         load_draft("prompt_lookup+compresed", "float32", target, None)

@@ -35,6 +35,8 @@ def draft_name(value: str | list[str] | None) -> str | list[str] | None:
 
     for name in [value] if isinstance(value, str) else value or []:
         path = Path(name)
+        if not name.strip():
+            raise typer.BadParameter("a name is missing; prompt_lookup is what goes without any.")
         if path.name == CONFIG_NAME and path.is_file() or (path / CONFIG_NAME).is_file() and not any((path / own).is_file() for own in ("config.json", "drafter.json")):
             raise typer.BadParameter(f"{name} holds a {CONFIG_NAME}, not a model: pass it as --config (generate and bench take it).")
     return value
@@ -117,7 +119,9 @@ def load_draft(name: str | None, dtype: str, model, tokenizer):
         return registered(DRAFTS, "retrieval" if format_of(name) == FORMAT else "ngram", "--draft").load(name, tokenizer)
     if is_drafter(name):
         return load(name, model)
-    if len(parts := name.split("+")) > 1 and all(parts) and not folder:
+    if len(parts := name.split("+")) > 1 and not folder:
+        if not all(parts) or len(set(parts)) < len(parts):
+            raise ValueError(f"--draft {name}: A+B takes the names of two drafts or more, each once.")
         made = [as_draft(load_draft(part, dtype, model, tokenizer), SpeculativeConfig()) for part in parts]
         return registered(DRAFTS, "mixture", "--draft")(made, mode="choose")
     names = f"the names are {', '.join([*ALONE, *OF_TARGET, *shipped()])}"
