@@ -105,3 +105,15 @@ def test_a_request_with_images_neither_takes_nor_leaves_a_cache():
         assert not answer.kept and "known" not in said[-1]
     model.generate = generate
     assert torch.equal(out, plain(model, ids))
+
+
+@pytest.mark.parametrize("name", ["token_type_ids", "mm_token_type_ids"])
+def test_a_text_whose_processor_says_that_it_is_text_is_kept(name):
+    model, said = tiny_model(), []
+    answer, ids = answering(model, said=said), torch.arange(20, 60)[None]
+    for text in (ids, torch.cat([ids, ids[:, :5]], dim=1)):
+        out = answer(input_ids=text, attention_mask=torch.ones_like(text), max_new_tokens=8, do_sample=False, eos_token_id=None, **{name: torch.zeros_like(text)})
+        assert torch.equal(out, plain(model, text))
+    assert "(40 of them known)" in said[-1]
+    marked = serve.without_marks({"input_ids": ids, name: torch.ones_like(ids)})
+    assert name in marked and serve.is_shown(marked)

@@ -151,7 +151,7 @@ class Answering:
         self.kept: deque[Conversation] = deque(maxlen=keep)
 
     def __call__(self, **kwargs):
-        ids = kwargs["input_ids"][0].tolist()
+        ids, kwargs = kwargs["input_ids"][0].tolist(), without_marks(kwargs)
         alone = not is_shown(kwargs) and is_alone(kwargs.get("generation_config"), self.model.generation_config)
         cache, known = self.take(ids) if alone else (None, 0)
         try:
@@ -188,6 +188,13 @@ def is_alone(config: Any, own: Any) -> bool:
     """Whether a request, whose generation config may say anything, is for one text with a cache of the ordinary kind; what it leaves out the model's `own` says."""
     said = ((ordinary, *(getattr(each, name, None) for each in (config, own))) for name, ordinary in ORDINARY.items())
     return all(next((value for value in values if value is not None), ordinary) == ordinary for ordinary, *values in said)
+
+
+def without_marks(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """A request without what says of every token that it is text (zeros in `token_type_ids`, say), as processors of models that read images do where there is none."""
+    ids = kwargs["input_ids"]
+    marks = {name for name, value in kwargs.items() if name.endswith("token_type_ids") and value is not None and value.shape == ids.shape and not value.any()}
+    return {name: value for name, value in kwargs.items() if name not in marks}
 
 
 def is_shown(kwargs: dict[str, Any]) -> bool:
