@@ -217,8 +217,7 @@ class DFlashDraft(OnePassDraft):
             self.stop.keep(rows)
         if self.seen is not None:
             self.seen.keep(rows)
-            for layer in self.cache.layers:
-                layer.keep(upload(rows, self.model.device))
+            self.cache.keep(upload(rows, self.model.device))
 
     def finish(self) -> None:
         if self.cache is not None:
