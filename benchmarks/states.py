@@ -42,6 +42,11 @@ SHAPES = {
     "minimax_m3": ("minimax_m3_vl_text", dict(hidden_size=1024, intermediate_size=512, dense_intermediate_size=2048, shared_intermediate_size=512, num_hidden_layers=12,
                                               num_attention_heads=16, num_key_value_heads=4, head_dim=64, rotary_dim=32, num_local_experts=16, num_experts_per_tok=4,
                                               index_head_dim=64, layer_types=["full_attention"] + ["minimax_m3_sparse"] * 11)),
+    "rwkv": ("rwkv", dict(hidden_size=768, attention_hidden_size=768, num_hidden_layers=12, context_length=1024, rescale_every=0)),
+    "xlstm": ("xlstm", dict(hidden_size=768, embedding_dim=768, num_hidden_layers=12, num_blocks=12, num_heads=4)),
+    "minimax": ("minimax", dict(hidden_size=1024, intermediate_size=512, num_hidden_layers=12, num_attention_heads=16, num_key_value_heads=4, head_dim=64,
+                                num_local_experts=16, num_experts_per_tok=4)),
+    "openai_gpt": ("openai-gpt", dict(n_positions=512)),  # 117M: the model itself
     "llama": ("llama", dict(hidden_size=1024, intermediate_size=3584, num_hidden_layers=24, num_attention_heads=16, num_key_value_heads=4)),  # none, to compare
 }
 

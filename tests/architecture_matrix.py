@@ -35,8 +35,9 @@ Models that read images or sounds, too, are run on texts here; what they are sho
 5.17 or newer (Mamba, Mamba 2, Falcon-Mamba: 5.24), and take no trees. A caller's cache goes in and out with one row, unless there are states alone, which do not say how many tokens they have seen.
 
 "own cache": the cache is plain generate's, because what is kept of a text is of a kind of its own (keys compressed by groups, keys of an indexer beside states, layers
-that run several times). Passes go on from a copy; after a rejection the one before takes its place, and what was accepted is read again in front of the next candidates.
-They need transformers 5.24, and take chains and one row; a caller's cache goes in and out.
+that run several times), or what the model makes itself (MiniMax, RWKV, xLSTM), or there is none and the text is read again in every pass, as in plain generate (OpenAI GPT).
+Passes go on from a copy; after a rejection the one before takes its place, and what was accepted is read again in front of the next candidates.
+They need transformers 5.24, and take chains and one row; a caller's cache goes in and out, but for those that make it themselves.
 
 "selected": an indexer picks the keys that are attended to; here, too, a caller's cache is refused, and none is handed back.
 

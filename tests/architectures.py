@@ -326,6 +326,10 @@ OWN_CACHES = [
     Family("Qwen4-Exp", "qwen4_exp", {"text_config": dict(_QWEN4, **_UNSPECIAL), "vision_config": _QWEN4_SEEING}),
     Family("Qwen4-Exp (text)", "qwen4_exp_text", dict(_QWEN4, ple_layer_ids=[1], ple_embed_dim=32, heads_per_ngram=2, eos_token_id=VOCAB)),
     Family("Inkling 2 (loop, text)", "inkling2_loop_text", dict(_INKLING, unpadded_vocab_size=VOCAB, n_layers_per_attn_res_block=1)),
+    Family("MiniMax", "minimax", dict(_LLAMA, **_MOE, head_dim=8, block_size=8, layer_types=_DELTA["layer_types"])),
+    Family("RWKV", "rwkv", dict(vocab_size=VOCAB, hidden_size=32, attention_hidden_size=32, num_hidden_layers=2, context_length=512)),
+    Family("xLSTM", "xlstm", dict(vocab_size=VOCAB, hidden_size=128, embedding_dim=128, num_hidden_layers=2, num_blocks=2, num_heads=2)),
+    Family("OpenAI GPT", "openai-gpt", dict(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=512)),
 ]
 if torch.__version__ < "2.8":  # whose scatter takes no int32, which Qwen4-Exp's own code gives it
     OWN_CACHES = [family for family in OWN_CACHES if not family.kind.startswith("qwen4")]
@@ -338,12 +342,7 @@ FAMILIES = [line for line in FAMILIES if line not in _TOO_OLD]
 
 # What cannot be rolled back: (name, model_type, settings)
 REFUSED = [
-    ("RWKV", "rwkv", dict(vocab_size=VOCAB, hidden_size=32, attention_hidden_size=32, num_hidden_layers=2, context_length=64)),
     ("RecurrentGemma", "recurrent_gemma", dict(_HEADS, lru_width=32)),
-    ("MiniMax", "minimax", dict(_LLAMA, **_MOE, head_dim=8, block_size=8, layer_types=_DELTA["layer_types"])),
-]
-REFUSED += [
-    ("xLSTM", "xlstm", dict(vocab_size=VOCAB, hidden_size=32, embedding_dim=32, num_hidden_layers=1, num_blocks=1, num_heads=4)),
 ]
 REFUSED += [(family.name, family.kind, family.settings) for family in STATEFUL if not GOES_ON]
 REFUSED += [(family.name, family.kind, family.settings) for family in OWN_CACHES if CACHE != "cache" and not family.kind.startswith("qwen4")]  # whose config was another
@@ -355,7 +354,6 @@ OWN_WAYS = [
     ("CPM-Ant", "cpmant", dict(vocab_size=VOCAB, hidden_size=32, num_attention_heads=4, dim_head=8, dim_ff=48, num_hidden_layers=1)),
     ("Gemma 4 (assistant)", "gemma4_assistant", dict(text_config=_PART, backbone_hidden_size=32)),
     ("Gemma 4 Unified (assistant)", "gemma4_unified_assistant", dict(text_config=_PART, backbone_hidden_size=32)),
-    ("OpenAI GPT", "openai-gpt", dict(vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=4, n_positions=64)),
     ("ProphetNet (its decoder)", "prophetnet", dict(_UNSPECIAL, vocab_size=VOCAB, hidden_size=32, num_decoder_layers=1, num_decoder_attention_heads=4,
                                                     decoder_ffn_dim=48, decoder_start_token_id=1)),
     ("Reformer", "reformer", dict(vocab_size=VOCAB, hidden_size=32, feed_forward_size=48, num_attention_heads=4, attention_head_size=8,

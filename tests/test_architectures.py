@@ -62,5 +62,5 @@ def test_models_that_read_their_text_in_ways_of_their_own_are_refused_when_they_
 
 
 def test_a_recurrent_draft_is_refused_by_its_argument():
-    with pytest.raises(ValueError, match="assistant_model: Rwkv"):
-        hf_specdec.SpeculativeDecoder(build("rwkv", attn="eager", vocab_size=61, hidden_size=32, attention_hidden_size=32, num_hidden_layers=2, context_length=64))
+    with pytest.raises(ValueError, match="assistant_model: RecurrentGemma"):
+        hf_specdec.SpeculativeDecoder(build("recurrent_gemma", attn="eager", vocab_size=61, hidden_size=32, num_attention_heads=4, num_key_value_heads=1, lru_width=32, num_hidden_layers=3))

@@ -23,8 +23,8 @@ from transformers import (
     NllbMoeForConditionalGeneration,
     PreTrainedTokenizerFast,
     QuantizedCache,
-    RwkvConfig,
-    RwkvForCausalLM,
+    RecurrentGemmaConfig,
+    RecurrentGemmaForCausalLM,
     StaticCache,
     TextStreamer,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
@@ -90,7 +90,8 @@ def encoder_decoder():
 
 @lru_cache
 def recurrent():
-    return RwkvForCausalLM(RwkvConfig(vocab_size=VOCAB, hidden_size=16, attention_hidden_size=16, num_hidden_layers=2)).eval()
+    config = RecurrentGemmaConfig(vocab_size=VOCAB, hidden_size=32, lru_width=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=1)
+    return RecurrentGemmaForCausalLM(config).eval()
 
 
 @lru_cache
@@ -363,7 +364,7 @@ def test_a_rule_that_contradicts_do_sample_is_refused(rule, do_sample):
 
 MODELS = [
     (encoder_decoder, ("NllbMoeForConditionalGeneration", "routes tokens by a mask", "Use speculative=False")),
-    (recurrent, ("RwkvForCausalLM", "cannot be rolled back", "Use speculative=False")),
+    (recurrent, ("RecurrentGemmaForCausalLM", "cannot be rolled back", "Use speculative=False")),
     (flex, ("LlamaForCausalLM", "flex_attention", "set_attn_implementation")),
 ]
 every_model = pytest.mark.parametrize(("made", "words"), MODELS, ids=[made.__name__ for made, _ in MODELS])

@@ -538,6 +538,14 @@ def test_a_draft_that_is_nearly_a_known_one_is_recognised_before_any_hub_is_aske
     assert done.exit_code == 2 and f"--draft {name}: did you mean {meant}?" in done.stderr
 
 
+@pytest.mark.parametrize(("name", "words"), [("mixtrue", "did you mean mixture?"), ("./no_such_draft", "no such folder and no draft of that name"), ("a.safetensors", "no such file"),
+                                            ("recycling+mixtrue", "--draft mixtrue: did you mean mixture?"), ("recycling+recycling", "each once"), ("medusa", "is made of weights")])
+@pytest.mark.parametrize("command", [["generate", "--prompt", "x"], ["bench"], ["demo"], ["verify"], ["tune"], ["serve"]], ids=lambda words: words[0])
+def test_a_draft_that_is_not_there_is_told_before_a_target_is_loaded(command, name, words):
+    done = run(command[0], "no/such_target", *command[1:], "--draft", name)
+    assert done.exit_code == 2 and words in done.stderr and "no/such_target" not in done.stderr
+
+
 def test_names_of_hubs_and_folders_are_like_no_other():
     assert not [name for name in ("gpt2", "own/smolm2", "./smolm2", "distilgpt2", "model") if near(name, ["smollm2", "mixture"])]
 

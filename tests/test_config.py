@@ -9,6 +9,7 @@ import pickle
 import pytest
 
 from hf_specdec import SpeculativeConfig
+from hf_specdec.drafts import MixtureDraft
 
 CONFIGS = [SpeculativeConfig(), SpeculativeConfig(num_assistant_tokens=5, draft="uniform", acceptance="greedy", lenience=0.25, seed=3, max_auto_tokens=9),
            SpeculativeConfig(seed=[1, 2, 3]), SpeculativeConfig(num_assistant_tokens=64, lenience=1)]
@@ -70,3 +71,14 @@ def test_what_is_no_path_no_dict_or_no_text_is_named(tmp_path):
         SpeculativeConfig.from_pretrained(file)
     with pytest.raises(ValueError, match="^folder='.*file' is a file; name a folder"):
         SpeculativeConfig().save_pretrained(file)
+
+
+@pytest.mark.parametrize("name", ["/no/such", "owner/name"])
+def test_a_path_that_holds_no_drafter_is_not_taken_for_a_name(name):
+    with pytest.raises(ValueError, match=f"draft='{name}': a path here is that of a drafter .*draft=\"model\" with draft_source='{name}'"):
+        SpeculativeConfig(draft=name)
+
+
+def test_a_slip_inside_a_mixture_is_recognised():
+    with pytest.raises(ValueError, match=r"drafts: 'promt_lookup' is not known \(did you mean 'prompt_lookup'\?\)"):
+        MixtureDraft(["promt_lookup", "recycling"])

@@ -3,6 +3,8 @@
 import copy
 import random
 import warnings
+from dataclasses import replace
+from itertools import zip_longest
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from transformers.cache_utils import DynamicLayer
 import hf_specdec
 from hf_specdec import mx
 from hf_specdec.cached_model import CachedModel
-from hf_specdec.caches import CACHE
+from hf_specdec.caches import CACHE, MADE
 from hf_specdec.drafts import CascadeDraft, EarlyExitDraft, ModelDraft, NGramRecyclingDraft
 from hf_specdec.drafts.feature import FeatureDraft
 from hf_specdec.own_cache import OwnCache, Snapshots, copied
@@ -24,17 +26,18 @@ from tests.helpers import VOCAB, KnowingTreeDraft, enabled, generated, perturbed
 HERE = {family.name: family for family in OWN_CACHES if family.kind in CONFIG_MAPPING and CACHE == "cache"}
 pytestmark = pytest.mark.skipif(not HERE, reason="this transformers has none of these models")
 every_kind = pytest.mark.parametrize("kind", HERE)
+every_kind_given = pytest.mark.parametrize("kind", [name for name, family in HERE.items() if family.kind not in MADE])
+every_kind_made = pytest.mark.parametrize("kind", [name for name, family in HERE.items() if family.kind in MADE])
 PLAIN = dict(do_sample=False, pad_token_id=0, eos_token_id=None)
 CPU = torch.device("cpu")
 
 
-def tensors(layers) -> list[torch.Tensor]:
+def tensors(part) -> list[torch.Tensor]:
     """All that layers hold."""
-    held = []
-    for layer in layers:
-        for part in vars(layer).values():
-            held += [one for one in (part.values() if isinstance(part, dict) else [part]) if isinstance(one, torch.Tensor)]
-    return held
+    if isinstance(part, torch.Tensor):
+        return [part]
+    inside = part.values() if isinstance(part, dict) else part if isinstance(part, (list, tuple)) else getattr(part, "__dict__", {}).values()
+    return [] if isinstance(part, type) else [tensor for one in inside for tensor in tensors(one)]
 
 
 @pytest.mark.share(2)
@@ -65,14 +68,16 @@ def test_whatever_is_drafted_kept_and_forgotten_the_logits_are_those_of_the_whol
 @every_kind
 @torch.no_grad()
 def test_a_pass_changes_nothing_of_what_was_held_before_it(kind):
-    model = HERE[kind].model("eager", 0)
-    states = Snapshots(cache := OwnCache(model.config, 100))
+    cached = CachedModel(HERE[kind].model("eager", 0), 100)
+    states, cache, seen = cached.states, cached.cache, []
     for width in (23, 1, 6, 1, 1, 9):
         before = [part.clone() for _, layers in states.kept for part in tensors(layers)]
         with states.during([0], width):
-            model(input_ids=torch.arange(width)[None] % VOCAB, use_cache=True, **{CACHE: cache})
+            cached.run(input_ids=torch.arange(width)[None] % VOCAB, use_cache=True, **{CACHE: cache})
         after = [part for _, layers in states.kept[:-1] for part in tensors(layers)]
         assert len(after) == len(before) and all(torch.equal(own, other) for own, other in zip(before, after))
+        seen.append(len(before))
+    assert seen[0] == 0 and all(seen[1:])
 
 
 @torch.no_grad()
@@ -118,7 +123,7 @@ def test_such_a_model_drafts_for_another(kind):
     assert generated(out, [row]) == plain(target, [row], max_new_tokens=20) and out.speculation.rounds[0][0].source == "model"
 
 
-@every_kind
+@every_kind_given
 @pytest.mark.parametrize("ours", [(True, True), (True, False), (False, True)], ids=["ours, ours", "ours, stock", "stock, ours"])
 def test_a_cache_comes_back_and_goes_in(kind, ours):
     model, row = enabled(HERE[kind].model("eager", 0)), prompts(14, seed=1)[0]
@@ -136,7 +141,58 @@ def test_a_cache_comes_back_and_goes_in(kind, ours):
         assert torch.equal(out.sequences, whole) and out[CACHE].get_seq_length() == len(row) + 39
 
 
-@every_kind
+@every_kind_made
+def test_what_a_model_makes_itself_is_neither_taken_nor_handed_back(kind):
+    model, row = enabled(HERE[kind].model("eager", 0)), prompts(14, seed=1)[0]
+    ids = torch.tensor([row])
+    wanted = model.generate(ids, max_new_tokens=20, **PLAIN)
+    for pad in (0, 3):
+        padded, mask = torch.tensor([[0] * pad + row]), torch.tensor([[0] * pad + [1] * len(row)])
+        out = model.generate(padded, attention_mask=mask, max_new_tokens=20, speculative=True, return_dict_in_generate=True, **PLAIN)
+        assert torch.equal(out.sequences[:, pad:], wanted) and CACHE not in out
+
+
+def test_the_cache_of_minimax_is_refused_by_name():
+    family = HERE.get("MiniMax") or pytest.skip("this transformers does not have it")
+    model = enabled(family.model("eager", 0))
+    first = model.generate(torch.tensor(prompts(14, seed=1)[:1]), max_new_tokens=2, return_dict_in_generate=True, **PLAIN)
+    with pytest.raises(ValueError, match=f"{CACHE}: the MiniMaxCache of a model that makes its cache itself.*Leave it out, and pass the whole text"):
+        model.generate(first.sequences, max_new_tokens=20, speculative=True, **{CACHE: first[CACHE]}, **PLAIN)
+
+
+def test_minimax_that_begins_with_a_layer_without_attention_knows_how_long_its_text_is():
+    """transformers asks the first layer, and is told 0: in a pass over several tokens their masks would hide the text."""
+    family = HERE.get("MiniMax") or pytest.skip("this transformers does not have it")
+    for kinds in (["linear_attention", "linear_attention", "full_attention"], ["linear_attention"] * 2, ["full_attention", "linear_attention"]):
+        model, row = replace(family, settings={**family.settings, "layer_types": kinds, "num_hidden_layers": len(kinds)}).model("eager", 0), prompts(20, seed=1)[0]
+        text = plain(model, [row], max_new_tokens=30, use_cache=False)[0]
+        for draft in (KnowingTreeDraft([row + text], parents=(0, 1, 2, 3), vocab=VOCAB), perturbed(model, 0.05)):
+            out = speculate(model, [row], draft, k=4, max_new_tokens=30)
+            assert generated(out, [row]) == [text] and out.speculation.accepted
+
+
+def test_rwkv_whose_weights_are_halved_in_place_keeps_these_in_full():
+    family = HERE.get("RWKV") or pytest.skip("this transformers does not have it")
+    row = prompts(14, seed=1)[0]
+    for change, every, dense in ((mx.compress, 1, True), (mx.compress, 0, False), (mx.to_tiles, 1, True)):
+        model = change(replace(family, settings={**family.settings, "rescale_every": every}).model("eager", 0))
+        halved = model.rwkv.blocks[0].attention.output, model.rwkv.blocks[1].feed_forward.value
+        assert [type(module) is torch.nn.Linear for module in halved] == [dense] * 2
+        text = plain(model, [row], max_new_tokens=20)[0]
+        assert generated(speculate(model, [row], KnowingTreeDraft([row + text], parents=(0, 1, 2, 3), vocab=VOCAB), k=4, max_new_tokens=20), [row]) == [text]
+
+
+def test_openai_gpt_says_where_its_text_has_outgrown_it():
+    family = HERE.get("OpenAI GPT") or pytest.skip("this transformers does not have it")
+    model, row = enabled(replace(family, settings={**family.settings, "n_positions": 24}).model("eager", 0)), prompts(14, seed=1)[0]
+    ids = torch.tensor([row])
+    text = model.generate(ids, max_new_tokens=11, **PLAIN)
+    assert torch.equal(model.generate(ids, max_new_tokens=11, speculative={"num_assistant_tokens": 7}, assistant_model=perturbed(model, 0.02), **PLAIN), text)
+    with pytest.raises(ValueError, match="max_new_tokens: a text has outgrown the 24 positions"):
+        model.generate(ids, max_new_tokens=12, speculative=True, **PLAIN)
+
+
+@every_kind_given
 def test_a_padded_row_is_read_without_its_padding_and_its_cache_neither_taken_nor_handed_back(kind):
     model, row = enabled(HERE[kind].model("eager", 0)), prompts(14, seed=1)[0]
     ids, mask = torch.tensor([[0] * 3 + row]), torch.tensor([[0] * 3 + [1] * len(row)])
@@ -163,6 +219,10 @@ def test_prompts_in_pieces_and_sampling(kind):
 def test_compressed_weights_and_tiles(kind):
     row = prompts(14, seed=1)[0]
     for change in (mx.compress, mx.to_tiles):
+        if kind == "OpenAI GPT" and change is mx.compress:
+            with pytest.raises(ValueError, match="Conv1D, which is not supported"):
+                change(HERE[kind].model("eager", 0))
+            continue
         model = change(HERE[kind].model("eager", 0))
         text = plain(model, [row], max_new_tokens=20)[0]
         draft = KnowingTreeDraft([row + text], parents=(0, 1, 2, 3), vocab=VOCAB)
@@ -193,13 +253,14 @@ def test_drafters_made_of_a_layer_or_refused_by_name(kind):
     """Qwen4-Exp and DeepSeek-V4 put out several states per token, which drafters read no more than Gemma 3n's; what a drafter without attention has read cannot be asked."""
     model, row = HERE[kind].model("eager", 0), prompts(11)[0]
     kinds = {"Qwen4-Exp": ("none of them is attention.*Name one that is", r"\(hc_count\)"), "Qwen4-Exp (text)": ("none of them is attention", r"\(hc_count\)"),
+             "MiniMax": ("none of them is attention",), "RWKV": ("RwkvForCausalLM has two layers or more",), "xLSTM": ("no list of its 1 layers found", "no list of its 1 layers"),
              "DeepSeek-V4": ("of another kind than layer 0 .*Train heads", r"\(hc_mult\)")}
-    for reads, words in zip(((), (0, 1, 2)), kinds.get(kind, ("", ""))):
+    for reads, words in zip_longest(((), (0, 1, 2)), kinds.get(kind, ()), fillvalue=""):
         if words:
             with pytest.raises(ValueError, match=words):
                 build_drafter(model, [0], None, reads)
         else:
-            drafter = build_drafter(model, [0], None, reads)
+            drafter = build_drafter(model, [0, 1] if kind in ("MiniMax", "RWKV") else [0], None, reads)
             out = speculate(model, [row], FeatureDraft(drafter, model) if reads else drafter, k=3, max_new_tokens=24)
             assert generated(out, [row]) == plain(model, [row], max_new_tokens=24) and out.speculation.proposed
 

@@ -12,8 +12,9 @@ from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 CACHE = "cache" if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters else "past_key_values"  # "cache" since 5.24
+MADE = {"minimax": "cache", "openai-gpt": "", "rwkv": "state", "xlstm": "cache"}  # what they are given again, as they have made it themselves
 OWN_CACHE = frozenset(  # go on over several tokens as they do token by token, from a cache of their own kind; not tried before transformers 5.24
-    "deepseek_v4 inkling2_loop_text minimax_m3_vl_text qwen4_exp_text".split() if CACHE == "cache" else ())
+    ["deepseek_v4", "inkling2_loop_text", "minimax_m3_vl_text", "qwen4_exp_text", *MADE] if CACHE == "cache" else ())
 _VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 GOES_ON = _VERSION >= (5, 17)  # before, models do not go on from a state over several tokens, or not all of them
 _MAY_RECORD = _VERSION >= (5, 21)  # before, a window that records its past does not fit its mask after two passes
@@ -32,10 +33,10 @@ def strange_layers(config: Any) -> list[str]:
 def states_of(model: PreTrainedModel, config: Any) -> tuple[int, ...]:
     """Per layer of a model, how many states it carries, 1 of those whose cache is of its own kind; () where none does, where one that is not known has a cache of
     another kind, and before transformers 5.17."""
-    if not GOES_ON or not getattr(model, "_is_stateful", False) and not strange_layers(config):
-        return ()
     if config.model_type in OWN_CACHE:
         return (1,) * config.num_hidden_layers
+    if not GOES_ON or not getattr(model, "_is_stateful", False) and not strange_layers(config):
+        return ()
     layers = DynamicCache(config=config).layers
     if not all(isinstance(layer, LinearAttentionLayer) or type(layer).__name__ in _PLAIN for layer in layers):
         return ()

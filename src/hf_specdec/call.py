@@ -12,7 +12,7 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDe
 
 from . import compat, registry
 from .arguments import check_call, check_draft_stop
-from .caches import cached_tokens, counts_tokens, write_cache
+from .caches import MADE, cached_tokens, counts_tokens, write_cache
 from .cached_model import CachedModel
 from .config import MAX_ASSISTANT_TOKENS
 from .devices import seat_of
@@ -96,18 +96,18 @@ class Call:
         self.closed = self._why_no_cache()
         if self.closed:
             if self.given:
-                text = "decoder_input_ids for a text to be continued" if self.source else "the whole text as input_ids"
-                raise ValueError(f"{compat.CACHE}: the {type(self.cache).__name__} of {self.closed} cannot be continued with speculative=True. Leave it out, and pass "
-                                 f"{text}.")
+                held, text = type(self.cache).__name__, "decoder_input_ids for a text to be continued" if self.source else "the whole text as input_ids"
+                raise ValueError(f"{compat.CACHE}: the {held} of {self.closed} cannot be continued with speculative=True. Leave it out, and pass {text}.")
             self.cache = None  # transformers' own, made for nothing
 
     def _why_no_cache(self) -> str:
         """Whose cache is neither taken nor handed back; "" where it is both."""
         if self.source is not None:
             return "an encoder-decoder model"
-        padded = self.traits.own_cache and len(self.columns[0]) < self.input_ids.shape[1]
-        if padded or self.traits.indexed:
-            return "a padded row of a model whose cache is of its own kind" if padded else "a model that keeps the keys of an indexer"
+        if (own := self.traits.own_cache) and compat.unwrap(self.model).config.model_type in MADE:
+            return "a model that makes its cache itself"
+        if self.traits.indexed or own and len(self.columns[0]) < self.input_ids.shape[1]:
+            return "a padded row of a model whose cache is of its own kind" if own else "a model that keeps the keys of an indexer"
         if not self.traits.states or len(self.prompts) == 1 and not (self.given and 0 < cached_tokens(self.cache) and not counts_tokens(self.cache)):
             return ""
         return "several rows of a model that carries states" if len(self.prompts) > 1 else "a model of states alone, which does not say how many tokens it has seen,"

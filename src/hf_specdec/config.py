@@ -89,6 +89,10 @@ class SpeculativeConfig:
                 raise ValueError(f'draft={self.draft!r}: names with + between them are for the command line. Here it is draft="mixture" with draft_options={options}.')
             if not isinstance(self.draft, str):
                 raise ValueError(f"draft={short(self.draft)} is no name: pass the draft as assistant_model, beside speculative=, or {choice}.")
+            if "/" in self.draft:
+                held = "a folder without one" if Path(self.draft).is_dir() else "no folder"
+                raise ValueError(f'draft={self.draft!r}: a path here is that of a drafter (drafter.json), and this is {held}. A model, by its folder or hub id, is '
+                                 f'draft="model" with draft_source={self.draft!r}.')
             raise ValueError(f"draft={self.draft!r} is not known{meant(self.draft, [*DRAFTS, *shipped()])}; {choice}, or pass the draft as assistant_model.")
         if not isinstance(self.acceptance, str) or self.acceptance not in ("auto", *ACCEPTANCE):
             raise ValueError(f"acceptance={short(self.acceptance)} is not known{meant(self.acceptance, ACCEPTANCE)}; choose one of "

@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from . import compat, passes
+from .caches import MADE
 from .compiled import WIDTHS, CompiledPasses, FixedBuffers
 from .head import READ, head_at, places_of
 from .kv_cache import SlotCache
@@ -21,7 +22,7 @@ from .lengths import check_counting, counts_itself
 from .lockstep import in_stages, shared_by_processes
 from .masks import Placing
 from .media import Media
-from .own_cache import OwnCache, Snapshots
+from .own_cache import Handed, OwnCache, Snapshots
 from .parts import read_at
 from .positions import counted_by_row, counting
 from .seq2seq import BLIND, Decoder, Source
@@ -52,6 +53,8 @@ class Forward:
         self.traits = traits or compat.traits_of(compat.unwrap(model), role)
         aligned = self.traits.own_positions and not self.traits.states
         self.cache, self.states = self._caches(limit, bool(compile), aligned)
+        if self.traits.own_cache and compat.unwrap(model).config.model_type in MADE:
+            self.run = Handed(model, compat.unwrap(model).config)
         self.counting = counting(compat.unwrap(model)) if aligned and not self.traits.placed else []
         self.shares = bool(getattr(compat.unwrap(model).config.get_text_config(), "num_kv_shared_layers", 0))
         self.blind = source is not None and compat.unwrap(model).config.model_type in BLIND
@@ -160,7 +163,7 @@ class Forward:
         told = nullcontext() if self.cache.plan.columns is None else counted_by_row(self.counting, starts, width)
         with kept, told, watched(read_at(compat.unwrap(self.model), layers)) as states:
             reference = (self.runner(self.run, **inputs) if tokens.numel() <= self.most and not seen else self.run(**inputs)).logits
-        show(self.taps, states, starts)
+        show(self.taps, [state[:, -width:] for state in states], starts)
         reference = reference if keep or wanted is None else reference[:, wanted.to(reference.device)]
         if logits is not None:
             self.compiled.judge(logits if wanted is None or logits.shape == reference.shape else logits[:, wanted.to(logits.device)], reference)

@@ -1,5 +1,6 @@
 """Models that keep what they have read in a way of their own: keys compressed by groups (DeepSeek-V4), keys of an indexer beside states (Qwen4-Exp, MiniMax-M3), layers
-that run several times (Inkling 2). Their cache is the one that plain generate gives them.
+that run several times (Inkling 2). Their cache is the one that plain generate gives them, or one that they make themselves (MiniMax, RWKV, xLSTM); OpenAI GPT has none and
+reads its text again in every pass, as it does in plain generate.
 
 Nothing is taken out of it again. Passes go on from a copy, so that the cache as it was before is there still: after a rejected token it takes that one's place, and
 what was accepted is read again in front of the next candidates.
@@ -13,17 +14,19 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionLayer
 
+from .caches import CACHE, MADE
 from .kv_cache import SlotPlan
 
 
 class OwnCache(DynamicCache):
-    """The cache that plain generate begins with, of one row; `plan` says where the next block is, as that of a `SlotCache`."""
+    """The cache that plain generate begins with, of one row; `plan` says where the next block is, as that of a `SlotCache`. Of a model that is `Handed` what it has made,
+    the only one of the `layers` is that."""
 
     def __init__(self, config: Any, limit: int):
-        super().__init__(config=config)
+        super().__init__(config=None if config.model_type in MADE else config)
         self.plan = SlotPlan(limit)
 
     def release(self) -> None:
@@ -38,6 +41,36 @@ class OwnCache(DynamicCache):
     def row(self, b: int, length: int, last: bool) -> list:
         """`Snapshots.store` hands it back."""
         return []
+
+
+class Handed:
+    """A model that makes what it keeps itself, and is given it in its next pass under a name of its own, called as one that is given an `OwnCache`. "": there is no such name,
+    and the text so far stands before the tokens of a pass."""
+
+    def __init__(self, model: PreTrainedModel, config: Any):
+        self.model, self.name = model, MADE[config.model_type]
+        kinds = getattr(config, "layer_types", None) or ()
+        self.attends = kinds.index("full_attention") if "full_attention" in kinds else 0
+
+    def __call__(self, **inputs) -> Any:
+        cache = inputs.pop(CACHE)
+        if not self.name:
+            return self._whole(cache, inputs)
+        made = cache.layers[0] if cache.layers else None
+        if isinstance(made, Cache) and made.layers:  # MiniMax asks the first one how long the text is, which knows where it attends
+            made.layers[0] = made.layers[self.attends]
+        outputs = self.model(**inputs, **{self.name: made})
+        cache.layers = [outputs[self.name]]
+        return outputs
+
+    def _whole(self, cache: OwnCache, inputs: dict[str, Any]) -> Any:
+        name = "inputs_embeds" if "inputs_embeds" in inputs else "input_ids"
+        width, text = inputs[name].shape[1], torch.cat([*cache.layers, inputs[name]], dim=1)
+        before, keep = text.shape[1] - width, inputs.pop("logits_to_keep", 0)
+        keep = keep + before if isinstance(keep, torch.Tensor) else keep or width
+        positions = torch.arange(text.shape[1], device=text.device)[None]
+        cache.layers = [text]
+        return self.model(**{**inputs, name: text, "position_ids": positions}, logits_to_keep=keep)
 
 
 class Snapshots:
@@ -88,25 +121,33 @@ class Snapshots:
 
 def copied(layers: list) -> list:
     """Layers that a pass may change without changing these. transformers joins keys and values anew, and writes over states."""
-    return [_copied(layer, anew=isinstance(layer, LinearAttentionLayer)) for layer in layers]
+    return [_copied(layer) for layer in layers]
 
 
-def _copied(layer: Any, anew: bool) -> Any:
-    own = copy.copy(layer)
+def _copied(layer: Any) -> Any:
+    if isinstance(layer, (list, torch.Tensor)):
+        return _anew(layer)
+    own, anew = copy.copy(layer), isinstance(layer, LinearAttentionLayer) or not isinstance(layer, (Cache, CacheLayerMixin))
     for name, part in vars(own).items():
         if isinstance(part, dict):
             vars(own)[name] = {key: _anew(value) if anew else value for key, value in part.items()}
+        elif isinstance(part, list):
+            vars(own)[name] = copied(part) if name == "layers" else list(part)
         elif anew and name not in ("keys", "values"):
             vars(own)[name] = _anew(part)
     return own
 
 
 def _anew(part: Any) -> Any:
+    if isinstance(part, (list, tuple)):
+        return type(part)(map(_anew, part))
     return part.clone() if isinstance(part, torch.Tensor) else part
 
 
 def _share(layers: list, longer: list) -> None:
     """Let the keys and values of `layers` lie in those of layers that have been read further, of which they are the beginning."""
     for own, other in zip(layers, longer):
-        if getattr(type(own), "update", None) is DynamicLayer.update and own.is_initialized:
+        if isinstance(own, Cache):
+            _share(own.layers, other.layers)
+        elif getattr(type(own), "update", None) is DynamicLayer.update and own.is_initialized:
             own.keys, own.values = (part[:, :, : own.keys.shape[2]] for part in (other.keys, other.values))

@@ -60,7 +60,7 @@ def note(module: nn.Module, args: tuple, output) -> None:
 def hidden_of(output) -> torch.Tensor:
     """[B, L, H] from what a decoder layer, or a model without its head, returns."""
     hidden = getattr(output, "last_hidden_state", output)
-    return hidden[0] if isinstance(hidden, tuple) else hidden
+    return hidden[0] if isinstance(hidden, (tuple, list)) else hidden
 
 
 @contextmanager

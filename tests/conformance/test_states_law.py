@@ -14,7 +14,8 @@ ALONE = 10_000 if FULL else 150
 PROMPTS = [[1, 2, 3, 1, 2], [4], [2, 5, 1]]
 CASES = [("Qwen3.5 (text)", "model", {}), ("Falcon-H1", "prompt_lookup", dict(temperature=0.7)), ("LFM2", "model", dict(top_k=4)), ("Bamba", "uniform", dict(top_p=0.8)),
          ("Mamba 2", "model", dict(repetition_penalty=1.3))]
-OF_ONE_ROW = [("DeepSeek-V4", "model", dict(temperature=0.8)), ("Qwen4-Exp (text)", "prompt_lookup", dict(top_k=4)), ("MiniMax-M3 (text, sparse)", "uniform", {})]
+OF_ONE_ROW = [("DeepSeek-V4", "model", dict(temperature=0.8)), ("Qwen4-Exp (text)", "prompt_lookup", dict(top_k=4)), ("MiniMax-M3 (text, sparse)", "uniform", {}),
+              ("RWKV", "model", dict(temperature=1.2)), ("MiniMax", "prompt_lookup", dict(top_p=0.9)), ("OpenAI GPT", "model", {})]
 every_case = pytest.mark.parametrize(("name", "draft", "options"), CASES, ids=[f"{case[0]}-{case[1]}" for case in CASES])
 pytestmark = pytest.mark.skipif(not GOES_ON, reason="this transformers does not go on from a state over several tokens")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from .common import check_overwrite, load_draft, parse_k, refuse_compressed, stored_config
+from .common import check_draft, check_overwrite, load_draft, parse_k, refuse_compressed, stored_config
 from .leaving import PROGRAM
 
 WIDTH = 150
@@ -58,6 +58,7 @@ def bench(
         refuse_compressed(target, stored_config(target), DENSE)
     if threads is not None:
         torch.set_num_threads(threads)
+    check_draft(draft)
     model, tokenizer = load_target(target, dtype, encoder_decoders=True)
     if kernels:
         refuse_compressed(target, model.config, DENSE)

@@ -95,12 +95,38 @@ def stored_config(target: str) -> dict | None:
     return found if isinstance(found, dict) else None
 
 
+def check_draft(name: str | None) -> None:
+    """ValueError for a --draft that stands for nothing, as far as it can be told before anything is loaded; a hub may still have no model of that name."""
+    from ..bench.embedded import EMBEDDED, near
+    from ..config import ALONE, OF_TARGET
+    from ..registry import DRAFTS, shipped
+    from ..training.drafter import is_drafter
+
+    table = name is not None and name.endswith(".safetensors")
+    if name is None or Path(name).is_dir() or table and Path(name).is_file() or name in (*ALONE, *OF_TARGET, EMBEDDED) or is_drafter(name):
+        return
+    if len(parts := name.split("+")) > 1:
+        if not all(parts) or len(set(parts)) < len(parts):
+            raise ValueError(f"--draft {name}: A+B takes the names of two drafts or more, each once.")
+        for part in parts:
+            check_draft(part)
+        return
+    names = f"the names are {', '.join([*ALONE, *OF_TARGET, *shipped()])}"
+    slip = None if name in DRAFTS else near(name, [*DRAFTS, *shipped(), EMBEDDED])
+    if slip not in (None, name):
+        raise ValueError(f"--draft {name}: did you mean {slip}?")
+    if name in DRAFTS:
+        raise ValueError(f"--draft {name}: a draft of that name is made of weights; name their folder or file, or a draft without any: {names}.")
+    if table or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ValueError(f"--draft {name}: no such {'file' if table else 'folder'} and no draft of that name; {names}.")
+
+
 def load_draft(name: str | None, dtype: str, model, tokenizer):
     """What goes into `assistant_model`: None for prompt lookup (the default), else a draft or a model by path or name, a folder before a draft
     of its name; a model with another tokenizer as a draft that translates, and an assistant that a family ships as its draft; several, with + between them, as
     the mixture that chooses one a round."""
     from ..assistants import kind_of
-    from ..bench.embedded import EMBEDDED, load_model, near
+    from ..bench.embedded import load_model
     from ..config import ALONE, OF_TARGET, SpeculativeConfig
     from ..drafts.datastore import FORMAT
     from ..drafts.mapped import format_of
@@ -119,23 +145,17 @@ def load_draft(name: str | None, dtype: str, model, tokenizer):
         return registered(DRAFTS, "retrieval" if format_of(name) == FORMAT else "ngram", "--draft").load(name, tokenizer)
     if is_drafter(name):
         return load(name, model)
+    check_draft(name)
     if len(parts := name.split("+")) > 1 and not folder:
-        if not all(parts) or len(set(parts)) < len(parts):
-            raise ValueError(f"--draft {name}: A+B takes the names of two drafts or more, each once.")
         made = [as_draft(load_draft(part, dtype, model, tokenizer), SpeculativeConfig()) for part in parts]
         return registered(DRAFTS, "mixture", "--draft")(made, mode="choose")
-    names = f"the names are {', '.join([*ALONE, *OF_TARGET, *shipped()])}"
-    slip = None if folder or name in DRAFTS else near(name, [*DRAFTS, *shipped(), EMBEDDED])
-    if slip not in (None, name):
-        raise ValueError(f"--draft {name}: did you mean {slip}?")
-    if name in DRAFTS and not folder:
-        raise ValueError(f"--draft {name}: a draft of that name is made of weights; name their folder or file, or a draft without any: {names}.")
     try:
         draft = load_model(name, dtype, model.device, encoder_decoders=model.config.is_encoder_decoder)
     except OSError as error:
         if folder:
             raise
-        raise ValueError(f"--draft {name}: no such folder and no draft of that name; {names}. As a hub id: {error.__cause__ or error}") from error
+        names = ", ".join([*ALONE, *OF_TARGET, *shipped()])
+        raise ValueError(f"--draft {name}: no such folder and no draft of that name; the names are {names}. As a hub id: {error.__cause__ or error}") from error
     return as_draft(draft, SpeculativeConfig()) if kind_of(draft) else _translated(name, draft, tokenizer)
 
 

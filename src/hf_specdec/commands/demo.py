@@ -12,7 +12,7 @@ from rich.text import Text
 from ..viz.gif import check_path
 from ..viz.highlights import DRAFTED, Highlighter
 from ..viz.text import has_colour, visible
-from .common import check_length, load_draft, parse_k
+from .common import check_draft, check_length, load_draft, parse_k
 from .race import race as run_race
 from .verdict import EFFICIENT, copies, verdict
 
@@ -43,6 +43,7 @@ def demo(
         check_path(save_race)
     console = Console(highlight=False)
     speculation = {"speculative": SpeculativeConfig(num_assistant_tokens=parse_k(k))}
+    check_draft(draft)
     model, tokenizer = load_target(target, dtype)
     enable(model)
     assistant = load_draft(draft, dtype, model, tokenizer)

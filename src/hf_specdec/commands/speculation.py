@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from .common import load_draft, parse_k
+from .common import check_draft, load_draft, parse_k
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Work:
         from ..mx.formats import get_format
 
         self.speculation  # noqa: B018  (says what is wrong with it)
+        check_draft(self.draft)
         if self.mx is not None:
             get_format(self.mx)
 

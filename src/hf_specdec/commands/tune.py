@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..config import CONFIG_NAME
-from .common import check_length, check_overwrite, load_draft
+from .common import check_draft, check_length, check_overwrite, load_draft
 
 WIDTH = 150
 REPORT = "tune.json"
@@ -48,6 +48,9 @@ def tune(target: str, drafts: list[str], prompts: str, limit: int | None, max_ne
     chosen = load_prompts(prompts, limit)
     if threads is not None:
         torch.set_num_threads(threads)
+    for name in drafts:
+        if name not in BUILT_IN:
+            check_draft(name)
     model, tokenizer = load_target(target, dtype)
     loaded = {name: load_draft(name, dtype, model, tokenizer) for name in drafts if name not in BUILT_IN}
     console, before = Console(highlight=False, width=max(Console().width, WIDTH)), _known(out)

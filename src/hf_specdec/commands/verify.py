@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from rich.console import Console
 
 from ..viz.text import visible
-from .common import load_draft, parse_k
+from .common import check_draft, load_draft, parse_k
 
 DEPTH, TOP_K, ROWS = 3, 3, 64
 THRESHOLD = 1e-4
@@ -55,6 +55,7 @@ def verify(
         raise ValueError(f"--samples {samples}: the chi-square test needs at least 200.")
     chosen = load_prompts(prompts, limit)
     speculation = {"speculative": SpeculativeConfig(num_assistant_tokens=parse_k(k))}
+    check_draft(draft)
     model, tokenizer = load_target(target, dtype)
     enable(model)
     assistant = load_draft(draft, dtype, model, tokenizer)

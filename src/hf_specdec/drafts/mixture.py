@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..config import MAX_ASSISTANT_TOKENS, instead_of
-from ..hints import check_int, what
+from ..hints import check_int, meant, what
 from ..proposal import Proposal
 from ..registry import DRAFTS, load
 from .base import Context, Draft
@@ -19,6 +19,8 @@ MODES = ("merge", "choose")
 
 
 def _made(name: str) -> Draft:
+    if name not in DRAFTS and (slip := meant(name, DRAFTS)):
+        raise ValueError(f"drafts: {name!r} is not known{slip}.")
     draft = load(DRAFTS, name, "drafts")
     try:
         return draft()

@@ -21,6 +21,7 @@ SHARED = "its weight is another layer's, too"
 SEES = "it reads images or sounds, once a prompt"
 HEAD = "the output head: pass lm_head=FORMAT to compress it"
 ON_GPU = "experts have kernels on a CPU alone"
+RESCALED = "the model halves its weight in place (not with rescale_every = 0 in its config from the start)"
 TIED = "the model computes something else where its head is not the embedding"
 
 
@@ -106,6 +107,8 @@ def _bound(model: nn.Module, heads: set[int]) -> dict[int, str]:
         if all(isinstance(layer, nn.Linear) for layer in layers):
             bound |= dict.fromkeys(map(id, layers), SHARED)
     bound |= {id(owner._modules.get(name)): READ for owner in model.modules() for name in weights_read_by(type(owner))}
+    if getattr(getattr(model, "config", None), "rescale_every", 0):  # RWKV
+        bound |= {id(module): RESCALED for name, module in modules.items() if name.endswith((".attention.output", ".feed_forward.value"))}
     if looks_at_ties(type(model)) and getattr(getattr(model, "config", None), "tie_word_embeddings", False):
         bound |= dict.fromkeys(heads, TIED)
     return bound | dict.fromkeys(read_once(model), SEES)
@@ -114,7 +117,7 @@ def _bound(model: nn.Module, heads: set[int]) -> dict[int, str]:
 def recorded(choices: Iterable[Choice], skip: Iterable[str]) -> list[str]:
     """`skip` as far as it fits layers, with the layers that stay dense because the model reads their weights, or for where they are: another version of the
     model, elsewhere, may not."""
-    return [*fitting(choices, skip), *(choice.name for choice in choices if choice.reason in (READ, SHARED, TIED, SEES, ON_GPU)
+    return [*fitting(choices, skip), *(choice.name for choice in choices if choice.reason in (READ, RESCALED, SHARED, TIED, SEES, ON_GPU)
                                        and isinstance(choice.module, (nn.Linear, ExpertWeights)) and choice.name not in skip)]
 
 

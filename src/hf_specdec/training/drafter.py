@@ -43,6 +43,8 @@ def build(target: PreTrainedModel, layers: list[int], head_ids: torch.Tensor | N
         raise ValueError(f"layers={layers!r}: the target has layers 0..{count - 1}; name one or more of them.")
     if reads:
         features.check_streams(target, reads)
+    if target.config.model_type == "rwkv" and len(layers) < 2:  # transformers divides by their number less 1
+        raise ValueError(f"layers={layers!r}: an {type(target).__name__} has two layers or more. Name two.")
     draft = empty(target, config := _with_layers(target.config, layers))
     if config.get_text_config().model_type in OWN_CACHE and not counts_tokens(DynamicCache(config=config)):
         raise ValueError(f"layers={layers!r}: none of them is attention, and without any {type(target).__name__} does not know how much it has read. Name one that is, too.")
