@@ -15,6 +15,7 @@ from hf_specdec.law import draw
 from hf_specdec.drafts import Context, Draft
 from hf_specdec.proposal import Proposal
 from hf_specdec.tree import Tree
+from tests.timm_stand_in import without_timm
 
 FULL = os.environ.get("HF_SPECDEC_FULL") == "1"
 OLD_TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 9)  # 2.7 and 2.8 do not compile everything: docs/performance.md
@@ -62,7 +63,8 @@ def build(config_class: str, seed: int = 0, attn: str = "sdpa", spread: float = 
     """A random model in float32 that is not stuck on one token: every weight matrix has standard deviation `spread`."""
     config = AutoConfig.for_model(config_class, **{**_NO_SPECIAL, **settings})
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attn).float().eval()
+    with without_timm(config):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attn).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:

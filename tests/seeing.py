@@ -12,6 +12,7 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForMultimodalLM, AutoModelForSeq2SeqLM
 
 from tests.helpers import VOCAB
+from tests.timm_stand_in import without_timm
 
 IMAGE, VIDEO, START, END, FEW = 60, 59, 58, 57, 50  # ids of marks; text is below FEW
 _NONE = dict(bos_token_id=None, eos_token_id=None, pad_token_id=0)
@@ -70,7 +71,8 @@ def _built(family: Family, seed: int):
     torch.manual_seed(seed)
     config = AutoConfig.for_model(family.kind, **family.settings)
     auto = next(auto for auto in (AutoModelForMultimodalLM, AutoModelForSeq2SeqLM) if type(config) in auto._model_mapping)
-    model = auto.from_config(config, attn_implementation=family.attn).float().eval()
+    with without_timm(config):
+        model = auto.from_config(config, attn_implementation=family.attn).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -211,10 +213,17 @@ _WINDOWED = dict(window_size=16, fullatt_block_indexes=[1])
 SINCE = {"ViP-LLaVA": (5, 24), "Aria": (5, 24), "Granite 4 Vision": (5, 24), "Fuyu": (5, 24),
          **dict.fromkeys(("Emu3", "Granite Speech", "Qwen2.5-Omni", "Qwen3-Omni", "Qwen3.5", "Qwen3.5-MoE", "Qwen3.5 (video)", "LFM2-VL", "MiniCPM-V 4.6"), (5, 17))}
 VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
+_GEMMA3N = dict(
+    image_token_id=IMAGE, audio_token_id=56, boi_token_id=START, eoi_token_id=END, vision_soft_tokens_per_image=4, audio_soft_tokens_per_image=4,
+    text_config=dict(_TEXT, model_type="gemma3n_text", intermediate_size=[64] * 2, activation_sparsity_pattern=[0.0] * 2, layer_types=["sliding_attention", "full_attention"],
+                     sliding_window=8, altup_num_inputs=2, laurel_rank=8, num_kv_shared_layers=0, hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCAB),
+    vision_config=dict(hidden_size=16, vocab_size=4, vocab_offset=51), audio_config=dict(hidden_size=32, conf_num_hidden_layers=1, conf_num_attention_heads=4, input_feat_size=8,
+                                                                                       vocab_size=6, vocab_offset=55))
 FAMILIES = [
     Family("LLaVA", "llava", dict(_INDEX, vision_config=_CLIP), _pictures(16)),
     Family("Gemma 3", "gemma3", dict(_UNTIED, image_token_index=IMAGE, mm_tokens_per_image=4, vision_config=_SIGLIP,
                                      text_config=dict(_TEXT, **_HYBRID, query_pre_attn_scalar=8)), _pictures(4), ("token_type_ids",)),
+    Family("Gemma 3n", "gemma3n", _GEMMA3N, _pictures(4)),
     Family("Qwen2-VL", "qwen2_vl", dict(_QWEN, vision_config=dict(_EYE, embed_dim=16, hidden_size=32, mlp_ratio=2)), _patches(96), _AXES),
     Family("Qwen2.5-VL", "qwen2_5_vl", dict(_QWEN, vision_config=dict(_OUT, **_WINDOWED)), _patches(96), _AXES),
     Family("Qwen3-VL", "qwen3_vl", dict(_QWEN, vision_config=dict(_SEEN, deepstack_visual_indexes=[0])), _patches(96), _AXES),
@@ -332,6 +341,7 @@ FAMILIES = [
     # sounds
     Family("Qwen2-Audio", "qwen2_audio", dict(audio_token_index=IMAGE, text_config=text("qwen2"), audio_config=dict(
         _EAR, model_type="qwen2_audio_encoder", max_source_positions=8)), _sounds(4, 8, 16, mask="feature_attention_mask")),
+    Family("Gemma 3n (sound)", "gemma3n", _GEMMA3N, _sounds(4, 32, 8, mask="input_features_mask", width=32, dtype=torch.bool), token=56),
     Family("Voxtral", "voxtral", dict(_AUDIO, text_config=text("llama"), audio_config=_HEAR), _sounds(2, 8, 16)),
     Family("Granite Speech", "granite_speech", dict(
         _UNTIED, audio_token_index=IMAGE, has_lora_adapter=False, window_size=4, downsample_rate=2, text_config=text("granite", attention_multiplier=0.35),
