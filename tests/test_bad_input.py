@@ -19,6 +19,7 @@ from transformers import (
     DynamicCache,
     GenerationConfig,
     LlamaForCausalLM,
+    LlamaForSequenceClassification,
     NllbMoeConfig,
     NllbMoeForConditionalGeneration,
     PreTrainedTokenizerFast,
@@ -603,7 +604,7 @@ CALLS = {
     "stock prompt lookup by config": (lambda m: dict(generation_config=GenerationConfig(prompt_lookup_num_tokens=3, max_new_tokens=5)),
                                       ("prompt_lookup_num_tokens=3", "Drop it", "num_assistant_tokens")),
     "stock prompt lookup, two rows": (lambda m: dict(inputs=padded(prompts(5, 4)), prompt_lookup_num_tokens=3), ("prompt_lookup_num_tokens=3",)),
-    "early exit": (lambda m: dict(assistant_early_exit=1), ("assistant_early_exit=1", "smaller assistant_model")),
+    "early exit": (lambda m: dict(assistant_early_exit=1), ("assistant_early_exit=1", "EarlyExitDraft(model, layers)", "drop it")),
     "DoLa": (lambda m: dict(dola_layers="low"), ("dola_layers='low'", "use speculative=False")),
     "forced words": (lambda m: dict(force_words_ids=[[3]]), ("force_words_ids", "constrained beam search", "use speculative=False")),
     "stock schedule": (lambda m: dict(num_assistant_tokens_schedule="constant"), ("num_assistant_tokens_schedule='constant'", "Drop it", "num_assistant_tokens")),
@@ -999,6 +1000,17 @@ def test_a_compiled_model_is_enabled_before_it_is_compiled():
 
     with pytest.raises(TypeError, match="before torch.compile"):
         hf_specdec.enable(torch.compile(tiny_llama()))
+    with pytest.raises(TypeError, match="Enable the model inside it: enable\\(wrapped.module\\)"):
+        hf_specdec.enable(torch.nn.DataParallel(tiny_llama()))
+
+
+def test_a_draft_model_without_a_head_is_refused_before_any_work():
+    classifier = LlamaForSequenceClassification(tiny_llama().config)
+    for model in (tiny_llama().model, classifier):
+        with pytest.raises(ValueError, match=f"assistant_model: {type(model).__name__} has no head that writes tokens.*AutoModelForCausalLM"):
+            call(tiny_llama(), assistant_model=model)
+        with pytest.raises(TypeError, match="no head that writes tokens"):
+            integration.enable(model)
 
 
 def test_a_draft_without_propose_is_named():

@@ -19,11 +19,12 @@ from .kinds import COMPOSED, READ_BESIDE
 from .media import media_in, untried
 from .positions import counting
 from .probe import check_batch, check_mode, check_source
+from .signatures import taken_by
 
 # Arguments that ask transformers for another way of decoding, and what to do instead.
 _OTHER_WAYS = {
     "prompt_lookup_num_tokens": "speculative=True looks the prompt up where it is given no draft. Drop it, and say num_assistant_tokens for a fixed K.",
-    "assistant_early_exit": "the target's first layers cannot be the draft. Pass a smaller assistant_model, or use speculative=False.",
+    "assistant_early_exit": "the model's first layers are a draft, assistant_model=EarlyExitDraft(model, layers) from hf_specdec.drafts.early_exit. Pass that, and drop it.",
     "use_mtp": "the prediction module of the model's own checkpoint drafts with speculative={\"draft\": \"mtp\"}. Say that, and drop it.",
     "assistant_ensemble_weight": "a mixture with the draft's law is another law than the model's. Drop it, or say lenience=... for a text that may differ.",
     "penalty_alpha": "contrastive search is another way of decoding. Drop it, or use speculative=False.",
@@ -34,7 +35,8 @@ _OTHER_WAYS = {
 }
 # Arguments that tune transformers' own drafting. A model's own config may carry them, so they are refused where the caller gives them.
 _FILLED = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.4, "assistant_lookbehind": 10, "target_lookbehind": 10}
-_OTHER_TUNING = (*_FILLED, "max_matching_ngram_size")
+_OTHER_TUNING = dict.fromkeys((*_FILLED, "max_matching_ngram_size"), "num_assistant_tokens says how many tokens are drafted") | {
+    "assistant_confidence_threshold": 'speculative={"draft_stop": "confidence", "draft_confidence": ...} stops a draft that is less sure of a token'}
 
 # Arguments that transformers does not hand to a `custom_generate`, and where a `SpeculativeDecoder` takes them.
 _NOT_HANDED_ON = {"assistant_model": "draft", "streamer": "streamer=...", "stop_strings": "stop_strings=..., tokenizer=...",
@@ -60,7 +62,7 @@ def check_said_once(speculative: Any, options: dict[str, Any]) -> None:
 def check_names(kwargs: dict[str, Any], model) -> None:
     """ValueError for an argument that neither `generate` nor the model has but that resembles one of ours: transformers would only say that it is unknown."""
     ours = ["speculative", *_OPTIONS, "assistant_model", "max_new_tokens"]
-    taken = {*ours, *inspect.signature(GenerationMixin.generate).parameters, *inspect.signature(model.forward).parameters}
+    taken = {*ours, *inspect.signature(GenerationMixin.generate).parameters, *taken_by(model)}
     for name in kwargs:
         if name not in taken and not hasattr(model.generation_config, name) and nearest(name, ours):
             raise ValueError(f"{name} is no argument of generate(){meant(name, ours)}.")
@@ -117,11 +119,10 @@ def check_arguments(kwargs: dict[str, Any], model) -> None:
     if kwargs.get("synced_gpus"):
         raise ValueError("synced_gpus=True: devices that share every pass would need the same number of them, and how many a text takes depends on what is "
                          "accepted. Give every device a whole model and drop it, or use speculative=False.")
-    for name in _OTHER_TUNING:
+    for name, instead in _OTHER_TUNING.items():
         value = kwargs.get(name, given_in_config(kwargs, own, name))
         if value is not None:
-            raise ValueError(f"{name}={value!r}: this tunes transformers' own assisted decoding and means nothing to "
-                             f"speculative=True. Drop it; num_assistant_tokens says how many tokens are drafted.")
+            raise ValueError(f"{name}={value!r}: this tunes transformers' own assisted decoding and means nothing to speculative=True. Drop it; {instead}.")
     config = kwargs.get("generation_config")
     for option in (kwargs.get, lambda name: getattr(config, name, None)):
         _check_way_of_decoding(option, own)

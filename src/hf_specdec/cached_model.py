@@ -36,6 +36,7 @@ class CachedModel(Forward):
                  compile: bool | str = False):
         super().__init__(model, limit, role, traits, source, compile)
         self.fresh: list[int] = []
+        self.chunk: int | None = None
         self.told = False  # whether the last pass was no plain step although nothing was proposed: states had to be told what has been committed
 
     @property
@@ -65,8 +66,10 @@ class CachedModel(Forward):
         width = max(1 + max(k), *waiting)
         return [min(own, width - n) for own, n in zip(k, waiting)]
 
-    def look(self, media: Media | None) -> None:
-        """The first pass reads what the prompts show, too."""
+    def look(self, media: Media | None, chunk: int | None = None) -> None:
+        """The first pass reads what the prompts show, too. chunk: how many tokens of a row a pass reads at most (transformers' prefill_chunk_size); all where there
+        are states, or something is shown."""
+        self.chunk = chunk
         if media is not None:
             self.media, self.ahead = media, ahead(media.positions, media.columns, media.tokens.shape[1])
 
@@ -125,7 +128,7 @@ class CachedModel(Forward):
 
     def _not_apart(self, fresh: list[list[int]], proposal: Proposal) -> list[list[int]]:
         """Those of the `fresh` tokens that go into a pass with the candidates: all, or the last of each row where the others have had to be fed apart."""
-        fresh = self._within_context(fresh)
+        fresh = self._within_context(self._in_chunks(fresh))
         several, sizes = max(map(len, fresh)) > 1, proposal.sizes
         apart = several and not proposal.tree.is_chain
         if self.states is not None:
@@ -136,6 +139,14 @@ class CachedModel(Forward):
             fresh = [tokens[-1:] for tokens in fresh]
         if self.states is not None:
             self.states.final = self.role == "target" and not any(sizes) and len(set(map(len, fresh))) == 1
+        return fresh
+
+    def _in_chunks(self, fresh: list[list[int]]) -> list[list[int]]:
+        """What is left of the `fresh` tokens for the last pass; what is before is fed."""
+        while self.states is None and 0 < (self.chunk or 0) < max(map(len, fresh)):
+            now = [tokens[: min(len(tokens) - 1, self.chunk)] for tokens in fresh]
+            self.feed(now)
+            fresh = [tokens[len(own) :] for tokens, own in zip(fresh, now)]
         return fresh
 
     def _within_context(self, fresh: list[list[int]]) -> list[list[int]]:

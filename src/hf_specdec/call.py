@@ -126,7 +126,7 @@ class Call:
             target.load(self.cache, self.columns, cached)
         if cached or self.by_columns:
             target.ahead = ahead(self.positions, self.columns, self.input_ids.shape[1])
-        target.look(self.media)
+        target.look(self.media, generation.prefill_chunk_size)
         target.reader = decoder.draft.read if decoder.draft.reads_prompt else None
         seeds = self._seeds(batch)
         noise, gumbel = Noise(seeds, seat_of(device)), Gumbel(seeds, seat_of(device)) if rule.coupled else None

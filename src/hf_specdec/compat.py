@@ -20,6 +20,7 @@ from .flash import flash_of, why_not
 from .kinds import ENCODER_DECODERS, GO_ON, HANDS_ON, OWN_MASK, OWN_MASK_BEFORE_SDPA, OWN_WAYS, OWN_WAYS_BEFORE
 from .positions import max_positions, placed, writer
 from .recurrences import begins_with_nothing
+from .signatures import taken_by
 
 # --- logits processors ------------------------------------------------------------------------------------------------
 
@@ -152,8 +153,10 @@ def traits_of(model: PreTrainedModel, role: str) -> ModelTraits:
         raise TypeError(f"{role}: expected a transformers model, got {type(model).__name__}. Load one with from_pretrained.")
     name, config = f"{role}: {type(model).__name__}", model.config.get_text_config()
     assistants.refuse_as_a_model(model, name)
+    if not isinstance(model, GenerationMixin) and model.get_output_embeddings() is None:
+        raise ValueError(f"{name} has no head that writes tokens. Load it with AutoModelForCausalLM.from_pretrained.")
     _refuse_what_cannot_roll_back(model, config, name)
-    forward = inspect.signature(model.forward).parameters
+    forward = taken_by(model)
     own_mask = config.model_type in OWN_MASK or getattr(config, "alibi", False) \
         or config.model_type in OWN_MASK_BEFORE_SDPA and not model._supports_sdpa
     head = model.get_output_embeddings()
@@ -193,7 +196,7 @@ def _refuse_what_cannot_roll_back(model: PreTrainedModel, config: Any, name: str
     if not states and not own_way and (unknown or strange):
         what = f"layers of type {strange}" if strange else "a recurrent state"
         raise ValueError(f"{name} has {what}, which cannot be rolled back after a rejected token. Use speculative=False.")
-    if own_way or not states and not model.config.is_encoder_decoder and CACHE not in inspect.signature(model.forward).parameters:
+    if own_way or not states and not model.config.is_encoder_decoder and CACHE not in taken_by(model):
         raise ValueError(f"{name} {own_way or f'takes no cache (no {CACHE}=)'}, so its passes cannot be ours. Use speculative=False.")
     if not model.config.is_encoder_decoder and _reads_both_ways(model, config):
         raise ValueError(f"{name} reads its text in both directions (is_decoder=False, is_causal=False or use_bidirectional_attention in its config), so a "

@@ -97,9 +97,9 @@ def _model_in(thing: Any) -> str:
         return f" Load it first: enable(AutoModelForCausalLM.from_pretrained({thing!r}))."
     if isinstance(thing, type) and hasattr(thing, "from_pretrained"):
         return f" Load one first: enable({thing.__name__}.from_pretrained(...))."
-    if isinstance(getattr(thing, "model", None), GenerationMixin):  # a pipeline
-        return " Enable the model inside it: enable(pipe.model)."
-    return ""
+    headless = " It has no head that writes tokens: load it with AutoModelForCausalLM.from_pretrained." if isinstance(thing, PreTrainedModel) else ""
+    found = [where for where in ("pipe.model", "wrapped.module") if isinstance(getattr(thing, where.partition(".")[2], None), GenerationMixin)]
+    return f" Enable the model inside it: enable({found[0]})." if found else headless  # of a pipeline; of torch's DataParallel
 
 
 def disable(model):

@@ -3,7 +3,6 @@ after it is text. transformers prepares that pass (5.10 up to 6)."""
 
 from __future__ import annotations
 
-import inspect
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from transformers import PreTrainedModel
 
 from . import compat
 from .caches import CACHE, GOES_ON, cached_tokens
+from .signatures import taken_by
 from .uploads import upload
 
 TRIED = {  # model types whose answers to what they are shown were compared with plain generate's
@@ -121,7 +121,7 @@ class Media:
         """The inputs that `model` can read; {} where there are none."""
         if self.raw is None:
             return {} if _READ in self.inputs else self.inputs
-        names = set(inspect.signature(model.forward).parameters) - _TEXT - {"input_ids", "inputs_embeds", "labels"}
+        names = taken_by(model).keys() - _TEXT - {"input_ids", "inputs_embeds", "labels"}
         return {name: value for name, value in self.raw.items() if name in names and value is not None}
 
 

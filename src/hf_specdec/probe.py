@@ -101,7 +101,7 @@ def check_mode(model: PreTrainedModel, role: str) -> None:
     if _in_step(compat.unwrap(model)):
         raise ValueError(f"{name} is sharded over processes that make every pass together (FSDP, ZeRO-3), and how many a text takes depends on what is accepted: "
                          f"they would wait for each other for ever. Give every process a whole model, or use speculative=False.")
-    if model.training and getattr(model, "is_gradient_checkpointing", False):
+    if model.training and any(getattr(part, "gradient_checkpointing", False) for part in modules(model)):  # transformers has named it twice
         raise ValueError(f"{name} is in training with gradient checkpointing, which keeps no cache. Call eval(), or gradient_checkpointing_disable().")
 
 

@@ -88,6 +88,53 @@ def test_a_model_whose_generate_has_been_replaced_is_refused(target, expected):
     assert text(hf_specdec.enable(target), speculative=True) == expected
 
 
+class Turned(LlamaForCausalLM):
+    """Hands on whatever its forward is given, as wrappers do, and changes what comes out."""
+
+    def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
+        out.logits = out.logits + torch.linspace(0, 2, out.logits.shape[-1])
+        return out
+
+
+def turned(model):
+    model.__class__ = Turned
+    return model
+
+
+@pytest.mark.parametrize("draft", [lambda: None, lambda: ModelDraft(turned(perturbed(tiny_llama(1)))), NGramRecyclingDraft], ids=["lookup", "model", "tree"])
+def test_a_forward_that_hands_on_whatever_it_is_given_takes_what_the_next_one_takes(target, expected, draft):
+    changed = plain(turned(target), ROWS, max_new_tokens=12)
+    assert changed != expected and text(enabled(target), speculative=True, assistant_model=draft()) == changed
+    with pytest.raises(ValueError, match="num_asistant_tokens is no argument"):
+        text(target, speculative=True, num_asistant_tokens=3)
+
+
+def test_a_forward_put_in_the_place_of_the_models_own_is_called(target, expected):
+    own, calls = target.forward, []
+
+    def forward(*args, **kwargs):
+        calls.append(kwargs)
+        return own(*args, **kwargs)
+
+    target.forward = forward
+    assert text(enabled(target), speculative=True) == expected and calls
+    target.forward = lambda input_ids, attention_mask=None: own(input_ids, attention_mask=attention_mask)
+    with pytest.raises(ValueError, match="takes no cache"):
+        text(target, speculative=True)
+
+
+@pytest.mark.parametrize("draft", [lambda: None, lambda: ModelDraft(perturbed(tiny_llama(1))), NGramRecyclingDraft], ids=["lookup", "model", "tree"])
+@pytest.mark.parametrize("chunk", [1, 5, 40])
+def test_a_prompt_is_read_in_chunks_where_the_call_asks_for_them(target, expected, chunk, draft):
+    widths = []
+    target.register_forward_pre_hook(lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True)
+    for options in ({"prefill_chunk_size": chunk}, {"generation_config": GenerationConfig(prefill_chunk_size=chunk)}):
+        widths.clear()
+        assert text(enabled(target), speculative={"num_assistant_tokens": 2}, assistant_model=draft(), **options) == expected
+        assert widths[: 12 // chunk] == [chunk] * (12 // chunk) and (max(widths) < 13) == (chunk < 13)
+
+
 def test_enable_changes_no_weight_config_or_attribute(target):
     before = snapshot(target)
     assert_unchanged(hf_specdec.enable(target), before)

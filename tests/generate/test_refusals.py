@@ -70,6 +70,12 @@ def test_a_model_in_training_with_gradient_checkpointing_keeps_no_cache():
     assert generated(speculate(model, ROWS, None, max_new_tokens=12), ROWS) == plain(model, ROWS, max_new_tokens=12)
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_model_in_training_runs_without_a_warning():
+    model, draft = tiny_llama(3).train(), perturbed(tiny_llama(3)).train()
+    assert generated(speculate(model, ROWS, draft, max_new_tokens=12), ROWS) == plain(tiny_llama(3), ROWS, max_new_tokens=12)
+
+
 def test_flex_attention_is_refused():
     model = tiny_llama(3)
     model.config._attn_implementation = "flex_attention"
@@ -358,8 +364,12 @@ def test_a_generation_config_of_the_callers_means_what_arguments_mean():
     assert proposed({"speculative": True}, num_assistant_tokens=7) == 7
     assert proposed({"speculative": {"num_assistant_tokens": 3}}, num_assistant_tokens=7) == 3
     assert proposed({"speculative": {"seed": 1}, "num_assistant_tokens": 2}, num_assistant_tokens=7) == 2
-    with pytest.raises(ValueError, match="^assistant_confidence_threshold=0.4"):
+    with pytest.raises(ValueError, match='^assistant_confidence_threshold=0.4.*"draft_stop": "confidence", "draft_confidence"'):
         proposed({"speculative": True}, assistant_confidence_threshold=0.4)
+    with pytest.raises(ValueError, match="^max_matching_ngram_size=3.*num_assistant_tokens says"):
+        proposed({"speculative": True}, max_matching_ngram_size=3)
+    with pytest.raises(ValueError, match="^assistant_early_exit=1: .*EarlyExitDraft"):
+        proposed({"speculative": True}, assistant_early_exit=1)
     with pytest.raises(ValueError, match="^token_healing=True: .*heal_tokens"):
         proposed({"speculative": True}, token_healing=True)
     model.generation_config.assistant_confidence_threshold = 0.4  # what a checkpoint carries is nobody's wish

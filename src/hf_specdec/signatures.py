@@ -1,0 +1,21 @@
+"""What a model's forward takes, also where another one stands in front of it that hands on whatever it is given."""
+
+from __future__ import annotations
+
+import inspect
+
+from torch import nn
+
+
+def taken_by(model: nn.Module) -> dict[str, inspect.Parameter]:
+    """The arguments that `model.forward` takes, by name. One of the form (*args, **kwargs), of a subclass or put in the place of the class's own, is
+    held to hand all on: what the next one takes is taken, too."""
+    found = dict(inspect.signature(model.forward).parameters)
+    for kind in type(model).__mro__:
+        if kind is nn.Module or all(each.kind is not inspect.Parameter.VAR_POSITIONAL for each in found.values()):
+            break
+        if "forward" in vars(kind):
+            behind = dict(inspect.signature(kind.forward).parameters)
+            behind.pop("self", None)
+            found = {name: each for name, each in found.items() if each.kind is not inspect.Parameter.VAR_POSITIONAL} | behind
+    return found
