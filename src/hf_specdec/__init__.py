@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from . import method
 
 if TYPE_CHECKING:
-    from .call import SpeculativeOutput
+    from .outputs import SpeculativeOutput
     from .config import SpeculativeConfig
     from .integration import SpeculativeDecoder, disable, enable
     from .trace import SpeculationTrace
@@ -20,7 +20,7 @@ _HOMES = {
     "SpeculationTrace": ".trace",
     "SpeculativeConfig": ".config",
     "SpeculativeDecoder": ".integration",
-    "SpeculativeOutput": ".call",
+    "SpeculativeOutput": ".outputs",
     "disable": ".integration",
     "enable": ".integration",
     "warmup": ".warm",

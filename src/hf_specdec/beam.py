@@ -16,7 +16,8 @@ from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateBeamE
 
 from . import compat
 from .cached_model import CachedModel
-from .call import Call, WithTrace
+from .call import Call
+from .outputs import WithTrace
 from .distributions import Sampler
 from .drafts.base import Context, Draft
 from .probe import check_batch

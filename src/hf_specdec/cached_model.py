@@ -240,7 +240,8 @@ class CachedModel(Forward):
                 moved = (nodes != target).any(0).tolist()
                 first = moved.index(True) if any(moved) else len(moved)
             source, target = (starts + at[..., first:] for at in (nodes, target))
-            for layer in self.cache.layers if first < steps - 1 else ():
+            shown = [] if self.hidden_states is None else self.hidden_states.layers
+            for layer in [*self.cache.layers, *shown] if first < steps - 1 else ():
                 if layer.is_initialized:
                     layer.gather(source.to(self.device), target.to(self.device))
         self._keep([length + own - 1 + step for length, own, step in zip(self.lengths, self.fresh, advance)], settled=self.role == "target")
@@ -259,6 +260,8 @@ class CachedModel(Forward):
             self.media, self.ahead = None, []
         self.lengths, self.ahead = [self.lengths[row] for row in rows], [self.ahead[row] for row in rows] if self.ahead else []
         self.cache.keep(upload(rows, self.device))
+        if self.hidden_states is not None:
+            self.hidden_states.keep(rows)
         if self.states is not None:
             self.states.keep(rows)
         if isinstance(self.run, Decoder):

@@ -33,9 +33,10 @@ def strange_layers(config: Any) -> list[str]:
 def states_of(model: PreTrainedModel, config: Any) -> tuple[int, ...]:
     """Per layer of a model, how many states it carries, 1 of those whose cache is of its own kind; () where none does, where one that is not known has a cache of
     another kind, and before transformers 5.17."""
-    if config.model_type in OWN_CACHE:
+    keeps = getattr(model, "_is_stateful", False) or strange_layers(config)
+    if config.model_type in OWN_CACHE and (keeps or config.model_type in MADE):
         return (1,) * config.num_hidden_layers
-    if not GOES_ON or not getattr(model, "_is_stateful", False) and not strange_layers(config):
+    if not GOES_ON or not keeps:
         return ()
     layers = DynamicCache(config=config).layers
     if not all(isinstance(layer, LinearAttentionLayer) or type(layer).__name__ in _PLAIN for layer in layers):

@@ -7,12 +7,11 @@ from math import ceil
 from typing import Any
 
 import torch
-from transformers import DynamicCache
-from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput, MaxLengthCriteria
+from transformers.generation import MaxLengthCriteria
 
 from . import compat, registry
 from .arguments import check_call, check_draft_stop
-from .caches import MADE, cached_tokens, counts_tokens, write_cache
+from .caches import MADE, cached_tokens, counts_tokens
 from .cached_model import CachedModel
 from .config import MAX_ASSISTANT_TOKENS
 from .devices import seat_of
@@ -25,29 +24,14 @@ from .lockstep import agreement
 from .loop import SpeculativeLoop
 from .media import BY_COLUMNS, Embedded, Media, ahead, embedded
 from .memory import check_logits
+from .hidden_states import HiddenStates
 from .noise import Gumbel, Noise
+from .outputs import SpeculativeOutput, SpeculativeSeq2SeqOutput, assemble_cache, stacked
 from .probe import check_tokens, check_trees
 from .schedule import AutoSchedule, FixedSchedule, HeuristicSchedule
 from .seq2seq import Source
 from .sequences import Sequences
 from .trace import SpeculationTrace
-
-
-class WithTrace:
-    """An output with `speculation`, by name and by key; `keys()` are transformers' own."""
-
-    speculation: SpeculationTrace | None = None
-
-    def __getitem__(self, key):
-        return self.speculation if key == "speculation" else super().__getitem__(key)
-
-
-class SpeculativeOutput(WithTrace, GenerateDecoderOnlyOutput):
-    """`GenerateDecoderOnlyOutput` with `speculation`, the `SpeculationTrace` of the call."""
-
-
-class SpeculativeSeq2SeqOutput(WithTrace, GenerateEncoderDecoderOutput):
-    """`GenerateEncoderDecoderOutput` with `speculation`, the `SpeculationTrace` of the call."""
 
 
 class Call:
@@ -121,8 +105,10 @@ class Call:
         sequences = Sequences(self.prompts, self.max_new, criteria, device, decoder.streamer, self.hidden)
         self.processors = that_follow(self.processors, [[] for _ in self.prompts] if self.hidden else sequences.tokens)
         longest, limit = self._lengths()
-        target = CachedModel(self.model, limit, "target", self.traits, self.source, self.config.compile)
-        if cached := cached_tokens(self.cache) if self.given else 0:
+        shown, cached = bool(as_dict and generation.output_hidden_states), cached_tokens(self.cache) if self.given else 0
+        target = CachedModel(self.model, limit, "target", self.traits, self.source, False if shown else self.config.compile)
+        target.hidden_states = HiddenStates(target.cache.plan, batch, cached) if shown else None
+        if cached:
             target.load(self.cache, self.columns, cached)
         if cached or self.by_columns:
             target.ahead = ahead(self.positions, self.columns, self.input_ids.shape[1])
@@ -201,12 +187,17 @@ class Call:
             return ids
         output = (SpeculativeSeq2SeqOutput if self.source else SpeculativeOutput)(
             sequences=ids,
-            scores=_stacked([row.scores for row in sequences.rows]) if loop.want_scores else None,
-            logits=_stacked([row.logits for row in sequences.rows]) if loop.want_logits else None,
-            **{compat.CACHE: cache},
+            scores=stacked([row.scores for row in sequences.rows]) if loop.want_scores else None,
+            logits=stacked([row.logits for row in sequences.rows]) if loop.want_logits else None,
+            **{compat.CACHE: cache} | ({} if self.source else {"hidden_states": self._hidden_states(loop.target, sequences)}),
         )
         output.speculation = loop.trace
         return output
+
+    def _hidden_states(self, target: CachedModel, sequences: Sequences) -> tuple | None:
+        if target.hidden_states is None:
+            return None
+        return target.hidden_states.packed(self.columns, self.input_ids.shape[1], [len(row.drafted) for row in sequences.rows])
 
     @property
     def rule_name(self) -> str:
@@ -266,35 +257,3 @@ def _warn_if_nothing_is_accepted(trace: SpeculationTrace, draft: Draft) -> None:
     if draft.name == "model" and trace.proposed >= 100 and trace.acceptance_rate < 0.02:
         warnings.warn(f"assistant_model: {trace.accepted} of {trace.proposed} drafted tokens were accepted. Does the draft have the "
                       f"target's tokenizer?", stacklevel=4)
-
-
-def _stacked(rows: list[list[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
-    """Per committed token [B, V]; rows that have ended carry zeros."""
-    width = max(map(len, rows))
-    blank = torch.zeros_like(next(row for row in rows if row)[0]) if width else None
-    return tuple(torch.stack([row[i] if i < len(row) else blank for row in rows]) for i in range(width))
-
-
-def assemble_cache(config, rows: list[list], columns: list[list[int]], width: int, into: DynamicCache | None) -> DynamicCache:
-    """A plain `DynamicCache` in the coordinates of the returned sequences, `width` columns: slot s of row b (as `CachedModel.row`
-    gives it) goes to column columns[b][s]. `into` is refilled in place if given."""
-    alike = len(rows) == 1 and columns[0][:width] == list(range(width))  # one row without padding: its slots are the columns
-    layers = []
-    for parts in zip(*rows):
-        if parts[0] is None:
-            layers.append(None)
-        elif alike and parts[0][0].shape[1] == width:
-            layers.append(tuple(piece[None] for piece in parts[0]))
-        else:
-            layers.append(tuple(_in_columns(pieces, columns, width) for pieces in zip(*parts)))
-    return write_cache(config, layers, into)
-
-
-def _in_columns(pieces: tuple[torch.Tensor, ...], columns: list[list[int]], width: int) -> torch.Tensor:
-    """[B, H, width, D] of pieces [H, n, D]."""
-    out = pieces[0].new_zeros((len(pieces), pieces[0].shape[0], width, pieces[0].shape[2]))
-    for b, piece in enumerate(pieces):
-        places = [column for column in columns[b][: piece.shape[1]] if column < width]
-        together = places and places[-1] - places[0] + 1 == len(places)
-        out[b, :, slice(places[0], places[-1] + 1) if together else places] = piece[:, : len(places)]
-    return out

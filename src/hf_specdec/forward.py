@@ -16,6 +16,7 @@ from . import compat, passes
 from .caches import MADE
 from .compiled import WIDTHS, CompiledPasses, FixedBuffers
 from .head import READ, head_at, places_of
+from .hidden_states import HiddenStates
 from .kv_cache import SlotCache
 from .layerwise import TRIAL
 from .lengths import check_counting, counts_itself
@@ -41,6 +42,7 @@ class Forward:
     reader: called as reader(firsts, logits) in a pass over more than the root, with the logits [B, n, V] of the block's last n
         places, the first of which is position firsts[b] of row b; n is cut so that they are at most READ numbers. None: not wanted.
     embed: makes the inputs [B, L, H] of a pass from its tokens [B, L]; None: the model's own embedding does.
+    hidden_states: where those of every position are kept that a call is to return; None where it is not.
     taps: who sees what layers put out (`watch`).
     calls, seconds: forwards run, and the time they took on the host.
     compiled: the passes over fixed shapes, where compile=True; the prompt pass, and what does not compile, runs without.
@@ -75,6 +77,7 @@ class Forward:
         self.reader: Callable[[list[int], torch.Tensor], None] | None = None
         self.embed: Callable[[torch.Tensor], torch.Tensor] | None = None
         self.taps: list[Tap] = []
+        self.hidden_states: HiddenStates | None = None
         self.calls, self.seconds = 0, 0.0
         self.placing = Placing(self.traits, self.dtype, self.device)
 
@@ -151,7 +154,7 @@ class Forward:
         keep = wanted is not None and self.traits.logits_to_keep
         counted = last and self.shares and self.compiled is None and not layers  # told a number, such a model leaves other places out of layers without keys of their own
         inputs |= {"logits_to_keep": last if counted else wanted} if keep else {}
-        inputs |= {compat.CACHE: self.cache, "use_cache": True, "return_dict": True}
+        inputs |= {compat.CACHE: self.cache, "use_cache": True, "return_dict": True} | ({} if self.hidden_states is None else {"output_hidden_states": True})
         if "inputs_embeds" not in inputs:
             inputs |= {"input_ids": tokens} if embeds is None else {"inputs_embeds": embeds}
         if self.compiled is not None and not any(starts) and not seen and self.states is None:
@@ -162,7 +165,10 @@ class Forward:
         kept = nullcontext() if self.states is None else self.states.during(starts, width)
         told = nullcontext() if self.cache.plan.columns is None else counted_by_row(self.counting, starts, width)
         with kept, told, watched(read_at(compat.unwrap(self.model), layers)) as states:
-            reference = (self.runner(self.run, **inputs) if tokens.numel() <= self.most and not seen else self.run(**inputs)).logits
+            outputs = self.runner(self.run, **inputs) if tokens.numel() <= self.most and not seen else self.run(**inputs)
+        reference = outputs.logits
+        if self.hidden_states is not None:
+            self.hidden_states.update(outputs.hidden_states)
         show(self.taps, [state[:, -width:] for state in states], starts)
         reference = reference if keep or wanted is None else reference[:, wanted.to(reference.device)]
         if logits is not None:

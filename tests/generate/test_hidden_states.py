@@ -1,0 +1,150 @@
+"""output_hidden_states=True: what layers put out at every position, in the shapes of plain generate, whatever was drafted."""
+
+import copy
+import inspect
+
+import pytest
+import torch
+
+from hf_specdec import mx
+from hf_specdec.caches import CACHE, GOES_ON
+from hf_specdec.drafts import MixtureDraft, ModelDraft, NGramRecyclingDraft
+from tests import seeing
+from tests.architectures import FAMILIES, OWN_CACHES
+from tests.encoder_decoders import FAMILIES as ENCODER_DECODERS
+from tests.helpers import enabled, padded, perturbed, repetitive, tiny_llama
+
+ROWS = [[1, 2, 3, 1, 2, 7, 8], [4, 3], [5, 4, 5, 4, 5, 4, 5]]
+WANTED = dict(max_new_tokens=15, do_sample=False, pad_token_id=0, eos_token_id=None, return_dict_in_generate=True, output_hidden_states=True)
+
+
+def alike(ours, theirs, mask: torch.Tensor, lengths: list[int] | None = None) -> None:
+    """Entry by entry, layer by layer; where there is padding (`mask` [B, P]), and after a row's end, ours has zeros."""
+    assert torch.equal(ours.sequences, theirs.sequences) and len(ours.hidden_states) == len(theirs.hidden_states) > 0
+    for step, (own, other) in enumerate(zip(ours.hidden_states, theirs.hidden_states)):
+        assert [part.shape for part in own] == [part.shape for part in other]
+        kept = mask[:, -own[0].shape[-2] :] if step == 0 else torch.tensor([[int(step < n)] for n in lengths or [99] * len(mask)])
+        for part, wanted in zip(own, other):
+            torch.testing.assert_close(part, torch.where(kept[..., None].bool(), wanted, 0.0), atol=2e-3, rtol=0)
+
+
+def both(model, rows, draft=None, k=4, **more):
+    inputs = padded(rows)
+    theirs = enabled(model).generate(**inputs, **WANTED | more)
+    ours = model.generate(**inputs, **WANTED | more, speculative=True, assistant_model=draft, num_assistant_tokens=k)
+    return ours, theirs, inputs["attention_mask"]
+
+
+@pytest.mark.parametrize("rows", [ROWS[:1], ROWS], ids=["alone", "batch"])
+@pytest.mark.parametrize("draft", [lambda model: None, lambda model: perturbed(model, 0.02), lambda model: MixtureDraft(), lambda model: NGramRecyclingDraft()],
+                         ids=["lookup", "model", "mixture", "tree"])
+def test_they_are_those_of_plain_generate(rows, draft):
+    model = tiny_llama()
+    ours, theirs, mask = both(model, rows, draft(model))
+    alike(ours, theirs, mask)
+    assert ours.speculation.proposed and len(ours.hidden_states[0]) == 1 + model.config.num_hidden_layers
+
+
+@pytest.mark.share(1 / 8)
+@pytest.mark.parametrize("line", [line for line in FAMILIES if line not in OWN_CACHES and line.window != "own cache"], ids=lambda line: line.name)
+def test_of_every_family(line):
+    """Of rows that are together, those of every row by itself."""
+    if (model := line.model("eager")).config.is_encoder_decoder or "encoder_outputs" in inspect.signature(model.forward).parameters:
+        pytest.skip("a decoder of what an encoder has read")
+    rows = ROWS if line.ragged else ROWS[:1]
+    ours = enabled(model).generate(**padded(rows), **WANTED, speculative=True, assistant_model=perturbed(model, 0.02), num_assistant_tokens=4)
+    for b, row in enumerate(rows):
+        theirs, pad = model.generate(torch.tensor([row]), attention_mask=torch.ones(1, len(row)).long(), **WANTED), len(rows[0]) - len(row)
+        for step, (own, other) in enumerate(zip(ours.hidden_states, theirs.hidden_states)):
+            for part, wanted in zip(own, other):
+                if wanted.ndim == 4 and wanted.shape[0] != 1:  # Gemma 3n's streams come first
+                    part, wanted = part.transpose(0, 1), wanted.transpose(0, 1)
+                part = part[b : b + 1]
+                if step == 0:
+                    part = part[:, :, pad:] if part.ndim == 4 and part.shape[2] == len(rows[0]) else part[:, pad:]
+                elif len(wanted.shape) == 3:
+                    wanted = wanted[:, -1:]  # MPT's pass reads its whole text again
+                torch.testing.assert_close(part, wanted, atol=2e-3, rtol=0)
+    assert len(ours.hidden_states) == WANTED["max_new_tokens"]
+
+
+@pytest.mark.share(1 / 6)
+@pytest.mark.parametrize("line", seeing.FAMILIES, ids=lambda line: line.name)
+def test_beside_what_is_shown(line):
+    model, inputs = line.model(), line.prompts(1)
+    theirs = enabled(model).generate(**inputs, **WANTED)
+    alike(model.generate(**inputs, **WANTED, speculative=True, assistant_model=ModelDraft(perturbed(model, 0.02))), theirs, inputs["attention_mask"])
+
+
+def test_rows_that_have_ended_have_zeros():
+    model = tiny_llama()
+    free = enabled(model).generate(**padded(ROWS), **WANTED).sequences[:, len(ROWS[0]) :]
+    ours, theirs, mask = both(model, ROWS, perturbed(model, 0.02), eos_token_id=int(free[1, 5]))
+    lengths = [(row.tolist() + [int(free[1, 5])]).index(int(free[1, 5])) + 1 for row in free]
+    assert min(lengths) < max(lengths)
+    alike(ours, theirs, mask, lengths)
+
+
+def test_behind_a_filled_cache_the_first_are_those_of_what_is_new():
+    model = enabled(tiny_llama())
+    first = model.generate(**padded(ROWS[:1]), **WANTED)
+    ids = torch.cat([first.sequences, torch.tensor([[9, 8, 7]])], dim=1)
+    own = copy.deepcopy(first[CACHE])
+    theirs = model.generate(ids, attention_mask=torch.ones_like(ids), **{CACHE: first[CACHE]}, **WANTED)
+    ours = model.generate(ids, attention_mask=torch.ones_like(ids), **{CACHE: own}, **WANTED, speculative=True, assistant_model=perturbed(model, 0.02))
+    alike(ours, theirs, torch.ones_like(ids))
+    assert ours.hidden_states[0][0].shape[1] == 4
+
+
+def test_behind_a_prompt_of_embeddings():
+    model = enabled(tiny_llama())
+    embeds = model.get_input_embeddings()(torch.tensor(ROWS[:1]))
+    theirs = model.generate(inputs_embeds=embeds, **WANTED)
+    alike(model.generate(inputs_embeds=embeds, **WANTED, speculative=True, num_assistant_tokens=4), theirs, torch.ones(1, 7))
+
+
+@pytest.mark.parametrize("change", [mx.compress, mx.to_tiles], ids=["mx", "tiles"])
+def test_of_the_kernels(change):
+    model = change(tiny_llama(hidden_size=64, intermediate_size=96))
+    ours, theirs, mask = both(model, ROWS, perturbed(tiny_llama(hidden_size=64, intermediate_size=96), 0.02))
+    alike(ours, theirs, mask)
+
+
+def test_sampling_prompts_in_pieces_and_several_sequences():
+    model = enabled(tiny_llama())
+    options = dict(WANTED, do_sample=True, num_return_sequences=2)
+    one, other = (model.generate(**padded(ROWS), **options, prefill_chunk_size=chunk, speculative={"seed": 3}, num_assistant_tokens=4) for chunk in (None, 3))
+    alike(one, other, padded(ROWS)["attention_mask"].repeat_interleave(2, 0))
+    whole = model(input_ids=one.sequences[:1], output_hidden_states=True).hidden_states
+    torch.testing.assert_close(torch.cat([step[-1][:1] for step in one.hidden_states], dim=1), whole[-1][:, :-1], atol=2e-4, rtol=0)
+
+
+def test_passes_are_not_compiled_then():
+    model = enabled(tiny_llama())
+    ours = model.generate(**padded(ROWS[:1]), **WANTED, speculative={"compile": True}, num_assistant_tokens=4)
+    alike(ours, model.generate(**padded(ROWS[:1]), **WANTED), torch.ones(1, 7))
+
+
+def test_without_them_there_are_none():
+    model = enabled(tiny_llama())
+    assert model.generate(**padded(ROWS), **WANTED | {"output_hidden_states": False}, speculative=True).hidden_states is None
+    assert torch.is_tensor(model.generate(**padded(ROWS), **WANTED | {"return_dict_in_generate": False}, speculative=True))
+
+
+def test_beams_encoder_decoders_and_caches_of_their_own_kind_are_refused_by_name():
+    with pytest.raises(ValueError, match="output_hidden_states=True.*not available.*speculative=False"):
+        enabled(tiny_llama()).generate(**padded(ROWS[:1]), **WANTED, num_beams=2, speculative=True)
+    line = ENCODER_DECODERS[0]
+    with pytest.raises(ValueError, match="output_hidden_states=True.*not available.*speculative=False"):
+        enabled(line.model("eager")).generate(torch.tensor(ROWS[:1]), **WANTED, speculative=True)
+    for line in OWN_CACHES[:1] if GOES_ON and CACHE == "cache" else ():
+        with pytest.raises(ValueError, match="output_hidden_states=True.*not available.*speculative=False"):
+            enabled(line.model("eager")).generate(**padded(ROWS[:1]), **WANTED, speculative=True)
+
+
+def test_what_is_drafted_and_rejected_leaves_nothing():
+    """A draft that is always wrong, and one that is always right."""
+    model = tiny_llama()
+    for draft in (tiny_llama(7), tiny_llama()):
+        ours, theirs, mask = both(model, [*ROWS, *repetitive(9)], draft, k=6)
+        alike(ours, theirs, mask)
