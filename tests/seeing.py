@@ -211,7 +211,7 @@ _WINDOWED = dict(window_size=16, fullatt_block_indexes=[1])
 
 # versions of transformers before which plain generate does not take these inputs, or which ours need for the family
 SINCE = {"ViP-LLaVA": (5, 24), "Aria": (5, 24), "Granite 4 Vision": (5, 24), "Fuyu": (5, 24),
-         **dict.fromkeys(("Emu3", "Granite Speech", "Qwen2.5-Omni", "Qwen3-Omni", "Qwen3.5", "Qwen3.5-MoE", "Qwen3.5 (video)", "LFM2-VL", "MiniCPM-V 4.6"), (5, 17))}
+         **dict.fromkeys(("EXAONE 4.5", "Emu3", "Granite Speech", "Qwen2.5-Omni", "Qwen3-Omni", "Qwen3.5", "Qwen3.5-MoE", "Qwen3.5 (video)", "LFM2-VL", "MiniCPM-V 4.6"), (5, 17))}
 VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 _GEMMA3N = dict(
     image_token_id=IMAGE, audio_token_id=56, boi_token_id=START, eoi_token_id=END, vision_soft_tokens_per_image=4, audio_soft_tokens_per_image=4,
