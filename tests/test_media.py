@@ -14,7 +14,7 @@ from hf_specdec.drafts import CascadeDraft, EarlyExitDraft, HorizontalCascadeDra
 from hf_specdec.media import TRIED, Media, ahead, media_in, untried
 from hf_specdec.mx.kernels import cpu
 from tests.helpers import FULL, OLD_TORCH, perturbed, tiny_llama
-from tests.seeing import FAMILIES, IMAGE, VERSION, VIDEO
+from tests.seeing import FAMILIES, IMAGE, LINES, VERSION
 
 NEW = 20
 BY_NAME = {family.name: family for family in FAMILIES}
@@ -46,9 +46,9 @@ def test_the_type_is_known_to_see(family):
 @pytest.mark.skipif(VERSION < (5, 24), reason="not all of them are in this transformers")
 def test_no_type_is_said_to_be_tried_that_is_not_here():
     kinds = {"image": set(), "video": set(), "sound": set()}
-    for family in FAMILIES:
-        names = family.prompts(1)
-        kinds["video" if family.token == VIDEO else "sound" if any("features" in name for name in names) else "image"].add(family.kind)
+    for family in LINES:
+        names = family.prompts(1).keys() - {"input_ids"}
+        kinds["video" if "pixel_values_videos" in names else "sound" if any(name.startswith("input_") for name in names) else "image"].add(family.kind)
     assert kinds == TRIED
 
 
