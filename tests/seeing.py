@@ -225,6 +225,9 @@ _LLAMA4 = dict(
     text_config=dict(_TEXT, intermediate_size_mlp=64, num_local_experts=4, num_experts_per_tok=1, attention_chunk_size=8, no_rope_layers=[1, 0],
                      layer_types=["chunked_attention", "full_attention"]))
 
+_TIMM = dict(model_type="timm_wrapper", architecture="a stand-in")
+_PERCEPTION = dict(_TOKENS, video_token_id=VIDEO, projector_pooling_ratio=2, text_config=text("llama"), vision_config=dict(_TIMM, model_args={"embed_dim": 16}))
+
 # versions of transformers before which plain generate does not take these inputs, or which ours need for the family
 SINCE = {"ViP-LLaVA": (5, 24), "Aria": (5, 24), "Granite 4 Vision": (5, 24), "Fuyu": (5, 24), "Video-LLaVA": (5, 24),
          **dict.fromkeys(("EXAONE 4.5", "Emu3", "Granite Speech", "Qwen2.5-Omni", "Qwen3-Omni", "Qwen3.5", "Qwen3.5-MoE", "Qwen3.5 (video)", "LFM2-VL", "MiniCPM-V 4.6"), (5, 17))}
@@ -353,6 +356,8 @@ LINES = [
     Family("Llama 4", "llama4", _LLAMA4, _pictures(4)),
     Family("LLaVA-NeXT-Video", "llava_next_video", dict(_TO_VIDEO, image_grid_pinpoints=_GRID), _sized(52, (16, 32), tiles=3)),
     Family("Video-LLaVA", "video_llava", _TO_VIDEO, _pictures(16)),
+    Family("FastVLM", "fast_vlm", dict(_IMAGE, text_config=text("qwen2"), vision_config=dict(_TIMM, hidden_size=16)), _pictures(4)),
+    Family("Perception LM", "perception_lm", _PERCEPTION, _tiles(4, 32), spread=0.4),
     # videos
     Family("Qwen2-VL (video)", "qwen2_vl", dict(_QWEN, vision_config=dict(_EYE, embed_dim=16, hidden_size=32, mlp_ratio=2)), _films(4, 96), _AXES, token=VIDEO),
     Family("Qwen3-VL (video)", "qwen3_vl", dict(_QWEN, vision_config=dict(_SEEN, deepstack_visual_indexes=[0])), _films(4, 96), _AXES, token=VIDEO),
@@ -360,6 +365,7 @@ LINES = [
     Family("Qwen2.5-VL (video)", "qwen2_5_vl", dict(_QWEN, vision_config=dict(_OUT, **_WINDOWED)), _video, _AXES, token=VIDEO),
     Family("LLaVA-NeXT-Video (video)", "llava_next_video", dict(_TO_VIDEO, image_grid_pinpoints=_GRID), _clips(8), token=VIDEO),
     Family("Video-LLaVA (video)", "video_llava", _TO_VIDEO, _clips(34), token=VIDEO),
+    Family("Perception LM (video)", "perception_lm", _PERCEPTION, _clips(8, 32), spread=0.4, token=VIDEO),
     # sounds
     Family("Qwen2-Audio", "qwen2_audio", dict(audio_token_index=IMAGE, text_config=text("qwen2"), audio_config=dict(
         _EAR, model_type="qwen2_audio_encoder", max_source_positions=8)), _sounds(4, 8, 16, mask="feature_attention_mask")),
