@@ -228,6 +228,12 @@ _LLAMA4 = dict(
 _TIMM = dict(model_type="timm_wrapper", architecture="a stand-in")
 _PERCEPTION = dict(_TOKENS, video_token_id=VIDEO, projector_pooling_ratio=2, text_config=text("llama"), vision_config=dict(_TIMM, model_args={"embed_dim": 16}))
 
+_SPARSE = dict(_LATENT, n_group=1, index_topk=8, index_n_heads=16, index_head_dim=8, mlp_layer_types=["dense", "sparse"])
+_MISTRAL4 = text("mistral4", **{**_LATENT, "head_dim": 16}, rope_parameters=dict(
+    rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=16, mscale_all_dim=1.0, mscale=1.0, llama_4_scaling_beta=0.1, partial_rotary_factor=0.5))
+_COMPASS = dict(_IDS, text_config=dict(_TEXT, **_HYBRID, rope_parameters={kind: _MROPE for kind in _HYBRID["layer_types"]}), vision_config=dict(
+    _SEEN, deepstack_visual_indexes=[0]))
+
 # versions of transformers before which plain generate does not take these inputs, or which ours need for the family
 SINCE = {"ViP-LLaVA": (5, 24), "Aria": (5, 24), "Granite 4 Vision": (5, 24), "Fuyu": (5, 24), "Video-LLaVA": (5, 24),
          **dict.fromkeys(("EXAONE 4.5", "Emu3", "Granite Speech", "Qwen2.5-Omni", "Qwen3-Omni", "Qwen3.5", "Qwen3.5-MoE", "Qwen3.5 (video)", "LFM2-VL", "MiniCPM-V 4.6"), (5, 17))}
@@ -358,6 +364,10 @@ LINES = [
     Family("Video-LLaVA", "video_llava", _TO_VIDEO, _pictures(16)),
     Family("FastVLM", "fast_vlm", dict(_IMAGE, text_config=text("qwen2"), vision_config=dict(_TIMM, hidden_size=16)), _pictures(4)),
     Family("Perception LM", "perception_lm", _PERCEPTION, _tiles(4, 32), spread=0.4),
+    Family("Mistral Small 4", "mistral3", dict(_IMAGE, text_config=_MISTRAL4, vision_config=_PIXTRAL), _sized(4)),
+    Family("Mistral Large 4", "mistral_large4", dict(_IMAGE, vision_config=_PIXTRAL, text_config={
+        **_TEXT, **_SPARSE, "no_rope_layers": [1, 0], "indexer_types": ["full", "shared"]}), _sized(4)),
+    Family("Cohere Compass", "cohere_compass", _COMPASS, _patches(96), _AXES),
     # videos
     Family("Qwen2-VL (video)", "qwen2_vl", dict(_QWEN, vision_config=dict(_EYE, embed_dim=16, hidden_size=32, mlp_ratio=2)), _films(4, 96), _AXES, token=VIDEO),
     Family("Qwen3-VL (video)", "qwen3_vl", dict(_QWEN, vision_config=dict(_SEEN, deepstack_visual_indexes=[0])), _films(4, 96), _AXES, token=VIDEO),
@@ -366,6 +376,7 @@ LINES = [
     Family("LLaVA-NeXT-Video (video)", "llava_next_video", dict(_TO_VIDEO, image_grid_pinpoints=_GRID), _clips(8), token=VIDEO),
     Family("Video-LLaVA (video)", "video_llava", _TO_VIDEO, _clips(34), token=VIDEO),
     Family("Perception LM (video)", "perception_lm", _PERCEPTION, _clips(8, 32), spread=0.4, token=VIDEO),
+    Family("Cohere Compass (video)", "cohere_compass", _COMPASS, _films(4, 96), _AXES, token=VIDEO),
     # sounds
     Family("Qwen2-Audio", "qwen2_audio", dict(audio_token_index=IMAGE, text_config=text("qwen2"), audio_config=dict(
         _EAR, model_type="qwen2_audio_encoder", max_source_positions=8)), _sounds(4, 8, 16, mask="feature_attention_mask")),
