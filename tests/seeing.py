@@ -234,6 +234,9 @@ _MISTRAL4 = text("mistral4", **{**_LATENT, "head_dim": 16}, rope_parameters=dict
 _COMPASS = dict(_IDS, text_config=dict(_TEXT, **_HYBRID, rope_parameters={kind: _MROPE for kind in _HYBRID["layer_types"]}), vision_config=dict(
     _SEEN, deepstack_visual_indexes=[0]))
 
+_CLOVA = dict(_TOKENS, video_token_id=VIDEO, text_config=text("hyperclovax"), vision_config=dict(_OUT, **_WINDOWED, model_type="qwen2_5_vl_vision"))
+_GLMGA = dict(_GLM, text_config=dict(_GLM_TEXT, model_type="glm4v_text"), vision_config=dict(_GLM_EYE, model_type="glm4v_vision"))
+
 # versions of transformers before which plain generate does not take these inputs, or which ours need for the family
 SINCE = {"ViP-LLaVA": (5, 24), "Aria": (5, 24), "Granite 4 Vision": (5, 24), "Fuyu": (5, 24), "Video-LLaVA": (5, 24),
          **dict.fromkeys(("EXAONE 4.5", "Emu3", "Granite Speech", "Qwen2.5-Omni", "Qwen3-Omni", "Qwen3.5", "Qwen3.5-MoE", "Qwen3.5 (video)", "LFM2-VL", "MiniCPM-V 4.6"), (5, 17))}
@@ -368,6 +371,11 @@ LINES = [
     Family("Mistral Large 4", "mistral_large4", dict(_IMAGE, vision_config=_PIXTRAL, text_config={
         **_TEXT, **_SPARSE, "no_rope_layers": [1, 0], "indexer_types": ["full", "shared"]}), _sized(4)),
     Family("Cohere Compass", "cohere_compass", _COMPASS, _patches(96), _AXES),
+    Family("HyperCLOVA X Vision", "hyperclovax_vision_v2", _CLOVA, _patches(96)),
+    Family("MiniCPM-OCR", "minicpm_ocr", _MINICPM, _strips(4), trees=False),
+    Family("PP-Chart2Table", "pp_chart2table", dict(_IMAGE, text_config=text("qwen2"), vision_config=dict(_SAM, model_type="pp_chart2table_vision")),
+           _pictures(16, 64), attn="eager"),
+    Family("GLM-GA", "glmga", _GLMGA, _patches(96), _AXES),
     # videos
     Family("Qwen2-VL (video)", "qwen2_vl", dict(_QWEN, vision_config=dict(_EYE, embed_dim=16, hidden_size=32, mlp_ratio=2)), _films(4, 96), _AXES, token=VIDEO),
     Family("Qwen3-VL (video)", "qwen3_vl", dict(_QWEN, vision_config=dict(_SEEN, deepstack_visual_indexes=[0])), _films(4, 96), _AXES, token=VIDEO),
@@ -377,6 +385,8 @@ LINES = [
     Family("Video-LLaVA (video)", "video_llava", _TO_VIDEO, _clips(34), token=VIDEO),
     Family("Perception LM (video)", "perception_lm", _PERCEPTION, _clips(8, 32), spread=0.4, token=VIDEO),
     Family("Cohere Compass (video)", "cohere_compass", _COMPASS, _films(4, 96), _AXES, token=VIDEO),
+    Family("HyperCLOVA X Vision (video)", "hyperclovax_vision_v2", _CLOVA, _films(4, 96), token=VIDEO),
+    Family("GLM-GA (video)", "glmga", _GLMGA, _films(4, 96), _AXES),
     # sounds
     Family("Qwen2-Audio", "qwen2_audio", dict(audio_token_index=IMAGE, text_config=text("qwen2"), audio_config=dict(
         _EAR, model_type="qwen2_audio_encoder", max_source_positions=8)), _sounds(4, 8, 16, mask="feature_attention_mask")),
