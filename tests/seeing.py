@@ -77,6 +77,9 @@ def _built(family: Family, seed: int):
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.normal_(0.0, family.spread)
+        for name, buffer in model.named_buffers():
+            if name.endswith("codebook.embed"):  # made of zeros
+                buffer.normal_(0.0, 0.1)
     model.generation_config.do_sample = False
     model.generation_config.eos_token_id = None
     return model
@@ -181,6 +184,15 @@ def _sounds(tokens: int, *shape: int, mask: str = "", width: int = 0, dtype: tor
     return shows
 
 
+def _waves(tokens: int, length: int):
+    """Loud, since an encoder of small weights leaves little of it."""
+    return lambda n, generator: ([tokens] * n, {"input_values": 100 * _noise(generator, n, 1, length), "padding_mask": torch.ones(n, length, dtype=torch.long)})
+
+
+def _chunks(n, generator):
+    return [2] * n, {"input_features": _noise(generator, n, 8, 16), "chunk_sample_lengths": torch.tensor([2 * 1280] * n)}
+
+
 _UNTIED = dict(tie_word_embeddings=False)
 _IMAGE, _TOKENS, _AXES = dict(_UNTIED, image_token_index=IMAGE), dict(_UNTIED, image_token_id=IMAGE), ("mm_token_type_ids",)
 _IDS = dict(_TOKENS, video_token_id=VIDEO, vision_start_token_id=START, vision_end_token_id=END)
@@ -236,6 +248,18 @@ _COMPASS = dict(_IDS, text_config=dict(_TEXT, **_HYBRID, rope_parameters={kind: 
 
 _CLOVA = dict(_TOKENS, video_token_id=VIDEO, text_config=text("hyperclovax"), vision_config=dict(_OUT, **_WINDOWED, model_type="qwen2_5_vl_vision"))
 _GLMGA = dict(_GLM, text_config=dict(_GLM_TEXT, model_type="glm4v_text"), vision_config=dict(_GLM_EYE, model_type="glm4v_vision"))
+
+_DOTS = dict(_TOKENS, video_token_id=VIDEO, audio_token_id=56,
+             text_config={**_TEXT, **_SPARSE, "head_dim": 16, "layer_types": ["indexed_attention"] * 2, "moe_shared_expert_intermediate_size": 16},
+             vision_config=dict(_VISION, moe_intermediate_size=16, num_local_experts=2, adapter_in_dim=16, adapter_out_dim=32, per_layer_config={},
+                                mlp_layer_types=["dense", "sparse"]),
+             audio_config=dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, feature_size=8, downsample_hidden_size=8,
+                               adapter_input_size=16, adapter_out_dim=32))
+_HY4 = dict(_TOKENS, video_token_id=VIDEO, vision_config=dict(_VISION, out_hidden_size=32, max_image_size=16), text_config={
+    **_TEXT, **_SPARSE, "indexer_types": ["full", "shared"], "hc_mult": 2, "rope_parameters": _MROPE})
+_APERTUS = dict(_TOKENS, audio_token_id=56, image_token_offset=30, audio_token_offset=38, text_config=_TEXT, vision_config=dict(
+    codebook_size=8, embed_dim=8, latent_channels=8, base_channels=32, channel_multiplier=[1, 1], num_res_blocks=1, attn_resolutions=[], resolution=16),
+    audio_config=dict(num_filters=4, upsampling_ratios=[2, 2], hidden_size=16, codebook_size=8, codebook_dim=16, num_lstm_layers=1))
 
 # versions of transformers before which plain generate does not take these inputs, or which ours need for the family
 SINCE = {"ViP-LLaVA": (5, 24), "Aria": (5, 24), "Granite 4 Vision": (5, 24), "Fuyu": (5, 24), "Video-LLaVA": (5, 24),
@@ -376,6 +400,9 @@ LINES = [
     Family("PP-Chart2Table", "pp_chart2table", dict(_IMAGE, text_config=text("qwen2"), vision_config=dict(_SAM, model_type="pp_chart2table_vision")),
            _pictures(16, 64), attn="eager"),
     Family("GLM-GA", "glmga", _GLMGA, _patches(96), _AXES),
+    Family("Apertus 1.5", "apertus1p5", _APERTUS, _sized(16, (8, 8)), spread=0.5, attn="eager"),
+    Family("dots.3", "dots3_note", _DOTS, _patches(48)),
+    Family("Hy4-VL", "hy_v4_vl", _HY4, _patches(48, breaks=1), _AXES, attn="eager"),
     # videos
     Family("Qwen2-VL (video)", "qwen2_vl", dict(_QWEN, vision_config=dict(_EYE, embed_dim=16, hidden_size=32, mlp_ratio=2)), _films(4, 96), _AXES, token=VIDEO),
     Family("Qwen3-VL (video)", "qwen3_vl", dict(_QWEN, vision_config=dict(_SEEN, deepstack_visual_indexes=[0])), _films(4, 96), _AXES, token=VIDEO),
@@ -387,6 +414,8 @@ LINES = [
     Family("Cohere Compass (video)", "cohere_compass", _COMPASS, _films(4, 96), _AXES, token=VIDEO),
     Family("HyperCLOVA X Vision (video)", "hyperclovax_vision_v2", _CLOVA, _films(4, 96), token=VIDEO),
     Family("GLM-GA (video)", "glmga", _GLMGA, _films(4, 96), _AXES),
+    Family("dots.3 (video)", "dots3_note", _DOTS, _films(4, 48), token=VIDEO),
+    Family("Hy4-VL (video)", "hy_v4_vl", _HY4, _films(12, 48, frames=2), _AXES, attn="eager", token=VIDEO),
     # sounds
     Family("Qwen2-Audio", "qwen2_audio", dict(audio_token_index=IMAGE, text_config=text("qwen2"), audio_config=dict(
         _EAR, model_type="qwen2_audio_encoder", max_source_positions=8)), _sounds(4, 8, 16, mask="feature_attention_mask")),
@@ -408,5 +437,7 @@ LINES = [
                                                              num_hidden_layers=2, num_timestamp_prediction_layers=1, fsmn_kernel_size=3),
         adaptor_config=dict(hidden_size=32, num_attention_heads=2, intermediate_size=8, num_hidden_layers=1, projector_hidden_size=16)),
         _sounds(4, 4, 8, mask=_FEATURES, width=4)),
+    Family("Apertus 1.5 (sound)", "apertus1p5", _APERTUS, _waves(4, 16), spread=0.5, attn="eager", token=56),
+    Family("dots.3 (sound)", "dots3_note", _DOTS, _chunks, token=56),
 ]
 FAMILIES = [family for family in LINES if family.kind in CONFIG_MAPPING and VERSION >= SINCE.get(family.name, VERSION) and VERSION != FAILS.get(family.name)]  # of the installed transformers
