@@ -329,6 +329,10 @@ OWN_CACHES = [
                                                                    layer_types=["full_attention", "minimax_m3_sparse"])),
     Family("Qwen4-Exp", "qwen4_exp", {"text_config": dict(_QWEN4, **_UNSPECIAL), "vision_config": _QWEN4_SEEING}),
     Family("Qwen4-Exp (text)", "qwen4_exp_text", dict(_QWEN4, ple_layer_ids=[1], ple_embed_dim=32, heads_per_ngram=2, eos_token_id=VOCAB)),
+    Family("GLM-5.3 Flash", "glm5_next", {"vision_config": dict(depth=1, hidden_size=16, num_heads=2, intermediate_size=24, out_hidden_size=32,
+                                                                projection_intermediate_size=24), "text_config": dict(
+        _INDEXED, linear_head_dim=8, linear_num_heads=4, n_group=1, qk_rope_head_dim=0, index_kpool=4, mlp_layer_types=["dense", "sparse"], indexer_types=["full", "full"], hc_mult=2,
+        layer_types=["linear_attention", "indexed_attention"], **_UNSPECIAL)}),
     Family("Inkling 2 (loop, text)", "inkling2_loop_text", dict(_INKLING, unpadded_vocab_size=VOCAB, n_layers_per_attn_res_block=1)),
     Family("MiniMax", "minimax", dict(_LLAMA, **_MOE, head_dim=8, block_size=8, layer_types=_DELTA["layer_types"])),
     Family("RWKV", "rwkv", dict(vocab_size=VOCAB, hidden_size=32, attention_hidden_size=32, num_hidden_layers=2, context_length=512)),
@@ -349,7 +353,7 @@ REFUSED = [
     ("RecurrentGemma", "recurrent_gemma", dict(_HEADS, lru_width=32)),
 ]
 REFUSED += [(family.name, family.kind, family.settings) for family in STATEFUL if not GOES_ON]
-REFUSED += [(family.name, family.kind, family.settings) for family in OWN_CACHES if CACHE != "cache" and not family.kind.startswith("qwen4")]  # whose config was another
+REFUSED += [(family.name, family.kind, family.settings) for family in OWN_CACHES if CACHE != "cache" and not family.kind.startswith(("glm5", "qwen4"))]  # whose config was another
 _BYTES = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, hidden_size_global=32)
 _PART = dict(_GEMMA, hidden_size_per_layer_input=0, vocab_size_per_layer_input=0, num_kv_shared_layers=2)
 # What reads its text in a way of its own

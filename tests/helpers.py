@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
 
 import hf_specdec
 from hf_specdec.law import draw
@@ -63,8 +63,9 @@ def build(config_class: str, seed: int = 0, attn: str = "sdpa", spread: float = 
     """A random model in float32 that is not stuck on one token: every weight matrix has standard deviation `spread`."""
     config = AutoConfig.for_model(config_class, **{**_NO_SPECIAL, **settings})
     torch.manual_seed(seed)
+    auto = AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModelForMultimodalLM
     with without_timm(config):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attn).float().eval()
+        model = auto.from_config(config, attn_implementation=attn).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:

@@ -32,7 +32,8 @@ def vision(kind: str, **settings) -> dict:
 @dataclass(frozen=True)
 class Family:
     """kind: the model_type of transformers. shows(n, generator): how many tokens each of n images has, and the inputs that show them. marks: names of
-    inputs that say which tokens are an image's. trees: whether it takes them. attn: of its attentions one that the type has.
+    inputs that say which tokens are an image's. trees: whether it takes them. ragged: whether it takes rows that
+    are not equally long. attn: of its attentions one that the type has.
     token: the id that stands for what is shown, a sound or a video, too."""
 
     name: str
@@ -41,6 +42,7 @@ class Family:
     shows: Callable[[int, torch.Generator], tuple[list[int], dict[str, Any]]]
     marks: tuple[str, ...] = ()
     trees: bool = True
+    ragged: bool = True
     spread: float = 0.3
     attn: str = "sdpa"
     token: int = IMAGE
@@ -261,10 +263,15 @@ _APERTUS = dict(_TOKENS, audio_token_id=56, image_token_offset=30, audio_token_o
     codebook_size=8, embed_dim=8, latent_channels=8, base_channels=32, channel_multiplier=[1, 1], num_res_blocks=1, attn_resolutions=[], resolution=16),
     audio_config=dict(num_filters=4, upsampling_ratios=[2, 2], hidden_size=16, codebook_size=8, codebook_dim=16, num_lstm_layers=1))
 
+_GLM5 = dict(_GLM, vision_config=dict(_OUT, image_size=16, projection_intermediate_size=24), text_config={
+    **_TEXT, **_SPARSE, "qk_rope_head_dim": 0, "index_kpool": 4, "indexer_types": ["full", "full"], "layer_types": ["linear_attention", "indexed_attention"],
+    "linear_head_dim": 8, "linear_num_heads": 4, "hc_mult": 2})
+
 # versions of transformers before which plain generate does not take these inputs, or which ours need for the family
-SINCE = {"ViP-LLaVA": (5, 24), "Aria": (5, 24), "Granite 4 Vision": (5, 24), "Fuyu": (5, 24), "Video-LLaVA": (5, 24),
+SINCE = {"ViP-LLaVA": (5, 24), "Aria": (5, 24), "Granite 4 Vision": (5, 24), "Fuyu": (5, 24), "Video-LLaVA": (5, 24), "GLM-5.3 Flash": (5, 24),
+         "GLM-5.3 Flash (video)": (5, 24),
          **dict.fromkeys(("EXAONE 4.5", "Emu3", "Granite Speech", "Qwen2.5-Omni", "Qwen3-Omni", "Qwen3.5", "Qwen3.5-MoE", "Qwen3.5 (video)", "LFM2-VL", "MiniCPM-V 4.6"), (5, 17))}
-FAILS = {"Llama 4": (5, 24)}  # the version in which plain generate fails, whatever it is given: Llama 4 asks its text model for what has been read of an image
+FAILS = {"Llama 4": (5, 24)}  # the version in which plain generate itself fails: Llama 4 asks its text model for an output that this has not
 VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 _GEMMA3N = dict(
     image_token_id=IMAGE, audio_token_id=56, boi_token_id=START, eoi_token_id=END, vision_soft_tokens_per_image=4, audio_soft_tokens_per_image=4,
@@ -403,6 +410,7 @@ LINES = [
     Family("Apertus 1.5", "apertus1p5", _APERTUS, _sized(16, (8, 8)), spread=0.5, attn="eager"),
     Family("dots.3", "dots3_note", _DOTS, _patches(48)),
     Family("Hy4-VL", "hy_v4_vl", _HY4, _patches(48, breaks=1), _AXES, attn="eager"),
+    Family("GLM-5.3 Flash", "glm5_next", _GLM5, _patches(96), trees=False, ragged=False),
     # videos
     Family("Qwen2-VL (video)", "qwen2_vl", dict(_QWEN, vision_config=dict(_EYE, embed_dim=16, hidden_size=32, mlp_ratio=2)), _films(4, 96), _AXES, token=VIDEO),
     Family("Qwen3-VL (video)", "qwen3_vl", dict(_QWEN, vision_config=dict(_SEEN, deepstack_visual_indexes=[0])), _films(4, 96), _AXES, token=VIDEO),
@@ -416,6 +424,8 @@ LINES = [
     Family("GLM-GA (video)", "glmga", _GLMGA, _films(4, 96), _AXES),
     Family("dots.3 (video)", "dots3_note", _DOTS, _films(4, 48), token=VIDEO),
     Family("Hy4-VL (video)", "hy_v4_vl", _HY4, _films(12, 48, frames=2), _AXES, attn="eager", token=VIDEO),
+    Family("GLM-5.3 Flash (video)", "glm5_next", dict(_GLM5, image_start_token_id=56, image_end_token_id=55, video_start_token_id=START, video_end_token_id=END),
+           _films(4, 96), trees=False, ragged=False),
     # sounds
     Family("Qwen2-Audio", "qwen2_audio", dict(audio_token_index=IMAGE, text_config=text("qwen2"), audio_config=dict(
         _EAR, model_type="qwen2_audio_encoder", max_source_positions=8)), _sounds(4, 8, 16, mask="feature_attention_mask")),

@@ -18,13 +18,14 @@ from .uploads import upload
 TRIED = {  # model types whose answers to what they are shown were compared with plain generate's
     "image": frozenset(
         "apertus1p5 aria aya_vision chameleon cohere2_vision cohere_compass deepseek_ocr2 deepseek_vl deepseek_vl_hybrid dots3_note emu3 ernie4_5_vl_moe "
-        "exaone4_5 fast_vlm fuyu gemma3 gemma3n gemma4 gemma4_unified glm46v glm4v glm4v_moe glm_ocr glmga got_ocr2 granite4_vision granite_docling "
-        "hunyuan_vl hy_v4_vl hyperclovax_vision_v2 idefics2 idefics3 internvl janus kimi_k25 lfm2_vl lfm3_vl lighton_ocr llama4 llava llava_next "
-        "llava_next_video llava_onevision minicpm_ocr minicpmv4_6 minicpmv4_7 mistral3 mistral_large4 molmo2 muse_glimmer muse_spark nemotron_h_omni ovis2 "
-        "paddleocr_vl perception_lm pp_chart2table qianfan_ocr qwen2_5_omni_thinker qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_omni_moe_thinker qwen3_vl "
-        "qwen3_vl_moe smolvlm step3p7 video_llama_3 video_llava vipllava".split()),
+        "exaone4_5 fast_vlm fuyu gemma3 gemma3n gemma4 gemma4_unified glm46v glm4v glm4v_moe glm5_next glm_ocr glmga got_ocr2 granite4_vision "
+        "granite_docling hunyuan_vl hy_v4_vl hyperclovax_vision_v2 idefics2 idefics3 internvl janus kimi_k25 lfm2_vl lfm3_vl lighton_ocr llama4 llava "
+        "llava_next llava_next_video llava_onevision minicpm_ocr minicpmv4_6 minicpmv4_7 mistral3 mistral_large4 molmo2 muse_glimmer muse_spark "
+        "nemotron_h_omni ovis2 paddleocr_vl perception_lm pp_chart2table qianfan_ocr qwen2_5_omni_thinker qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe "
+        "qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe smolvlm step3p7 video_llama_3 video_llava vipllava".split()),
     "video": frozenset(
-        "cohere_compass dots3_note glmga hy_v4_vl hyperclovax_vision_v2 llava_next_video perception_lm qwen2_5_vl qwen2_vl qwen3_5 qwen3_vl video_llava".split()),
+        "cohere_compass dots3_note glm5_next glmga hy_v4_vl hyperclovax_vision_v2 llava_next_video perception_lm qwen2_5_vl qwen2_vl qwen3_5 qwen3_vl "
+        "video_llava".split()),
     "sound": frozenset("apertus1p5 audioflamingo3 dots3_note fun_asr_nano gemma3n glmasr granite_speech musicflamingo qwen2_audio qwen3_asr voxtral".split()),
 }
 if not GOES_ON:  # transformers before 5.17: these count positions by what they have kept of the first pass

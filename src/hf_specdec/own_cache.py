@@ -1,4 +1,4 @@
-"""Models that keep what they have read in a way of their own: keys compressed by groups (DeepSeek-V4), keys of an indexer beside states (Qwen4-Exp, MiniMax-M3), layers
+"""Models that keep what they have read in a way of their own: keys compressed by groups (DeepSeek-V4), keys of an indexer beside states (Qwen4-Exp, GLM-5.3, MiniMax-M3), layers
 that run several times (Inkling 2). Their cache is the one that plain generate gives them, or one that they make themselves (MiniMax, RWKV, xLSTM); OpenAI GPT has none and
 reads its text again in every pass, as it does in plain generate.
 
