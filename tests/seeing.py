@@ -233,24 +233,21 @@ _FORMER = dict(model_type="blip_2_qformer", num_hidden_layers=1, intermediate_si
 _MAMBA = dict({name: value for name, value in _TEXT.items() if name != "num_hidden_layers"}, layers_block_type=["mamba", "attention", "mlp"], chunk_size=8,
               ssm_state_size=8, mamba_num_heads=8, mamba_head_dim=8, n_groups=2)
 _WINDOWED = dict(window_size=16, fullatt_block_indexes=[1])
-
 _LLAMA4 = dict(
-    _IMAGE, boi_token_index=START, eoi_token_index=END, vision_config=dict(_VISION, vision_output_dim=16, projector_input_dim=16, projector_output_dim=16, intermediate_size=64),
+    _IMAGE, boi_token_index=START, eoi_token_index=END,
+    vision_config=dict(_VISION, vision_output_dim=16, projector_input_dim=16, projector_output_dim=16, intermediate_size=64),
     text_config=dict(_TEXT, intermediate_size_mlp=64, num_local_experts=4, num_experts_per_tok=1, attention_chunk_size=8, no_rope_layers=[1, 0],
                      layer_types=["chunked_attention", "full_attention"]))
-
 _TIMM = dict(model_type="timm_wrapper", architecture="a stand-in")
 _PERCEPTION = dict(_TOKENS, video_token_id=VIDEO, projector_pooling_ratio=2, text_config=text("llama"), vision_config=dict(_TIMM, model_args={"embed_dim": 16}))
-
 _SPARSE = dict(_LATENT, n_group=1, index_topk=8, index_n_heads=16, index_head_dim=8, mlp_layer_types=["dense", "sparse"])
 _MISTRAL4 = text("mistral4", **{**_LATENT, "head_dim": 16}, rope_parameters=dict(
-    rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=16, mscale_all_dim=1.0, mscale=1.0, llama_4_scaling_beta=0.1, partial_rotary_factor=0.5))
+    rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=16, mscale_all_dim=1.0, mscale=1.0, llama_4_scaling_beta=0.1,
+    partial_rotary_factor=0.5))
 _COMPASS = dict(_IDS, text_config=dict(_TEXT, **_HYBRID, rope_parameters={kind: _MROPE for kind in _HYBRID["layer_types"]}), vision_config=dict(
     _SEEN, deepstack_visual_indexes=[0]))
-
 _CLOVA = dict(_TOKENS, video_token_id=VIDEO, text_config=text("hyperclovax"), vision_config=dict(_OUT, **_WINDOWED, model_type="qwen2_5_vl_vision"))
-_GLMGA = dict(_GLM, text_config=dict(_GLM_TEXT, model_type="glm4v_text"), vision_config=dict(_GLM_EYE, model_type="glm4v_vision"))
-
+_GLM46 = dict(_GLM, text_config=dict(_GLM_TEXT, model_type="glm4v_text"), vision_config=dict(_GLM_EYE, model_type="glm4v_vision"))
 _DOTS = dict(_TOKENS, video_token_id=VIDEO, audio_token_id=56,
              text_config={**_TEXT, **_SPARSE, "head_dim": 16, "layer_types": ["indexed_attention"] * 2, "moe_shared_expert_intermediate_size": 16},
              vision_config=dict(_VISION, moe_intermediate_size=16, num_local_experts=2, adapter_in_dim=16, adapter_out_dim=32, per_layer_config={},
@@ -262,7 +259,6 @@ _HY4 = dict(_TOKENS, video_token_id=VIDEO, vision_config=dict(_VISION, out_hidde
 _APERTUS = dict(_TOKENS, audio_token_id=56, image_token_offset=30, audio_token_offset=38, text_config=_TEXT, vision_config=dict(
     codebook_size=8, embed_dim=8, latent_channels=8, base_channels=32, channel_multiplier=[1, 1], num_res_blocks=1, attn_resolutions=[], resolution=16),
     audio_config=dict(num_filters=4, upsampling_ratios=[2, 2], hidden_size=16, codebook_size=8, codebook_dim=16, num_lstm_layers=1))
-
 _GLM5 = dict(_GLM, vision_config=dict(_OUT, image_size=16, projection_intermediate_size=24), text_config={
     **_TEXT, **_SPARSE, "qk_rope_head_dim": 0, "index_kpool": 4, "indexer_types": ["full", "full"], "layer_types": ["linear_attention", "indexed_attention"],
     "linear_head_dim": 8, "linear_num_heads": 4, "hc_mult": 2})
@@ -306,8 +302,7 @@ LINES = [
     Family("ViP-LLaVA", "vipllava", dict(_INDEX, vision_config=_CLIP, vision_feature_layer=[-1, -2]), _pictures(16)),
     Family("GLM-4.1V", "glm4v", dict(_GLM, text_config=_GLM_TEXT, vision_config=_GLM_EYE), _patches(96), _AXES),
     Family("GLM-4.5V", "glm4v_moe", dict(_GLM, text_config=dict(_GLM_TEXT, **_ROUTED), vision_config=_GLM_EYE), _patches(96), _AXES),
-    Family("GLM-4.6V", "glm46v", dict(_GLM, text_config=dict(_GLM_TEXT, model_type="glm4v_text"), vision_config=dict(_GLM_EYE, model_type="glm4v_vision")),
-           _patches(96), _AXES),
+    Family("GLM-4.6V", "glm46v", _GLM46, _patches(96), _AXES),
     Family("GLM-OCR", "glm_ocr", dict(_GLM, text_config=_GLM_TEXT, vision_config=_GLM_EYE), _patches(96), _AXES),
     Family("PaddleOCR-VL", "paddleocr_vl", dict(_QWEN, vision_config=dict(_VISION, spatial_merge_size=2)), _patches(3, 4, 4), _AXES),
     Family("VideoLLaMA 3", "video_llama_3", dict(_TOKENS, video_token_id=VIDEO, text_config=text("qwen2"), vision_config=_VISION),
@@ -406,7 +401,7 @@ LINES = [
     Family("MiniCPM-OCR", "minicpm_ocr", _MINICPM, _strips(4), trees=False),
     Family("PP-Chart2Table", "pp_chart2table", dict(_IMAGE, text_config=text("qwen2"), vision_config=dict(_SAM, model_type="pp_chart2table_vision")),
            _pictures(16, 64), attn="eager"),
-    Family("GLM-GA", "glmga", _GLMGA, _patches(96), _AXES),
+    Family("GLM-GA", "glmga", _GLM46, _patches(96), _AXES),
     Family("Apertus 1.5", "apertus1p5", _APERTUS, _sized(16, (8, 8)), spread=0.5, attn="eager"),
     Family("dots.3", "dots3_note", _DOTS, _patches(48)),
     Family("Hy4-VL", "hy_v4_vl", _HY4, _patches(48, breaks=1), _AXES, attn="eager"),
@@ -421,7 +416,7 @@ LINES = [
     Family("Perception LM (video)", "perception_lm", _PERCEPTION, _clips(8, 32), spread=0.4, token=VIDEO),
     Family("Cohere Compass (video)", "cohere_compass", _COMPASS, _films(4, 96), _AXES, token=VIDEO),
     Family("HyperCLOVA X Vision (video)", "hyperclovax_vision_v2", _CLOVA, _films(4, 96), token=VIDEO),
-    Family("GLM-GA (video)", "glmga", _GLMGA, _films(4, 96), _AXES),
+    Family("GLM-GA (video)", "glmga", _GLM46, _films(4, 96), _AXES),
     Family("dots.3 (video)", "dots3_note", _DOTS, _films(4, 48), token=VIDEO),
     Family("Hy4-VL (video)", "hy_v4_vl", _HY4, _films(12, 48, frames=2), _AXES, attn="eager", token=VIDEO),
     Family("GLM-5.3 Flash (video)", "glm5_next", dict(_GLM5, image_start_token_id=56, image_end_token_id=55, video_start_token_id=START, video_end_token_id=END),
@@ -450,4 +445,5 @@ LINES = [
     Family("Apertus 1.5 (sound)", "apertus1p5", _APERTUS, _waves(4, 16), spread=0.5, attn="eager", token=56),
     Family("dots.3 (sound)", "dots3_note", _DOTS, _chunks, token=56),
 ]
-FAMILIES = [family for family in LINES if family.kind in CONFIG_MAPPING and VERSION >= SINCE.get(family.name, VERSION) and VERSION != FAILS.get(family.name)]  # of the installed transformers
+FAMILIES = [family for family in LINES  # of the installed transformers
+            if family.kind in CONFIG_MAPPING and VERSION >= SINCE.get(family.name, VERSION) and VERSION != FAILS.get(family.name)]
