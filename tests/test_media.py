@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -82,6 +83,16 @@ def test_a_draft_of_the_same_kind_sees_what_the_target_sees(family):
     model, inputs = family.model(), family.prompts(1, seed=1)
     out = ours(model, inputs, copy.deepcopy(model))
     assert torch.equal(out.sequences, plain(model, inputs)) and out.speculation.acceptance_rate > 0.99
+
+
+@pytest.mark.parametrize("name, setting", [("Perception LM", {"projector_pooling_ratio": 1}), ("MiniCPM-OCR", {"downsample_mode": "16x"}),
+                                           ("LLaVA-NeXT-Video (video)", {"spatial_pool_stride": 1})], ids=lambda value: value if isinstance(value, str) else "")
+def test_a_draft_that_makes_other_tokens_of_an_image_reads_the_text_alone(name, setting):
+    if name not in BY_NAME:
+        pytest.skip("this transformers has no such model")
+    family = BY_NAME[name]
+    model, inputs, draft = family.model(), family.prompts(1), replace(family, settings={**family.settings, **setting}).model()
+    assert torch.equal(ours(model, inputs, draft).sequences, plain(model, inputs))
 
 
 @pytest.mark.parametrize("both", [False, True], ids=["target", "both"])

@@ -34,6 +34,7 @@ _HEARD = ("audio", "input_features", "feature_attention_mask", "input_values", "
 _MARKS = ("mm_token_type_ids", "moe_mm_token_type_ids", "token_type_ids")
 _READ, _READS = "mm_encoder_outputs", "_maybe_prepare_encoder_kwargs_for_generation"  # since transformers 5.24, where a model has them
 _SIGHT = ("patch_size", "spatial_patch_size", "temporal_patch_size", "spatial_merge_size", "in_channels", "num_channels", "num_mel_bins")
+_COUNTS = ("_token_id", "_token_index", "_seq_length", "_seq_len", "scale_factor", "pool_stride", "pooling_ratio", "downsample_mode", "downsample_rate")  # how such names end
 BY_COLUMNS = frozenset(("exaone4_5", "moss_transcribe_diarize"))  # plain generate() hands these no positions: they count padding, and a cache of theirs shows it
 _TEXT = frozenset(("attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "cache_position", "output_attentions", "output_hidden_states"))
 
@@ -193,6 +194,6 @@ def _kind(model: PreTrainedModel) -> type:
 
 def _eyes(config: Any) -> list:
     """What decides how many tokens an image or a sound becomes, and which."""
-    marks = [(name, value) for name, value in sorted(config.to_dict().items()) if name.endswith(("_token_id", "_token_index", "_seq_length", "_seq_len", "scale_factor"))]
+    marks = [(name, value) for name, value in sorted(config.to_dict().items()) if name.endswith(_COUNTS)]
     parts = [getattr(config, name, None) for name in ("vision_config", "audio_config")]
     return [marks] + [[getattr(part, name, None) for name in _SIGHT] for part in parts]
