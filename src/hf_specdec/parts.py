@@ -26,7 +26,7 @@ def one_vocabulary(model: PreTrainedModel) -> bool:
 def text_part(model: PreTrainedModel) -> tuple[str, torch.nn.Module]:
     """Name and module of the part of a model that decodes text; "" and the model itself where it reads nothing else."""
     config, find = getattr(model, "config", None), getattr(model, "get_decoder", None)
-    if find is None or getattr(config, "is_encoder_decoder", False) or not any(hasattr(config, name) for name in ("vision_config", "audio_config")):
+    if find is None or getattr(config, "is_encoder_decoder", False) or not any(hasattr(config, name) for name in ("vision_config", "audio_config", "encoder_config")):
         return "", model
     part = find()
     return next(((name, module) for name, module in model.named_modules() if module is part), ("", model))

@@ -62,6 +62,13 @@ def check_streams(target: PreTrainedModel, layers: tuple[int, ...]) -> None:
                          f"that reads the last state alone, or none.")
 
 
+def check_embedding(target: PreTrainedModel) -> None:
+    """Refuse a target whose layers look tokens up themselves (Gemma 3n, Gemma 4's small ones): a drafter of such layers would have to be told more than states."""
+    if getattr(target.config.get_text_config(), "hidden_size_per_layer_input", 0):
+        raise ValueError(f"target: the layers of {type(target).__name__} read a second embedding of every token (hidden_size_per_layer_input), so none of them can be a drafter "
+                         f"that reads hidden states. Make one that reads none, or use another draft.")
+
+
 @contextmanager
 def hidden_states(model: PreTrainedModel, layers: tuple[int, ...]) -> Iterator[Callable[[], torch.Tensor]]:
     """Inside, one forward of `model`; the function then gives its hidden states [B, L, len(layers) * H]."""

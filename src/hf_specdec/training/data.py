@@ -111,7 +111,7 @@ def make_data(folder: str | Path, model, tokenizer, tokens: int, rows: int = 48,
     refuse_foreign(folder)
     check_target(folder, model)
     for path in shard_files(folder):
-        done += len(Shard.load(path, model.config.vocab_size).tokens)
+        done += len(Shard.load(path, model.config.get_text_config().vocab_size).tokens)
         made.add(path.name)
     check_job(folder, seed, new_tokens, prompts, rows if done < tokens else None)
     if places and done < tokens:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, DynamicCache, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from .. import compat, parts
 from ..caches import OWN_CACHE, counts_tokens
@@ -21,6 +21,7 @@ from ..drafts.base import Draft
 from ..drafts.feature import FeatureDraft
 from ..flash import flash_of
 from ..hints import meant
+from ..kinds import WRITES_LIKE
 from ..lockstep import in_stages
 from ..mx.beside import use_kernels
 from ..registry import MTP, SHIPPED, shipped
@@ -43,13 +44,13 @@ def build(target: PreTrainedModel, layers: list[int], head_ids: torch.Tensor | N
         raise ValueError(f"layers={layers!r}: the target has layers 0..{count - 1}; name one or more of them.")
     if reads:
         features.check_streams(target, reads)
+        features.check_embedding(target)
     if target.config.model_type == "rwkv" and len(layers) < 2:  # transformers divides by their number less 1
         raise ValueError(f"layers={layers!r}: an {type(target).__name__} has two layers or more. Name two.")
-    draft = empty(target, config := _with_layers(target.config, layers))
+    draft = empty(target, config := _with_layers(_of_text(target), layers))
     if config.get_text_config().model_type in OWN_CACHE and not counts_tokens(DynamicCache(config=config)):
         raise ValueError(f"layers={layers!r}: none of them is attention, and without any {type(target).__name__} does not know how much it has read. Name one that is, too.")
-    _, own = parts.decoder_layers(target)
-    _, new = parts.decoder_layers(draft)
+    (place_of_own, own), (place_of_new, new) = parts.decoder_layers(target), parts.decoder_layers(draft)
     make_ready(target)
     for place, (module, layer) in enumerate(zip(new, layers)):
         weights = dense(own[layer], target.dtype)
@@ -63,9 +64,14 @@ def build(target: PreTrainedModel, layers: list[int], head_ids: torch.Tensor | N
     share(draft, target, head_ids)
     if reads:
         features.attach(draft, reads)
-    shared = shared_names(draft)
+    wanted, before, after = names(draft) - shared_names(draft), place_of_own.removesuffix("layers"), place_of_new.removesuffix("layers")
     rest = dense(target, target.dtype, but=(own, target.get_input_embeddings(), target.get_output_embeddings()))
-    draft.load_state_dict({name: p for name, p in rest.items() if name in names(draft) - shared}, strict=False)
+    rest = {after + name.removeprefix(before) if before and name.startswith(before) else name: p for name, p in rest.items()}  # inside a model that reads images, say
+    try:
+        draft.load_state_dict({name: p for name, p in rest.items() if name in wanted}, strict=False)
+    except RuntimeError as error:
+        raise ValueError(f"layers={layers!r}: what {type(target).__name__} has beside its layers depends on how many these are, so no draft can be made of some of them "
+                         f"({error.args[0].strip().splitlines()[-1].strip()}).") from error
     return draft
 
 
@@ -202,6 +208,18 @@ def _check_target(about: dict, target: PreTrainedModel, folder: Path) -> None:
     fits = (about["vocab_size"], about["hidden_size"]) == (target.config.get_text_config().vocab_size, weight.shape[1])
     if not fits or not same(about["probe"], probe(weight)):
         raise ValueError(f"{folder} is a drafter for {about['target']}, whose embedding it shares; this target has another one.")
+
+
+def _of_text(target: PreTrainedModel):
+    """The config of what writes the text in a model that reads images or sounds, too; any other model's own. ValueError where transformers makes no such model."""
+    text, known = target.config.get_text_config(), AutoModelForCausalLM._model_mapping
+    if (kind := WRITES_LIKE.get(text.model_type)) is not None:
+        return CONFIG_MAPPING[kind](**{name: value for name, value in text.to_dict().items() if name not in ("model_type", "architectures")})
+    config = text if type(text) in known else target.config
+    if type(config) not in known or not hasattr(config, "vocab_size"):
+        raise ValueError(f"target: AutoModelForCausalLM makes no model like what writes the text in {type(target).__name__} ({text.model_type}), so no draft can be made of its "
+                         f"layers. Train heads (medusa) on it, or use another draft.")
+    return config
 
 
 def _with_layers(config, layers: list[int]):

@@ -68,6 +68,8 @@ def share(draft: PreTrainedModel, target: PreTrainedModel, head_ids: torch.Tenso
 def output_head(target: PreTrainedModel, head_ids: torch.Tensor | None) -> nn.Module:
     """The target's own output head, or one with its rows `head_ids` alone, which may not be offloaded."""
     head = target.get_output_embeddings()
+    if head is None:
+        raise ValueError(f"target: {type(target).__name__} hands out no output head (get_output_embeddings), which a draft of its parts shares. Use another draft.")
     if head_ids is None:
         return head
     whole = numbers(head, target.dtype)
