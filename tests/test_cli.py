@@ -25,6 +25,7 @@ from hf_specdec.loading import loaded
 from hf_specdec.training import build_drafter
 from hf_specdec.training.drafter import save
 
+from . import seeing
 from .bench import conftest as saved
 from .helpers import FULL, VOCAB, word_tokenizer
 
@@ -585,3 +586,15 @@ def test_ctrl_c_where_it_would_be_dropped_ends_the_command_afterwards(place, tmp
     assert (sys.unraisablehook, signal.getsignal(signal.SIGINT)) == before and ("swallowing" in sys.modules) == (place == "import")
     for name in ("swallowing", "commanding"):
         sys.modules.pop(name, None)
+
+
+def test_models_that_read_images_too_are_loaded_for_their_text(tmp_path):
+    family = next(family for family in seeing.FAMILIES if family.kind == "llava")
+    model, tokenizer = family.model(), word_tokenizer(range(VOCAB))
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    done = run("generate", str(tmp_path), "--prompt", "w1 w2 w3 w1 w2", "--max-new-tokens", "6", "--raw")
+    assert done.exit_code == 0, done.output
+    ids = tokenizer("w1 w2 w3 w1 w2", return_tensors="pt").input_ids
+    wanted = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, pad_token_id=0)
+    assert tokenizer.decode(wanted[0, ids.shape[1] :]).split() == done.stdout.split()

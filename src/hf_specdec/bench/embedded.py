@@ -58,7 +58,6 @@ def load_model(name: str, dtype="float32", device=None, encoder_decoders: bool =
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
 
     from .. import mx
-    from ..assistants import auto_class
     from ..folders import check_model_folder, from_whole
     from ..mx.blocks import is_blocks
 
@@ -72,7 +71,7 @@ def load_model(name: str, dtype="float32", device=None, encoder_decoders: bool =
                 config = AutoConfig.from_pretrained(source)
             except ValueError:  # an adapter has no config of its own; of anything else the model's loader says what is wrong
                 config = None
-            both, auto = (False, AutoModelForCausalLM) if config is None else (config.is_encoder_decoder, AutoModelForImageTextToText if images else auto_class(config))
+            both, auto = (False, AutoModelForCausalLM) if config is None else (config.is_encoder_decoder, AutoModelForImageTextToText if images else _auto(config))
             if both and not encoder_decoders:
                 raise ValueError(f"{name} is an encoder-decoder, which generate, bench and compress take on the command line; the rest goes through Python: "
                                  "hf_specdec.enable(AutoModelForSeq2SeqLM.from_pretrained(...)).generate(speculative=True).")
@@ -89,6 +88,17 @@ def load_model(name: str, dtype="float32", device=None, encoder_decoders: bool =
             raise OSError(f"{name}: no such folder, and no model of that name could be read from the hub. Name a folder that save_pretrained has written, {EMBEDDED} "
                           f"(the embedded model), or a hub id as the hub spells it, with a network or with the model in the cache. ({_cause(error)})") from error
     return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
+
+
+def _auto(config):
+    """The class of transformers that loads what writes text by this config, where it reads images or sounds, too."""
+    import transformers
+
+    from ..assistants import auto_class
+
+    auto = auto_class(config)
+    kinds = auto, *(getattr(transformers, name) for name in ("AutoModelForImageTextToText", "AutoModelForMultimodalLM") if hasattr(transformers, name))
+    return next((kind for kind in kinds if not hasattr(kind, "_model_mapping") or type(config) in kind._model_mapping), auto)
 
 
 def _check_place(place: Path, name: str) -> None:

@@ -117,7 +117,7 @@ def check_draft(name: str | None) -> None:
         raise ValueError(f"--draft {name}: did you mean {slip}?")
     if name in DRAFTS:
         raise ValueError(f"--draft {name}: a draft of that name is made of weights; name their folder or file, or a draft without any: {names}.")
-    if table or name.startswith((".", "/", "~")) or name.count("/") > 1:
+    if not Path(name).is_file() and (table or name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise ValueError(f"--draft {name}: no such {'file' if table else 'folder'} and no draft of that name; {names}.")
 
 
