@@ -48,7 +48,8 @@ def test_no_type_is_said_to_be_tried_that_is_not_here():
     kinds = {"image": set(), "video": set(), "sound": set()}
     for family in FAMILIES:
         names = family.prompts(1)
-        kinds["video" if family.token == VIDEO else "sound" if any("features" in name for name in names) else "image"].add(family.kind)
+        heard = any(name in ("audio_input_features", "input_features", "input_values") for name in names)
+        kinds["video" if family.token == VIDEO else "sound" if heard else "image"].add(family.kind)
     assert kinds == TRIED
 
 
@@ -66,6 +67,10 @@ def test_the_answer_depends_on_what_is_shown(family):
 @pytest.mark.parametrize("rows", [1, 3])
 def test_greedy_answers_are_those_of_plain_generate(family, rows):
     model, inputs = family.model(), family.prompts(rows)
+    if rows > 1 and not family.ragged:
+        with pytest.raises(ValueError, match="Generate the rows one by one"):
+            ours(model, inputs)
+        return
     reference = plain(model, inputs)
     drafts = [None, perturbed(model, 0.02)] + ([MixtureDraft(), ModelTreeDraft(model)] if family.trees else [])
     for draft in drafts:
@@ -250,6 +255,62 @@ def test_positions_behind_an_image():
         rows = [inputs["input_ids"][b, own].tolist() for b, own in enumerate(columns)]
         logits = cached.score(rows)[:, 0]
         assert torch.allclose(logits, model(**inputs, position_ids=positions[1:]).logits[:, -1], atol=1e-4)
+
+
+# --- prompts that are read in both directions ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["PaliGemma", "PaliGemma 2"])
+@pytest.mark.parametrize("shown", [True, False])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_prompts_that_are_read_in_both_directions_whatever_is_said_of_their_tokens(name, shown, rows):
+    """Zeros are what its processor makes of a prompt, ones of what is to be read as text, and without any it is a matter of the attention."""
+    family = BY_NAME[name]
+    model, inputs = family.model(), family.prompts(rows, seed=6)
+    ids = inputs["input_ids"]
+    if not shown:
+        inputs = {"input_ids": ids.where(ids != IMAGE, 7), "attention_mask": inputs["attention_mask"]}
+    ends = torch.arange(ids.shape[1]).expand_as(ids) >= ids.shape[1] - 3
+    answers = []
+    for marks in (None, torch.zeros_like(ids), torch.ones_like(ids), ends.long()):
+        said = {**inputs, "token_type_ids": marks}
+        answers.append(plain(model, said))
+        for draft in [None, perturbed(model, 0.02)] + ([MixtureDraft()] if family.trees else []):
+            assert torch.equal(ours(model, said, draft).sequences, answers[-1]), type(draft).__name__
+    assert not torch.equal(answers[1], answers[2]) and not torch.equal(answers[1], answers[3])
+    with pytest.raises(ValueError, match="num_beams=2: beams share a pass over"):
+        ours(model, {**inputs, "token_type_ids": None}, num_beams=2)
+
+
+@pytest.mark.parametrize("name", ["PaliGemma", "PaliGemma 2"])
+def test_a_later_turn_behind_a_prompt_that_was_read_in_both_directions(name):
+    family = BY_NAME[name]
+    model, inputs = family.model(), family.prompts(2, seed=7)
+    held = ours(model, inputs, k=3)
+    key = next(name for name in ("cache", "past_key_values") if getattr(held, name, None) is not None)
+    told = {"input_ids": torch.cat([held.sequences, torch.tensor([[7, 9, 11]] * 2)], dim=1)}
+    told["attention_mask"] = (told["input_ids"] != 0).long()
+    told["attention_mask"][:, inputs["input_ids"].shape[1] :] = 1
+    wanted = model.generate(**told, max_new_tokens=9, **{key: copy.deepcopy(getattr(plain(model, inputs, return_dict_in_generate=True), key))})
+    assert torch.equal(integration.generate(model, **told, max_new_tokens=9, **{key: getattr(held, key)}), wanted)
+
+
+@pytest.mark.skipif("VibeVoice-ASR" not in BY_NAME, reason="not in this transformers")
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_noise_of_a_sound_is_that_of_plain_generate_whatever_the_draft_hears(rows):
+    family = BY_NAME["VibeVoice-ASR"]
+    model, inputs = copy.deepcopy(family.model()), family.prompts(rows)
+    model.config.acoustic_tokenizer_encoder_config.vae_std = 0.6
+
+    def heard(seed, answer):
+        torch.manual_seed(seed)
+        return answer()
+
+    reference = heard(7, lambda: plain(model, inputs))
+    assert not torch.equal(reference, heard(8, lambda: plain(model, inputs)))
+    for draft in (None, copy.deepcopy(model), perturbed(model, 0.02)):
+        out = heard(7, lambda: ours(model, inputs, draft))  # noqa: B023
+        assert torch.equal(out.sequences, reference)
 
 
 # --- what is refused ----------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from .config import SpeculativeConfig, instead_of
 from .drafts.base import Draft
 from .hints import meant, nearest, what
 from .kinds import COMPOSED, READ_BESIDE
-from .media import media_in, untried
+from .media import both_ways, media_in, untried
 from .positions import counting
 from .probe import check_batch, check_mode, check_source
 
@@ -166,8 +166,9 @@ def check_draft_stop(draft: Draft, config: SpeculativeConfig) -> None:
                          f'own. Pass a smaller model as assistant_model, or leave draft_stop="constant" (or "heuristic").')
 
 
-def check_call(model, input_ids, processors, generation, model_kwargs: dict, traits: compat.ModelTraits, config: SpeculativeConfig) -> dict:
-    """What transformers has made of the call, its model's own config included. Returns what is shown beside the text, {} for nothing."""
+def check_call(model, input_ids, processors, generation, model_kwargs: dict, traits: compat.ModelTraits, config: SpeculativeConfig) -> dict | None:
+    """What transformers has made of the call, its model's own config included. Returns what is shown beside the text; None where there is nothing, and the prompts
+    need no pass by themselves."""
     check_mode(model, "target")
     model = compat.unwrap(model)
     own = model.generation_config
@@ -206,9 +207,10 @@ def check_call(model, input_ids, processors, generation, model_kwargs: dict, tra
         _check_tails(cache, real)
     if not shown:
         _check_positions(positions, real, cached)
-    elif (generation.num_beams or 1) > 1:
-        raise ValueError(f"num_beams={generation.num_beams}: beams share a pass over the text of their prompts, which {next(iter(shown))} is no part of. Use "
-                         f"num_beams=1, or speculative=False.")
+    apart = bool(shown) or both_ways(model.config, cached)
+    if apart and (generation.num_beams or 1) > 1:
+        what = f"over the text of their prompts, which {next(iter(shown))} is no part of" if shown else "over prompts that are read in one direction"
+        raise ValueError(f"num_beams={generation.num_beams}: beams share a pass {what}. Use num_beams=1, or speculative=False.")
     lengths.check_rope(model, generation.max_length, "target")
     lengths.check_selection(model, generation.max_length, "target")
     lengths.check_experts(model, input_ids.shape[0], longest, config)
@@ -216,7 +218,7 @@ def check_call(model, input_ids, processors, generation, model_kwargs: dict, tra
         lengths.check_counting(model, generation.max_length, "target")
     _check_processors(processors, generation, own)
     check_batch(model, traits, input_ids.shape[0], "target")
-    return shown
+    return shown if apart else None
 
 
 def _check_inputs(config, model_kwargs: dict, traits: compat.ModelTraits, cached: int) -> dict:

@@ -70,7 +70,7 @@ class Call:
         self.columns = [keep.nonzero()[:, 0].tolist() for keep in mask.bool()]  # of every row, what is not padding
         self.by_columns = compat.unwrap(model).config.model_type in BY_COLUMNS
         self.positions = torch.arange(mask.shape[1], device=mask.device)[None] if self.by_columns else model_kwargs.get("position_ids")
-        self.media = Media(model, shown, input_ids, self.columns, self.positions, decoder.given) if shown else None
+        self.media = Media(model, shown, input_ids, self.columns, self.positions, decoder.given) if shown is not None else None
         if embeds is not None:
             self.media = Embedded(model, {"inputs_embeds": embeds}, input_ids, self.columns, None)
         self.prompts = [row[columns].tolist() for row, columns in zip(input_ids, self.columns)]

@@ -24,7 +24,7 @@ from .masks import Placing
 from .media import Media
 from .own_cache import Handed, OwnCache, Snapshots
 from .parts import read_at
-from .positions import counted_by_row, counting
+from .positions import FIRST, counted_by_row, counting
 from .seq2seq import BLIND, Decoder, Source
 from .states import Checkpoints, StateLayer
 from .tap import Tap, layers_of, show, watched, without_padding
@@ -72,6 +72,7 @@ class Forward:
         self.media: Media | None = None
         self.lengths: list[int] = []
         self.ahead: list[int] = []
+        self.begin = FIRST.get(compat.unwrap(model).config.model_type, 0)
         self.reader: Callable[[list[int], torch.Tensor], None] | None = None
         self.embed: Callable[[torch.Tensor], torch.Tensor] | None = None
         self.taps: list[Tap] = []
@@ -161,7 +162,8 @@ class Forward:
                 return logits if keep or wanted is None else logits[:, wanted.to(logits.device)]
         kept = nullcontext() if self.states is None else self.states.during(starts, width)
         told = nullcontext() if self.cache.plan.columns is None else counted_by_row(self.counting, starts, width)
-        with kept, told, watched(read_at(compat.unwrap(self.model), layers)) as states:
+        drawn = torch.random.fork_rng([self.device] if self.device.type == "cuda" else []) if seen and self.role != "target" else nullcontext()  # noise of sounds
+        with kept, told, drawn, watched(read_at(compat.unwrap(self.model), layers)) as states:
             reference = (self.runner(self.run, **inputs) if tokens.numel() <= self.most and not seen else self.run(**inputs)).logits
         show(self.taps, [state[:, -width:] for state in states], starts)
         reference = reference if keep or wanted is None else reference[:, wanted.to(reference.device)]
@@ -212,4 +214,6 @@ class Forward:
         inputs = self.placing(self.cache.plan, self.lengths, width, tree, sizes, first)
         if any(self.ahead) and "position_ids" in inputs:
             inputs["position_ids"] = inputs["position_ids"] + upload(self.ahead, self.device)[:, None]
+        if self.begin and "position_ids" in inputs:
+            inputs["position_ids"] = inputs["position_ids"] + self.begin
         return inputs

@@ -13,34 +13,42 @@ from transformers import PreTrainedModel
 
 from . import compat
 from .caches import CACHE, GOES_ON, cached_tokens
+from .kinds import BOTH_WAYS
 from .uploads import upload
 
 TRIED = {  # model types whose answers to what they are shown were compared with plain generate's
     "image": frozenset(
-        "aria aya_vision chameleon cohere2_vision deepseek_ocr2 deepseek_vl deepseek_vl_hybrid emu3 ernie4_5_vl_moe exaone4_5 fuyu gemma3 gemma3n gemma4 "
-        "gemma4_unified glm46v glm4v glm4v_moe glm_ocr got_ocr2 granite4_vision granite_docling hunyuan_vl idefics2 idefics3 internvl janus kimi_k25 lfm2_vl "
-        "lfm3_vl lighton_ocr llava llava_next llava_onevision minicpmv4_6 minicpmv4_7 mistral3 molmo2 muse_glimmer muse_spark nemotron_h_omni ovis2 "
-        "paddleocr_vl qianfan_ocr qwen2_5_omni_thinker qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe smolvlm step3p7 "
-        "video_llama_3 vipllava".split()),
-    "video": frozenset("qwen2_5_vl qwen2_vl qwen3_5 qwen3_vl".split()),
-    "sound": frozenset("audioflamingo3 fun_asr_nano gemma3n glmasr granite_speech musicflamingo qwen2_audio qwen3_asr voxtral".split()),
+        "aria aya_vision chameleon cohere2_vision deepseek_ocr2 deepseek_vl deepseek_vl_hybrid emu3 ernie4_5_vl_moe exaone4_5 fuyu gemma3 gemma3n "
+        "gemma4 gemma4_unified glm46v glm4v glm4v_moe glm_ocr got_ocr2 granite4_vision granite_docling hunyuan_vl idefics2 idefics3 inkling2 internvl "
+        "janus kimi_k25 lfm2_vl lfm3_vl lighton_ocr llava llava_next llava_onevision minicpmv4_6 minicpmv4_7 minimax_m3_vl mistral3 molmo2 "
+        "muse_glimmer muse_spark nemotron_h_omni ovis2 paddleocr_vl paligemma phi4_multimodal qianfan_ocr qwen2_5_omni_thinker qwen2_5_vl qwen2_vl "
+        "qwen3_5 qwen3_5_moe qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe qwen4_exp smolvlm step3p7 video_llama_3 vipllava".split()),
+    "video": frozenset("minimax_m3_vl qwen2_5_vl qwen2_vl qwen3_5 qwen3_vl qwen4_exp".split()),
+    "sound": frozenset(
+        "audioflamingo3 fun_asr_nano gemma3n glmasr granite_speech granite_speech_plus moss_transcribe_diarize musicflamingo omniasr phi4_multimodal "
+        "qwen2_audio qwen3_asr vibevoice_asr voxtral".split()),
 }
 if not GOES_ON:  # transformers before 5.17: these count positions by what they have kept of the first pass
     TRIED["image"] -= {"qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"}
-_HEARD = ("audio", "input_features", "feature_attention_mask", "input_values", "speech")  # parts of the names of inputs that are sounds
+_HEARD = ("audio", "input_features", "feature_attention_mask", "input_values", "padding_mask", "sample", "speech")  # parts of the names of inputs that are sounds
 _MARKS = ("mm_token_type_ids", "moe_mm_token_type_ids", "token_type_ids")
 _READ, _READS = "mm_encoder_outputs", "_maybe_prepare_encoder_kwargs_for_generation"  # since transformers 5.24, where a model has them
 _SIGHT = ("patch_size", "spatial_patch_size", "temporal_patch_size", "spatial_merge_size", "in_channels", "num_channels", "num_mel_bins")
-BY_COLUMNS = frozenset(("exaone4_5", "moss_transcribe_diarize"))  # plain generate() hands these no positions: they count padding, and a cache of theirs shows it
+BY_COLUMNS = frozenset(("exaone4_5", "moss_transcribe_diarize", "vibevoice_asr"))  # plain generate() hands these no positions: they count padding, and a cache of theirs shows it
 _TEXT = frozenset(("attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "cache_position", "output_attentions", "output_hidden_states"))
 
 
 def media_in(config: Any, model_kwargs: dict[str, Any], cached: int = 0) -> dict[str, Any]:
     """Of the model inputs that `generate` has prepared for the model of `config` those that are no text; {} where they say no more than that there is
     nothing behind the first `cached` tokens."""
-    marks = _MARKS if hasattr(config, "vision_config") else _MARKS[:2]
+    marks = _MARKS if hasattr(config, "vision_config") and not both_ways(config, cached) else _MARKS[:2]
     found = {name: value for name, value in model_kwargs.items() if name not in _TEXT and value is not None and not (isinstance(value, dict) and not value)}
     return found if any(name not in marks or bool(value[..., cached:].any()) for name, value in found.items()) else {}
+
+
+def both_ways(config: Any, cached: int) -> bool:
+    """Whether a prompt whose first `cached` tokens are in a cache gets a pass by itself whatever it shows, as its tokens see those behind them."""
+    return config.model_type in BOTH_WAYS and not cached
 
 
 def untried(config: Any, shown: dict[str, Any]) -> str | None:
