@@ -226,7 +226,7 @@ def _check_inputs(config, model_kwargs: dict, traits: compat.ModelTraits, cached
     shown, own = media_in(config, model_kwargs, cached), ("encoder_outputs", "decoder_attention_mask", "global_attention_mask")  # the last, LED's encoder has read
     composed = config.model_type in COMPOSED  # what is not the decoder's, their encoder has read; labels are Seq2SeqTrainer's, and generate hands them to no pass
     shown = {name: value for name, value in shown.items() if name != "labels" and (not composed or name.startswith("decoder_"))}
-    own = {*own, *READ_BESIDE.get(config.model_type, ())}
+    own = {*own, *READ_BESIDE.get(config.model_type, ("inputs_embeds",))}
     name = next((name for name in shown if name not in own), None) if traits.encoder == "own" else untried(config, shown)
     if name is not None:
         raise ValueError(f"{name}: this model input is not supported with speculative=True for a model of type {config.model_type!r}. Drop it, or use "

@@ -56,8 +56,8 @@ class Call:
 
     def __init__(self, decoder, model, input_ids, processors, generation_config, inputs_tensor, model_kwargs):
         self.decoder, self.model, self.config = decoder, model, decoder.config
-        self.ids, embeds = input_ids, model_kwargs.get("inputs_embeds")  # as they were passed
         self.traits = compat.traits_of(compat.unwrap(model), "target")
+        self.ids, embeds = input_ids, model_kwargs.get("inputs_embeds") if self.traits.encoder != "own" else None  # as they were passed; an encoder has read its own
         if embeds is not None:
             input_ids, generation_config, model_kwargs = embedded(model, input_ids, generation_config, model_kwargs, self.traits)
         self.input_ids, self.generation, self.hidden = input_ids, generation_config, self.ids.shape != input_ids.shape
