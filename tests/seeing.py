@@ -64,6 +64,10 @@ class Family:
         width = max(map(len, texts))
         ids = torch.tensor([[0] * (width - len(row)) + row for row in texts])
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in texts])
+        if "aspect_ratio_mask" in shown:  # one image a row
+            seen = ((ids == self.token).cumsum(1) > 0).long()
+            shown = {name: value[:rows] for name, value in shown.items()}
+            shown["cross_attention_mask"] = seen[:, :, None, None] * shown["aspect_ratio_mask"][:, None]
         marks = {name: (ids == self.token) * (0 if self.kind in BOTH_WAYS else 2 if self.token == VIDEO else 1) for name in self.marks}
         return {"input_ids": ids, "attention_mask": mask, **marks, **shown}
 
@@ -79,6 +83,9 @@ def _built(family: Family, seed: int):
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.normal_(0.0, family.spread)
+        for name, parameter in model.named_parameters():
+            if "gate" in name and parameter.numel() == 1:  # of layers that look at an image, which begin with none of it
+                parameter.fill_(0.8)
     model.generation_config.do_sample = False
     model.generation_config.eos_token_id = None
     return model
@@ -187,6 +194,13 @@ def _moss(n, generator):
     return [2] * n, {"input_features": _noise(generator, n, 8, 16), **masks}
 
 
+def _mllama(n, generator):
+    """Of one tile or two; the tokens from the mark on look at it."""
+    ids = [1 + i % 3 for i in range(n)]
+    tiles = torch.tensor([[[1, int(one > 1)]] for one in ids])
+    return [1] * n, {"pixel_values": _noise(generator, n, 1, 2, 3, 16, 16), "aspect_ratio_ids": torch.tensor(ids)[:, None], "aspect_ratio_mask": tiles}
+
+
 def _docling(n, generator):
     return [4] * n, {"pixel_values": _noise(generator, n, 1, 3, 16, 16), "pixel_attention_mask": torch.ones(n, 1, dtype=torch.bool)}
 
@@ -249,6 +263,10 @@ _GEMMA3N = dict(
                      sliding_window=8, altup_num_inputs=2, laurel_rank=8, num_kv_shared_layers=0, hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCAB),
     vision_config=dict(hidden_size=16, vocab_size=4, vocab_offset=51), audio_config=dict(hidden_size=32, conf_num_hidden_layers=1, conf_num_attention_heads=4, input_feat_size=8,
                                                                                        vocab_size=6, vocab_offset=55))
+_MLLAMA = dict(image_token_index=IMAGE, text_config={**_TEXT, "bos_token_id": 1, "num_hidden_layers": 3, "cross_attention_layers": [1],
+                                                     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}, vision_config=dict(
+    hidden_size=16, intermediate_size=24, num_hidden_layers=2, attention_heads=2, image_size=16, patch_size=4, num_global_layers=1, intermediate_layers_indices=[1],
+    vision_output_dim=32, max_num_tiles=2, supported_aspect_ratios=[[1, 1], [1, 2], [2, 1]]))
 _PALIGEMMA = dict(_IMAGE, projection_dim=32, vision_config=dict(_SIGLIP, projection_dim=32))
 _PHI4 = dict(_TEXT, original_max_position_embeddings=256, rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
              vision_config=dict(_VISION, crop_size=16, image_token_id=IMAGE), audio_config=dict(
@@ -382,6 +400,7 @@ FAMILIES = [
     Family("PaliGemma 2", "paligemma", dict(_PALIGEMMA, text_config=text("gemma2", **_HYBRID, query_pre_attn_scalar=8)), _pictures(16), ("token_type_ids",), trees=False,
            attn="eager"),
     Family("Phi-4 Multimodal", "phi4_multimodal", _PHI4, _phi4),
+    Family("Mllama", "mllama", _MLLAMA, _mllama),
     Family("Qwen4-Exp", "qwen4_exp", _QWEN4, _patches(96), _AXES, **_ALONE),
     Family("MiniMax-M3-VL", "minimax_m3_vl", _MINIMAX, _patches(96), **_ALONE),
     Family("Inkling 2", "inkling2", dict(

@@ -257,6 +257,41 @@ def test_positions_behind_an_image():
         assert torch.allclose(logits, model(**inputs, position_ids=positions[1:]).logits[:, -1], atol=1e-4)
 
 
+# --- images at which all of the text looks ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("look", ["all", "none", "part"])
+def test_a_text_looks_at_what_the_last_token_of_its_prompt_looks_at(look):
+    model, inputs = BY_NAME["Mllama"].model(), BY_NAME["Mllama"].prompts(3, seed=5)
+    seen = inputs["cross_attention_mask"].clone()
+    seen[:, -1, :, {"all": 2, "none": 0, "part": 1}[look] :] = 0
+    inputs = {**inputs, "cross_attention_mask": seen}
+    ends = plain(model, inputs)[:, inputs["input_ids"].shape[1] + 4 :]
+    for draft in (None, perturbed(model, 0.02), MixtureDraft(), EarlyExitDraft(model, 2), EarlyExitDraft(model, 1)):
+        assert torch.equal(ours(model, inputs, draft).sequences, plain(model, inputs))
+        for settings in (dict(eos_token_id=int(ends[1, 0]), pad_token_id=0), dict(eos_token_id=ends[:, 2].tolist(), pad_token_id=0)):
+            assert torch.equal(ours(model, inputs, draft, **settings).sequences, plain(model, inputs, **settings))
+
+
+def test_the_cache_that_comes_back_holds_the_image():
+    model, inputs = BY_NAME["Mllama"].model(), BY_NAME["Mllama"].prompts(2)
+    out, reference = ours(model, inputs), plain(model, inputs, return_dict_in_generate=True)
+    key = next(name for name in ("cache", "past_key_values") if getattr(out, name, None) is not None)
+    more = torch.cat([out.sequences, torch.tensor([[7, 9, 11]] * 2)], dim=1)
+    told = {"input_ids": more, "attention_mask": torch.cat([inputs["attention_mask"], torch.ones(2, NEW + 3).long()], dim=1)}
+    told["cross_attention_mask"] = torch.cat([inputs["cross_attention_mask"], inputs["cross_attention_mask"][:, -1:].expand(-1, NEW + 3, -1, -1)], dim=1)
+    texts = [model.generate(**told, max_new_tokens=9, **{key: copy.deepcopy(getattr(made, key))}) for made in (out, reference)]
+    assert torch.equal(*texts)
+    with pytest.raises(ValueError, match="holds an image, which the text behind it goes on seeing"):
+        ours(model, {name: told[name] for name in ("input_ids", "attention_mask")}, **{key: getattr(out, key)})
+
+
+def test_images_without_what_says_which_tokens_look_at_them():
+    model, inputs = BY_NAME["Mllama"].model(), BY_NAME["Mllama"].prompts(1)
+    with pytest.raises(ValueError, match="pixel_values and cross_attention_mask beside each other.*speculative=False"):
+        ours(model, {**inputs, "cross_attention_mask": None})
+
+
 # --- prompts that are read in both directions ------------------------------------------------------------------------------
 
 

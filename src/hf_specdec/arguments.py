@@ -11,7 +11,7 @@ import torch
 from transformers import GenerationMixin, PreTrainedModel
 
 from . import compat, lengths
-from .caches import cached_tokens, check_cache, read_cache
+from .caches import cached_tokens, check_cache, read_cache, seeing
 from .config import SpeculativeConfig, instead_of
 from .drafts.base import Draft
 from .hints import meant, nearest, what
@@ -167,8 +167,7 @@ def check_draft_stop(draft: Draft, config: SpeculativeConfig) -> None:
 
 
 def check_call(model, input_ids, processors, generation, model_kwargs: dict, traits: compat.ModelTraits, config: SpeculativeConfig) -> dict | None:
-    """What transformers has made of the call, its model's own config included. Returns what is shown beside the text; None where there is nothing, and the prompts
-    need no pass by themselves."""
+    """What transformers has made of the call, its model's own config included. Returns what is shown beside the text, None where prompts need no pass of their own."""
     check_mode(model, "target")
     model = compat.unwrap(model)
     own = model.generation_config
@@ -233,6 +232,8 @@ def _check_inputs(config, model_kwargs: dict, traits: compat.ModelTraits, cached
                          f"speculative=False.")
     if traits.encoder == "own":
         return {}
+    if shown and seeing(config) and not {"pixel_values", "cross_attention_mask"} <= shown.keys():  # without a mask, what a token sees goes by the width of its pass
+        raise ValueError(f"{next(iter(shown))}: images need pixel_values and cross_attention_mask beside each other. Pass both, or use speculative=False.")
     if shown and cached:
         raise ValueError(f"{compat.CACHE} beside {next(iter(shown))}: what is shown anew cannot be told from what the cache has seen. Pass the whole "
                          f"conversation without the cache, or its text alone with it.")

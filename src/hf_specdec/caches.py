@@ -24,6 +24,11 @@ _KNOWN_LAYERS |= {INDEXED} if hasattr(Cache, "update_indexer") else set()
 _PLAIN = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}  # DummyLayer is newer than 5.17
 
 
+def seeing(config: Any) -> tuple[int, ...]:
+    """The layers of a model that look at an image, and hold it in the cache, or nothing where there is none (Mllama)."""
+    return tuple(getattr(config.get_text_config(), "cross_attention_layers", None) or ())
+
+
 def strange_layers(config: Any) -> list[str]:
     """Types of layers that are no attention, or attention to something else than all tokens before."""
     return sorted(set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS) \
@@ -63,13 +68,12 @@ def check_cache(cache: Any, config: Any, rows: int) -> None:
     if offloaded or not isinstance(cache, DynamicCache) or any("Quantized" in type(part).__name__ for part in (cache, *cache.layers)):
         raise ValueError(f"{CACHE}: {offloaded}{type(cache).__name__} cannot be read and rolled back. Pass a DynamicCache, or none and no cache_implementation.")
     layers = read_cache(cache)
-    seeing = getattr(config.get_text_config(), "cross_attention_layers", None) or ()  # of Mllama: they hold an image, or nothing
-    if any(index in seeing for index, *_ in layers):
+    if any(index in seeing(config) for index, *_ in layers):
         raise ValueError(f"{CACHE} holds an image, which the text behind it goes on seeing: not with speculative=True here. Use speculative=False.")
     if not layers and not cached_tokens(cache):
         return
     empty = _empty_cache(config)
-    wanted = getattr(config, "decoder_layers", None) or sum(isinstance(layer, CacheLayerMixin) for layer in empty.layers) - len(seeing)
+    wanted = getattr(config, "decoder_layers", None) or sum(isinstance(layer, CacheLayerMixin) for layer in empty.layers) - len(seeing(config))
     if layers and wanted not in (0, len(layers)):
         raise ValueError(f"{CACHE} holds {len(layers)} layers and the target has {wanted}. Pass a cache that the target has filled, or leave it out.")
     own, theirs = ([(getattr(layer, "number_of_states", 0), isinstance(layer, CacheLayerMixin)) for layer in one.layers] for one in (empty, cache))
@@ -114,3 +118,30 @@ def write_cache(config: Any, layers: list[tuple[torch.Tensor, torch.Tensor] | No
         return fresh
     into.layers = fresh.layers
     return into
+
+
+def assemble_cache(config, rows: list[list], columns: list[list[int]], width: int, into: DynamicCache | None) -> DynamicCache:
+    """A plain `DynamicCache` in the coordinates of the returned sequences, `width` columns: slot s of row b (as `CachedModel.row`
+    gives it) goes to column columns[b][s]; what has no slots, [1, H, n, D], stays as it is. `into` is refilled in place if given."""
+    alike = len(rows) == 1 and columns[0][:width] == list(range(width))  # one row without padding: its slots are the columns
+    layers = []
+    for parts in zip(*rows):
+        if parts[0] is None:
+            layers.append(None)
+        elif parts[0][0].ndim == 4:  # of what the prompts show
+            layers.append(tuple(torch.cat(pieces) for pieces in zip(*parts)))
+        elif alike and parts[0][0].shape[1] == width:
+            layers.append(tuple(piece[None] for piece in parts[0]))
+        else:
+            layers.append(tuple(_in_columns(pieces, columns, width) for pieces in zip(*parts)))
+    return write_cache(config, layers, into)
+
+
+def _in_columns(pieces: tuple[torch.Tensor, ...], columns: list[list[int]], width: int) -> torch.Tensor:
+    """[B, H, width, D] of pieces [H, n, D]."""
+    out = pieces[0].new_zeros((len(pieces), pieces[0].shape[0], width, pieces[0].shape[2]))
+    for b, piece in enumerate(pieces):
+        places = [column for column in columns[b][: piece.shape[1]] if column < width]
+        together = places and places[-1] - places[0] + 1 == len(places)
+        out[b, :, slice(places[0], places[-1] + 1) if together else places] = piece[:, : len(places)]
+    return out

@@ -7,12 +7,11 @@ from math import ceil
 from typing import Any
 
 import torch
-from transformers import DynamicCache
 from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput, MaxLengthCriteria
 
 from . import compat, registry
 from .arguments import check_call, check_draft_stop
-from .caches import MADE, cached_tokens, counts_tokens, write_cache
+from .caches import MADE, assemble_cache, cached_tokens, counts_tokens
 from .cached_model import CachedModel
 from .config import MAX_ASSISTANT_TOKENS
 from .devices import seat_of
@@ -273,28 +272,3 @@ def _stacked(rows: list[list[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
     width = max(map(len, rows))
     blank = torch.zeros_like(next(row for row in rows if row)[0]) if width else None
     return tuple(torch.stack([row[i] if i < len(row) else blank for row in rows]) for i in range(width))
-
-
-def assemble_cache(config, rows: list[list], columns: list[list[int]], width: int, into: DynamicCache | None) -> DynamicCache:
-    """A plain `DynamicCache` in the coordinates of the returned sequences, `width` columns: slot s of row b (as `CachedModel.row`
-    gives it) goes to column columns[b][s]. `into` is refilled in place if given."""
-    alike = len(rows) == 1 and columns[0][:width] == list(range(width))  # one row without padding: its slots are the columns
-    layers = []
-    for parts in zip(*rows):
-        if parts[0] is None:
-            layers.append(None)
-        elif alike and parts[0][0].shape[1] == width:
-            layers.append(tuple(piece[None] for piece in parts[0]))
-        else:
-            layers.append(tuple(_in_columns(pieces, columns, width) for pieces in zip(*parts)))
-    return write_cache(config, layers, into)
-
-
-def _in_columns(pieces: tuple[torch.Tensor, ...], columns: list[list[int]], width: int) -> torch.Tensor:
-    """[B, H, width, D] of pieces [H, n, D]."""
-    out = pieces[0].new_zeros((len(pieces), pieces[0].shape[0], width, pieces[0].shape[2]))
-    for b, piece in enumerate(pieces):
-        places = [column for column in columns[b][: piece.shape[1]] if column < width]
-        together = places and places[-1] - places[0] + 1 == len(places)
-        out[b, :, slice(places[0], places[-1] + 1) if together else places] = piece[:, : len(places)]
-    return out

@@ -20,7 +20,7 @@ TRIED = {  # model types whose answers to what they are shown were compared with
     "image": frozenset(
         "aria aya_vision chameleon cohere2_vision deepseek_ocr2 deepseek_vl deepseek_vl_hybrid emu3 ernie4_5_vl_moe exaone4_5 fuyu gemma3 gemma3n "
         "gemma4 gemma4_unified glm46v glm4v glm4v_moe glm_ocr got_ocr2 granite4_vision granite_docling hunyuan_vl idefics2 idefics3 inkling2 internvl "
-        "janus kimi_k25 lfm2_vl lfm3_vl lighton_ocr llava llava_next llava_onevision minicpmv4_6 minicpmv4_7 minimax_m3_vl mistral3 molmo2 "
+        "janus kimi_k25 lfm2_vl lfm3_vl lighton_ocr llava llava_next llava_onevision minicpmv4_6 minicpmv4_7 minimax_m3_vl mistral3 mllama molmo2 "
         "muse_glimmer muse_spark nemotron_h_omni ovis2 paddleocr_vl paligemma phi4_multimodal qianfan_ocr qwen2_5_omni_thinker qwen2_5_vl qwen2_vl "
         "qwen3_5 qwen3_5_moe qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe qwen4_exp smolvlm step3p7 video_llama_3 vipllava".split()),
     "video": frozenset("minimax_m3_vl qwen2_5_vl qwen2_vl qwen3_5 qwen3_vl qwen4_exp".split()),
@@ -35,6 +35,7 @@ _MARKS = ("mm_token_type_ids", "moe_mm_token_type_ids", "token_type_ids")
 _READ, _READS = "mm_encoder_outputs", "_maybe_prepare_encoder_kwargs_for_generation"  # since transformers 5.24, where a model has them
 _SIGHT = ("patch_size", "spatial_patch_size", "temporal_patch_size", "spatial_merge_size", "in_channels", "num_channels", "num_mel_bins")
 BY_COLUMNS = frozenset(("exaone4_5", "moss_transcribe_diarize", "vibevoice_asr"))  # plain generate() hands these no positions: they count padding, and a cache of theirs shows it
+_LOOKED = ("cross_attention_mask",)  # what the tokens of a prompt look at, [B, P, ...]
 _TEXT = frozenset(("attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "cache_position", "output_attentions", "output_hidden_states"))
 
 
@@ -88,9 +89,16 @@ class Media:
         given = given if positions is None else {**given, "position_ids": positions}  # they were dropped
         return {name: value.to(device) if torch.is_tensor(value) else value for name, value in given.items() if value is not None}
 
+    def sight(self) -> dict[str, torch.Tensor]:
+        """What tokens are told to look at of what is shown, [B, 1, ...] by name: behind a prompt what its last one is."""
+        ends = torch.tensor([own[-1] for own in self.columns], device="cpu")
+        return {name: value[torch.arange(len(ends)), ends.to(value.device)][:, None] for name, value in self.inputs.items() if name in _LOOKED}
+
     def _laid_out(self, value: Any, width: int, begins: list[int], beyond: torch.Tensor | int = 0) -> Any:
         """A tensor with a number for every token as the rows of a pass have them, `beyond` where the prompts have ended; anything else as it is."""
         shape = self.tokens.shape
+        if any(value is self.inputs.get(name) for name in _LOOKED) and value is not None:  # with several numbers for every token
+            return self._laid_out(value.flatten(2).permute(2, 0, 1), width, begins).permute(1, 2, 0).unflatten(2, value.shape[2:])
         numbered = torch.is_tensor(value) and (value is self.positions or not value.is_floating_point())  # positions may be fractions
         if not numbered or value.ndim < 2 or value.shape[-1] != shape[1] or value.shape[-2] not in (1, shape[0]):
             return value
