@@ -281,6 +281,8 @@ _MINIMAX = dict(_IMAGE, video_token_index=VIDEO, projector_hidden_size=16, visio
 _INKLING = dict(_TEXT, swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=8, sliding_window_size=8, d_rel=4, rel_extent=32, moe_intermediate_size=16,
                 n_routed_experts=4, num_experts_per_tok=2, unpadded_vocab_size=VOCAB, n_layers_per_attn_res_block=1)
 _VIBE = dict(model_type="vibevoice_acoustic_tokenizer_encoder", num_filters=4, downsampling_ratios=[2, 2], depths=[1, 1, 1], kernel_size=3, hidden_size=8, vae_std=0.0)
+_STACKED = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
+_STACKED_EAR = dict(_STACKED, num_mel_bins=8, subsampling_factor=2)
 _ALONE = dict(trees=False, ragged=False)
 FAMILIES = [
     Family("LLaVA", "llava", dict(_INDEX, vision_config=_CLIP), _pictures(16)),
@@ -444,6 +446,11 @@ FAMILIES = [
     Family("OmniASR", "omniasr", dict(_AUDIO, text_config=text("llama"), audio_config=dict(
         hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, conv_dim=[8, 16], conv_kernel=[2, 2], conv_stride=[2, 2],
         num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, layerdrop=0.0)), _wave(4, 1, 16)),
+    Family("Nemotron 3.5 Transcribe", "nemo_speechlm", dict(
+        audio_token_id=IMAGE, text_config=dict(_MAMBA, model_type="nemotron_h"), word_timestamp_config=dict(_STACKED, num_hidden_layers=1, vocab_size=20, blank_token_id=19),
+        audio_config=dict(asr_config=_STACKED_EAR, diarization_config=dict(
+            model_type="nemotron3_diarization", audio_config=_STACKED_EAR, streaming_config=dict(num_speakers=2, subsampling_factor=2),
+            head_config=dict(hidden_size=16, num_speakers=2, audio_hidden_size=16, subsampling_factor=2)))), _sounds(4, 8, 8, mask=_FEATURES), trees=False),
     Family("VibeVoice-ASR", "vibevoice_asr", dict(
         audio_token_id=IMAGE, audio_bos_token_id=START, audio_eos_token_id=END, acoustic_tokenizer_chunk_size=64, text_config=text("qwen2"),
         acoustic_tokenizer_encoder_config=_VIBE, semantic_tokenizer_encoder_config=dict(_VIBE, hidden_size=16)), _wave(4, 1, 16, dtype=torch.bool), attn="eager"),

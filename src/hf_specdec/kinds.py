@@ -7,6 +7,9 @@ OWN_WAYS = {"cpmant": "puts a prompt of its own before every pass",
             "blt": "groups its text into patches anew in every pass",
             "xlm": "puts a mask token behind every pass", "prophetnet": "reads one token at a time from a cache",
             "fsmt": "masks nothing in a pass with a cache, so that a token would see those drafted behind it",
+            "idefics": "is shown its images anew with every token",
+            **dict.fromkeys(("kyutai_speech_to_text", "voxtral_realtime"), "hears another piece of the sound with every token"),
+            **dict.fromkeys(("kosmos-2.5", "kosmos_2_text_model"), "counts positions by what is in its cache, padding included, from behind the number of its padding token"),
             "nllb-moe": "routes tokens by a mask that it reads across rows, and by how many a pass has (moe_eval_capacity_token_fraction)",
             **dict.fromkeys(("musicgen_decoder", "musicgen_melody_decoder"), "writes several codebooks by a generate of its own")}
 OWN_WAYS_BEFORE = {  # transformers 5.24

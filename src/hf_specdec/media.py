@@ -25,7 +25,7 @@ TRIED = {  # model types whose answers to what they are shown were compared with
         "qwen3_5 qwen3_5_moe qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe qwen4_exp smolvlm step3p7 video_llama_3 vipllava".split()),
     "video": frozenset("minimax_m3_vl qwen2_5_vl qwen2_vl qwen3_5 qwen3_vl qwen4_exp".split()),
     "sound": frozenset(
-        "audioflamingo3 fun_asr_nano gemma3n glmasr granite_speech granite_speech_plus moss_transcribe_diarize musicflamingo omniasr phi4_multimodal "
+        "audioflamingo3 fun_asr_nano gemma3n glmasr granite_speech granite_speech_plus moss_transcribe_diarize musicflamingo nemo_speechlm omniasr phi4_multimodal "
         "qwen2_audio qwen3_asr vibevoice_asr voxtral".split()),
 }
 if not GOES_ON:  # transformers before 5.17: these count positions by what they have kept of the first pass

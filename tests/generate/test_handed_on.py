@@ -86,3 +86,24 @@ def test_an_image_without_a_prompt():
     model, inputs = made("BLIP-2"), {"pixel_values": shown("BLIP-2", 3)["pixel_values"]}
     out = enable(copy.deepcopy(model)).generate(**inputs, max_new_tokens=NEW, speculative=True)
     assert torch.equal(out, model.generate(**inputs, max_new_tokens=NEW))
+
+
+_KOSMOS = dict(vocab_size=VOCAB, embed_dim=32, layers=1, ffn_dim=64, attention_heads=4, max_position_embeddings=64)
+REFUSED = {
+    "Kosmos-2.5": ("Kosmos2_5ForConditionalGeneration", "kosmos-2.5", dict(latent_query_num=4, text_config=_KOSMOS, vision_config=dict(
+        hidden_size=16, patch_embed_hidden_size=16, intermediate_size=24, head_dim=8, num_hidden_layers=1, num_attention_heads=2, max_num_patches=16)),
+        "Kosmos2_5ForConditionalGeneration counts positions by what is in its cache"),
+    "Kosmos-2": ("Kosmos2ForConditionalGeneration", "kosmos-2", dict(text_config=_KOSMOS, vision_config=_EYE, latent_query_num=4),
+                 "Kosmos2TextForCausalLM counts positions by what is in its cache"),
+    "Idefics": ("IdeficsForVisionText2Text", "idefics", dict(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vision_config=dict(
+            embed_dim=16, image_size=16, intermediate_size=24, patch_size=4, num_hidden_layers=2, num_attention_heads=2)), "is shown its images anew with every token"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_counts_or_looks_in_a_way_of_its_own_is_refused(name):
+    kind, model_type, settings, why = REFUSED[name]
+    model = getattr(transformers, kind)(AutoConfig.for_model(model_type, **settings))
+    with pytest.raises(ValueError, match=f"{why}.*speculative=False"):
+        enable(model)
