@@ -70,7 +70,10 @@ from one).
 
 def shown_line(family: seeing.Family) -> str:
     model, columns = family.model(), []
-    for rows in (1, 3) if family.ragged else (1,):
+    for rows in (1, 3):
+        if rows > 1 and not family.ragged:
+            columns.append("refused")
+            continue
         inputs = family.prompts(rows)
         wanted = model.generate(**inputs, max_new_tokens=20)
         drafts = [None, perturbed(model, 0.02), *([MixtureDraft()] if rows > 1 and family.trees else [])]

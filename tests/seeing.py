@@ -11,6 +11,7 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForMultimodalLM, AutoModelForSeq2SeqLM
 
+from hf_specdec.kinds import BOTH_WAYS
 from tests.helpers import VOCAB
 from tests.timm_stand_in import without_timm
 
@@ -64,7 +65,11 @@ class Family:
         width = max(map(len, texts))
         ids = torch.tensor([[0] * (width - len(row)) + row for row in texts])
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in texts])
-        marks = {name: (ids == self.token) * (2 if "pixel_values_videos" in shown else 1) for name in self.marks}
+        if "aspect_ratio_mask" in shown:  # one image a row
+            seen = ((ids == self.token).cumsum(1) > 0).long()
+            shown = {name: value[:rows] for name, value in shown.items()}
+            shown["cross_attention_mask"] = seen[:, :, None, None] * shown["aspect_ratio_mask"][:, None]
+        marks = {name: (ids == self.token) * (0 if self.kind in BOTH_WAYS else 2 if "pixel_values_videos" in shown else 1) for name in self.marks}
         return {"input_ids": ids, "attention_mask": mask, **marks, **shown}
 
 
@@ -82,6 +87,9 @@ def _built(family: Family, seed: int):
         for name, buffer in model.named_buffers():
             if name.endswith("codebook.embed"):  # made of zeros
                 buffer.normal_(0.0, 0.1)
+        for name, parameter in model.named_parameters():
+            if "gate" in name and parameter.numel() == 1:  # of layers that look at an image, which begin with none of it
+                parameter.fill_(0.8)
     model.generation_config.do_sample = False
     model.generation_config.eos_token_id = None
     return model
@@ -171,6 +179,40 @@ def _molmo(n, generator):
 
 def _omni(n, generator):
     return [4] * n, {"pixel_values": _noise(generator, n * 16, 48), "image_grid_hw": torch.tensor([[4, 4]] * n)}
+
+
+def _inkling(n, generator):
+    """As one patch for every token."""
+    grids = [((1, 2, 2), (1, 2, 4))[i % 2] for i in range(n)]
+    tokens = [t * h * w for t, h, w in grids]
+    return tokens, {"pixel_values": _noise(generator, sum(tokens), 8, 8, 3), "image_grid_thw": torch.tensor(grids)}
+
+
+def _phi4(n, generator):
+    """Of one tile and the whole image each."""
+    shown = {"image_pixel_values": _noise(generator, n, 2, 3, 16, 16), "image_sizes": torch.tensor([[16, 16]] * n)}
+    return [13] * n, {**shown, "image_attention_mask": torch.ones(n, 2, 4, 4).long()}
+
+
+def _phi4_sound(n, generator):
+    return [2] * n, {"audio_input_features": _noise(generator, n, 16, 8), "audio_embed_sizes": torch.tensor([2] * n)}
+
+
+def _wave(tokens: int, *shape: int, dtype: torch.dtype = torch.long):
+    """Sounds as they are, with a mask of theirs."""
+    return lambda n, generator: ([tokens] * n, {"input_values": _noise(generator, n, *shape), "padding_mask": torch.ones(n, shape[-1], dtype=dtype)})
+
+
+def _moss(n, generator):
+    masks = {name: torch.ones(n, 16).long() for name in ("input_features_mask", "padding_mask")}
+    return [2] * n, {"input_features": _noise(generator, n, 8, 16), **masks}
+
+
+def _mllama(n, generator):
+    """Of one tile or two; the tokens from the mark on look at it."""
+    ids = [1 + i % 3 for i in range(n)]
+    tiles = torch.tensor([[[1, int(one > 1)]] for one in ids])
+    return [1] * n, {"pixel_values": _noise(generator, n, 1, 2, 3, 16, 16), "aspect_ratio_ids": torch.tensor(ids)[:, None], "aspect_ratio_mask": tiles}
 
 
 def _docling(n, generator):
@@ -264,9 +306,9 @@ _GLM5 = dict(_GLM, vision_config=dict(_OUT, image_size=16, projection_intermedia
     "linear_head_dim": 8, "linear_num_heads": 4, "hc_mult": 2})
 
 # versions of transformers before which plain generate does not take these inputs, or which ours need for the family
-SINCE = {"ViP-LLaVA": (5, 24), "Aria": (5, 24), "Granite 4 Vision": (5, 24), "Fuyu": (5, 24), "Video-LLaVA": (5, 24), "GLM-5.3 Flash": (5, 24),
-         "GLM-5.3 Flash (video)": (5, 24),
-         **dict.fromkeys(("EXAONE 4.5", "Emu3", "Granite Speech", "Qwen2.5-Omni", "Qwen3-Omni", "Qwen3.5", "Qwen3.5-MoE", "Qwen3.5 (video)", "LFM2-VL", "MiniCPM-V 4.6"), (5, 17))}
+SINCE = {**dict.fromkeys(("ViP-LLaVA", "Aria", "Granite 4 Vision", "Fuyu", "Qwen4-Exp", "Qwen4-Exp (video)", "MiniMax-M3-VL", "MiniMax-M3-VL (video)", "Video-LLaVA", "GLM-5.3 Flash", "GLM-5.3 Flash (video)"), (5, 24)),
+         **dict.fromkeys(("EXAONE 4.5", "Emu3", "Granite Speech", "Granite Speech Plus", "Phi-4 Multimodal (sound)", "Qwen2.5-Omni", "Qwen3-Omni", "Qwen3.5", "Qwen3.5-MoE",
+                          "Qwen3.5 (video)", "LFM2-VL", "MiniCPM-V 4.6"), (5, 17))}
 FAILS = {"Llama 4": (5, 24)}  # the version in which plain generate itself fails: Llama 4 asks its text model for an output that this has not
 VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 _GEMMA3N = dict(
@@ -275,6 +317,27 @@ _GEMMA3N = dict(
                      sliding_window=8, altup_num_inputs=2, laurel_rank=8, num_kv_shared_layers=0, hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCAB),
     vision_config=dict(hidden_size=16, vocab_size=4, vocab_offset=51), audio_config=dict(hidden_size=32, conf_num_hidden_layers=1, conf_num_attention_heads=4, input_feat_size=8,
                                                                                        vocab_size=6, vocab_offset=55))
+_MLLAMA = dict(image_token_index=IMAGE, text_config={**_TEXT, "bos_token_id": 1, "num_hidden_layers": 3, "cross_attention_layers": [1],
+                                                     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}, vision_config=dict(
+    hidden_size=16, intermediate_size=24, num_hidden_layers=2, attention_heads=2, image_size=16, patch_size=4, num_global_layers=1, intermediate_layers_indices=[1],
+    vision_output_dim=32, max_num_tiles=2, supported_aspect_ratios=[[1, 1], [1, 2], [2, 1]]))
+_PALIGEMMA = dict(_IMAGE, projection_dim=32, vision_config=dict(_SIGLIP, projection_dim=32))
+_PHI4 = dict(_TEXT, original_max_position_embeddings=256, rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+             vision_config=dict(_VISION, crop_size=16, image_token_id=IMAGE), audio_config=dict(
+                 hidden_size=16, intermediate_size=24, num_blocks=2, num_attention_heads=2, input_size=8, ext_pw_out_channel=16, depthwise_separable_out_channel=16,
+                 nemo_conv_channels=8, audio_token_id=56))
+_QWEN4 = dict(_IDS, vision_config=_SEEN, text_config=dict(
+    _BY_AXES, **_EXPERTS, **{**_DELTA, "layer_types": ["linear_attention", "indexed_attention"]}, shared_expert_intermediate_size=16, hc_lowrank=4, ngram_vocab_size_base=64,
+    split_ngram_parts=1, indexer_n_heads=8, indexer_kv_heads=1, indexer_head_dim=8, indexer_budget=8, indexer_compress_ratio=4))
+_MINIMAX = dict(_IMAGE, video_token_index=VIDEO, projector_hidden_size=16, vision_config={**_VISION, "hidden_size": 24}, text_config=dict(
+    _TEXT, num_local_experts=4, num_experts_per_tok=2, rotary_dim=4, shared_intermediate_size=16, index_head_dim=8, index_n_heads=2, index_block_size=4, index_topk_blocks=2,
+    layer_types=["full_attention", "minimax_m3_sparse"]))
+_INKLING = dict(_TEXT, swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=8, sliding_window_size=8, d_rel=4, rel_extent=32, moe_intermediate_size=16,
+                n_routed_experts=4, num_experts_per_tok=2, unpadded_vocab_size=VOCAB, n_layers_per_attn_res_block=1)
+_VIBE = dict(model_type="vibevoice_acoustic_tokenizer_encoder", num_filters=4, downsampling_ratios=[2, 2], depths=[1, 1, 1], kernel_size=3, hidden_size=8, vae_std=0.0)
+_STACKED = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
+_STACKED_EAR = dict(_STACKED, num_mel_bins=8, subsampling_factor=2)
+_ALONE = dict(trees=False, ragged=False)
 LINES = [
     Family("LLaVA", "llava", dict(_INDEX, vision_config=_CLIP), _pictures(16)),
     Family("Gemma 3", "gemma3", dict(_UNTIED, image_token_index=IMAGE, mm_tokens_per_image=4, vision_config=_SIGLIP,
@@ -406,6 +469,16 @@ LINES = [
     Family("dots.3", "dots3_note", _DOTS, _patches(48)),
     Family("Hy4-VL", "hy_v4_vl", _HY4, _patches(48, breaks=1), _AXES, attn="eager"),
     Family("GLM-5.3 Flash", "glm5_next", _GLM5, _patches(96), trees=False, ragged=False),
+    Family("PaliGemma", "paligemma", dict(_PALIGEMMA, text_config=text("gemma")), _pictures(16), ("token_type_ids",)),
+    Family("PaliGemma 2", "paligemma", dict(_PALIGEMMA, text_config=text("gemma2", **_HYBRID, query_pre_attn_scalar=8)), _pictures(16), ("token_type_ids",), trees=False,
+           attn="eager"),
+    Family("Phi-4 Multimodal", "phi4_multimodal", _PHI4, _phi4),
+    Family("Mllama", "mllama", _MLLAMA, _mllama),
+    Family("Qwen4-Exp", "qwen4_exp", _QWEN4, _patches(96), _AXES, **_ALONE),
+    Family("MiniMax-M3-VL", "minimax_m3_vl", _MINIMAX, _patches(96), **_ALONE),
+    Family("Inkling 2", "inkling2", dict(
+        _TOKENS, text_config=_INKLING, vision_config=dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, patch_size=4,
+                                                          posemb_grid_size=8, projection_hidden_dim=16, text_hidden_size=32)), _inkling, **_ALONE, attn="eager"),
     # videos
     Family("Qwen2-VL (video)", "qwen2_vl", dict(_QWEN, vision_config=dict(_EYE, embed_dim=16, hidden_size=32, mlp_ratio=2)), _films(4, 96), _AXES, token=VIDEO),
     Family("Qwen3-VL (video)", "qwen3_vl", dict(_QWEN, vision_config=dict(_SEEN, deepstack_visual_indexes=[0])), _films(4, 96), _AXES, token=VIDEO),
@@ -421,6 +494,8 @@ LINES = [
     Family("Hy4-VL (video)", "hy_v4_vl", _HY4, _films(12, 48, frames=2), _AXES, attn="eager", token=VIDEO),
     Family("GLM-5.3 Flash (video)", "glm5_next", dict(_GLM5, image_start_token_id=56, image_end_token_id=55, video_start_token_id=START, video_end_token_id=END),
            _films(4, 96), trees=False, ragged=False),
+    Family("Qwen4-Exp (video)", "qwen4_exp", _QWEN4, _films(4, 96), _AXES, **_ALONE, token=VIDEO),
+    Family("MiniMax-M3-VL (video)", "minimax_m3_vl", _MINIMAX, _films(4, 96), **_ALONE, token=VIDEO),
     # sounds
     Family("Qwen2-Audio", "qwen2_audio", dict(audio_token_index=IMAGE, text_config=text("qwen2"), audio_config=dict(
         _EAR, model_type="qwen2_audio_encoder", max_source_positions=8)), _sounds(4, 8, 16, mask="feature_attention_mask")),
@@ -444,6 +519,24 @@ LINES = [
         _sounds(4, 4, 8, mask=_FEATURES, width=4)),
     Family("Apertus 1.5 (sound)", "apertus1p5", _APERTUS, _waves(4, 16), spread=0.5, attn="eager", token=56),
     Family("dots.3 (sound)", "dots3_note", _DOTS, _chunks, token=56),
+    Family("Phi-4 Multimodal (sound)", "phi4_multimodal", _PHI4, _phi4_sound, spread=0.4, token=56),
+    Family("Granite Speech Plus", "granite_speech_plus", dict(
+        _UNTIED, audio_token_index=IMAGE, has_lora_adapter=False, window_size=4, downsample_rate=2, text_config=text("granite", attention_multiplier=0.35),
+        encoder_config=dict(input_dim=8, num_layers=2, hidden_dim=16, num_heads=2, dim_head=8, output_dim=8, context_size=8, max_pos_emb=16, conv_kernel_size=3,
+                            cat_hidden_layers=[1]), projector_config=dict(_FORMER, hidden_size=16, num_attention_heads=2, encoder_hidden_size=32)),
+        _sounds(4, 8, 8, mask=_FEATURES, width=4, dtype=torch.bool)),
+    Family("MOSS-Transcribe", "moss_transcribe_diarize", dict(_AUDIO, text_config=text("qwen3"), audio_chunk_size=16, audio_config=_HEAR), _moss),
+    Family("OmniASR", "omniasr", dict(_AUDIO, text_config=text("llama"), audio_config=dict(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, conv_dim=[8, 16], conv_kernel=[2, 2], conv_stride=[2, 2],
+        num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, layerdrop=0.0)), _wave(4, 1, 16)),
+    Family("Nemotron 3.5 Transcribe", "nemo_speechlm", dict(
+        audio_token_id=IMAGE, text_config=dict(_MAMBA, model_type="nemotron_h"), word_timestamp_config=dict(_STACKED, num_hidden_layers=1, vocab_size=20, blank_token_id=19),
+        audio_config=dict(asr_config=_STACKED_EAR, diarization_config=dict(
+            model_type="nemotron3_diarization", audio_config=_STACKED_EAR, streaming_config=dict(num_speakers=2, subsampling_factor=2),
+            head_config=dict(hidden_size=16, num_speakers=2, audio_hidden_size=16, subsampling_factor=2)))), _sounds(4, 8, 8, mask=_FEATURES), trees=False),
+    Family("VibeVoice-ASR", "vibevoice_asr", dict(
+        audio_token_id=IMAGE, audio_bos_token_id=START, audio_eos_token_id=END, acoustic_tokenizer_chunk_size=64, text_config=text("qwen2"),
+        acoustic_tokenizer_encoder_config=_VIBE, semantic_tokenizer_encoder_config=dict(_VIBE, hidden_size=16)), _wave(4, 1, 16, dtype=torch.bool), attn="eager"),
 ]
 FAMILIES = [family for family in LINES  # of the installed transformers
             if family.kind in CONFIG_MAPPING and VERSION >= SINCE.get(family.name, VERSION) and VERSION != FAILS.get(family.name)]

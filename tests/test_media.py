@@ -49,7 +49,8 @@ def test_no_type_is_said_to_be_tried_that_is_not_here():
     kinds = {"image": set(), "video": set(), "sound": set()}
     for family in LINES:
         names = family.prompts(1).keys() - {"input_ids"}
-        kinds["video" if "pixel_values_videos" in names else "sound" if any(name.startswith("input_") for name in names) else "image"].add(family.kind)
+        heard = any(name in ("audio_input_features", "input_values") or name.startswith("input_") for name in names)
+        kinds["video" if "pixel_values_videos" in names else "sound" if heard else "image"].add(family.kind)
     assert kinds == TRIED
 
 
@@ -68,7 +69,7 @@ def test_the_answer_depends_on_what_is_shown(family):
 def test_greedy_answers_are_those_of_plain_generate(family, rows):
     model, inputs = family.model(), family.prompts(rows)
     if rows > 1 and not family.ragged:
-        with pytest.raises(ValueError, match="along one text.*speculative=False"):
+        with pytest.raises(ValueError, match="Generate the rows one by one"):
             ours(model, inputs)
         return
     reference = plain(model, inputs)
@@ -265,6 +266,97 @@ def test_positions_behind_an_image():
         rows = [inputs["input_ids"][b, own].tolist() for b, own in enumerate(columns)]
         logits = cached.score(rows)[:, 0]
         assert torch.allclose(logits, model(**inputs, position_ids=positions[1:]).logits[:, -1], atol=1e-4)
+
+
+# --- images at which all of the text looks ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("look", ["all", "none", "part"])
+def test_a_text_looks_at_what_the_last_token_of_its_prompt_looks_at(look):
+    model, inputs = BY_NAME["Mllama"].model(), BY_NAME["Mllama"].prompts(3, seed=5)
+    seen = inputs["cross_attention_mask"].clone()
+    seen[:, -1, :, {"all": 2, "none": 0, "part": 1}[look] :] = 0
+    inputs = {**inputs, "cross_attention_mask": seen}
+    ends = plain(model, inputs)[:, inputs["input_ids"].shape[1] + 4 :]
+    for draft in (None, perturbed(model, 0.02), MixtureDraft(), EarlyExitDraft(model, 2), EarlyExitDraft(model, 1)):
+        assert torch.equal(ours(model, inputs, draft).sequences, plain(model, inputs))
+        for settings in (dict(eos_token_id=int(ends[1, 0]), pad_token_id=0), dict(eos_token_id=ends[:, 2].tolist(), pad_token_id=0)):
+            assert torch.equal(ours(model, inputs, draft, **settings).sequences, plain(model, inputs, **settings))
+
+
+def test_the_cache_that_comes_back_holds_the_image():
+    model, inputs = BY_NAME["Mllama"].model(), BY_NAME["Mllama"].prompts(2)
+    out, reference = ours(model, inputs), plain(model, inputs, return_dict_in_generate=True)
+    key = next(name for name in ("cache", "past_key_values") if getattr(out, name, None) is not None)
+    more = torch.cat([out.sequences, torch.tensor([[7, 9, 11]] * 2)], dim=1)
+    told = {"input_ids": more, "attention_mask": torch.cat([inputs["attention_mask"], torch.ones(2, NEW + 3).long()], dim=1)}
+    told["cross_attention_mask"] = torch.cat([inputs["cross_attention_mask"], inputs["cross_attention_mask"][:, -1:].expand(-1, NEW + 3, -1, -1)], dim=1)
+    texts = [model.generate(**told, max_new_tokens=9, **{key: copy.deepcopy(getattr(made, key))}) for made in (out, reference)]
+    assert torch.equal(*texts)
+    with pytest.raises(ValueError, match="holds an image, which the text behind it goes on seeing"):
+        ours(model, {name: told[name] for name in ("input_ids", "attention_mask")}, **{key: getattr(out, key)})
+
+
+def test_images_without_what_says_which_tokens_look_at_them():
+    model, inputs = BY_NAME["Mllama"].model(), BY_NAME["Mllama"].prompts(1)
+    with pytest.raises(ValueError, match="pixel_values and cross_attention_mask beside each other.*speculative=False"):
+        ours(model, {**inputs, "cross_attention_mask": None})
+
+
+# --- prompts that are read in both directions ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["PaliGemma", "PaliGemma 2"])
+@pytest.mark.parametrize("shown", [True, False])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_prompts_that_are_read_in_both_directions_whatever_is_said_of_their_tokens(name, shown, rows):
+    """Zeros are what its processor makes of a prompt, ones of what is to be read as text, and without any it is a matter of the attention."""
+    family = BY_NAME[name]
+    model, inputs = family.model(), family.prompts(rows, seed=6)
+    ids = inputs["input_ids"]
+    if not shown:
+        inputs = {"input_ids": ids.where(ids != IMAGE, 7), "attention_mask": inputs["attention_mask"]}
+    ends = torch.arange(ids.shape[1]).expand_as(ids) >= ids.shape[1] - 3
+    answers = []
+    for marks in (None, torch.zeros_like(ids), torch.ones_like(ids), ends.long()):
+        said = {**inputs, "token_type_ids": marks}
+        answers.append(plain(model, said))
+        for draft in [None, perturbed(model, 0.02)] + ([MixtureDraft()] if family.trees else []):
+            assert torch.equal(ours(model, said, draft).sequences, answers[-1]), type(draft).__name__
+    assert not torch.equal(answers[1], answers[2]) and not torch.equal(answers[1], answers[3])
+    with pytest.raises(ValueError, match="num_beams=2: beams share a pass over"):
+        ours(model, {**inputs, "token_type_ids": None}, num_beams=2)
+
+
+@pytest.mark.parametrize("name", ["PaliGemma", "PaliGemma 2"])
+def test_a_later_turn_behind_a_prompt_that_was_read_in_both_directions(name):
+    family = BY_NAME[name]
+    model, inputs = family.model(), family.prompts(2, seed=7)
+    held = ours(model, inputs, k=3)
+    key = next(name for name in ("cache", "past_key_values") if getattr(held, name, None) is not None)
+    told = {"input_ids": torch.cat([held.sequences, torch.tensor([[7, 9, 11]] * 2)], dim=1)}
+    told["attention_mask"] = (told["input_ids"] != 0).long()
+    told["attention_mask"][:, inputs["input_ids"].shape[1] :] = 1
+    wanted = model.generate(**told, max_new_tokens=9, **{key: copy.deepcopy(getattr(plain(model, inputs, return_dict_in_generate=True), key))})
+    assert torch.equal(integration.generate(model, **told, max_new_tokens=9, **{key: getattr(held, key)}), wanted)
+
+
+@pytest.mark.skipif("VibeVoice-ASR" not in BY_NAME, reason="not in this transformers")
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_noise_of_a_sound_is_that_of_plain_generate_whatever_the_draft_hears(rows):
+    family = BY_NAME["VibeVoice-ASR"]
+    model, inputs = copy.deepcopy(family.model()), family.prompts(rows)
+    model.config.acoustic_tokenizer_encoder_config.vae_std = 0.6
+
+    def heard(seed, answer):
+        torch.manual_seed(seed)
+        return answer()
+
+    reference = heard(7, lambda: plain(model, inputs))
+    assert not torch.equal(reference, heard(8, lambda: plain(model, inputs)))
+    for draft in (None, copy.deepcopy(model), perturbed(model, 0.02)):
+        out = heard(7, lambda: ours(model, inputs, draft))  # noqa: B023
+        assert torch.equal(out.sequences, reference)
 
 
 # --- what is refused ----------------------------------------------------------------------------------------------------

@@ -11,12 +11,12 @@ import torch
 from transformers import GenerationMixin, PreTrainedModel
 
 from . import compat, lengths
-from .caches import cached_tokens, check_cache, read_cache
+from .caches import cached_tokens, check_cache, read_cache, seeing
 from .config import SpeculativeConfig, instead_of
 from .drafts.base import Draft
 from .hints import meant, nearest, what
 from .kinds import COMPOSED, READ_BESIDE
-from .media import media_in, untried
+from .media import both_ways, media_in, untried
 from .positions import counting
 from .probe import check_batch, check_mode, check_source
 from .signatures import taken_by
@@ -167,8 +167,8 @@ def check_draft_stop(draft: Draft, config: SpeculativeConfig) -> None:
                          f'own. Pass a smaller model as assistant_model, or leave draft_stop="constant" (or "heuristic").')
 
 
-def check_call(model, input_ids, processors, generation, model_kwargs: dict, traits: compat.ModelTraits, config: SpeculativeConfig) -> dict:
-    """What transformers has made of the call, its model's own config included. Returns what is shown beside the text, {} for nothing."""
+def check_call(model, input_ids, processors, generation, model_kwargs: dict, traits: compat.ModelTraits, config: SpeculativeConfig) -> dict | None:
+    """What transformers has made of the call, its model's own config included. Returns what is shown beside the text, None where prompts need no pass of their own."""
     check_mode(model, "target")
     model = compat.unwrap(model)
     own = model.generation_config
@@ -185,8 +185,7 @@ def check_call(model, input_ids, processors, generation, model_kwargs: dict, tra
     cache, cached = model_kwargs.get(compat.CACHE), 0
     if cache is not None and traits.encoder != "own":
         if generation.use_cache is False:
-            raise ValueError(f"use_cache=False beside {compat.CACHE}: plain generate() would read the whole text anew for every token, each time behind what the "
-                             f"cache holds by then. Pass one of the two.")
+            raise ValueError(f"use_cache=False beside {compat.CACHE}: plain generate() would read the whole text anew for every token, behind what is cached. Pass one of the two.")
         check_cache(cache, model.config, input_ids.shape[0])
         cached = cached_tokens(cache)
     shown = _check_inputs(model.config, model_kwargs, traits, cached)
@@ -208,9 +207,10 @@ def check_call(model, input_ids, processors, generation, model_kwargs: dict, tra
         _check_tails(cache, real)
     if not shown:
         _check_positions(positions, real, cached)
-    elif (generation.num_beams or 1) > 1:
-        raise ValueError(f"num_beams={generation.num_beams}: beams share a pass over the text of their prompts, which {next(iter(shown))} is no part of. Use "
-                         f"num_beams=1, or speculative=False.")
+    apart = bool(shown) or both_ways(model.config, cached)
+    if apart and (generation.num_beams or 1) > 1:
+        what = f"over the text of their prompts, which {next(iter(shown))} is no part of" if shown else "over prompts that are read in one direction"
+        raise ValueError(f"num_beams={generation.num_beams}: beams share a pass {what}. Use num_beams=1, or speculative=False.")
     lengths.check_rope(model, generation.max_length, "target")
     lengths.check_selection(model, generation.max_length, "target")
     lengths.check_experts(model, input_ids.shape[0], longest, config)
@@ -218,7 +218,7 @@ def check_call(model, input_ids, processors, generation, model_kwargs: dict, tra
         lengths.check_counting(model, generation.max_length, "target")
     _check_processors(processors, generation, own)
     check_batch(model, traits, input_ids.shape[0], "target")
-    return shown
+    return shown if apart else None
 
 
 def _check_inputs(config, model_kwargs: dict, traits: compat.ModelTraits, cached: int) -> dict:
@@ -226,16 +226,17 @@ def _check_inputs(config, model_kwargs: dict, traits: compat.ModelTraits, cached
     shown, own = media_in(config, model_kwargs, cached), ("encoder_outputs", "decoder_attention_mask", "global_attention_mask")  # the last, LED's encoder has read
     composed = config.model_type in COMPOSED  # what is not the decoder's, their encoder has read; labels are Seq2SeqTrainer's, and generate hands them to no pass
     shown = {name: value for name, value in shown.items() if name != "labels" and (not composed or name.startswith("decoder_"))}
-    own = {*own, *READ_BESIDE.get(config.model_type, ())}
+    own = {*own, *READ_BESIDE.get(config.model_type, ("inputs_embeds",))}
     name = next((name for name in shown if name not in own), None) if traits.encoder == "own" else untried(config, shown)
     if name is not None:
-        raise ValueError(f"{name}: this model input is not supported with speculative=True for a model of type {config.model_type!r}. Drop it, or use "
-                         f"speculative=False.")
+        raise ValueError(f"{name}: this model input is not supported with speculative=True for a model of type {config.model_type!r}. Drop it, or use speculative=False.")
     if traits.encoder == "own":
         return {}
+    if shown and seeing(config) and not {"pixel_values", "cross_attention_mask"} <= shown.keys():  # without a mask, what a token sees goes by the width of its pass
+        raise ValueError(f"{next(iter(shown))}: images need pixel_values and cross_attention_mask beside each other. Pass both, or use speculative=False.")
     if shown and cached:
-        raise ValueError(f"{compat.CACHE} beside {next(iter(shown))}: what is shown anew cannot be told from what the cache has seen. Pass the whole "
-                         f"conversation without the cache, or its text alone with it.")
+        raise ValueError(f"{compat.CACHE} beside {next(iter(shown))}: what is shown anew cannot be told from what the cache has seen. Pass the whole conversation without the "
+                         f"cache, or its text alone with it.")
     return shown
 
 

@@ -71,7 +71,7 @@ class CachedModel(Forward):
         are states, or something is shown."""
         self.chunk = chunk
         if media is not None:
-            self.media, self.ahead = media, ahead(media.positions, media.columns, media.tokens.shape[1])
+            self.media, self.ahead, self.sight = media, ahead(media.positions, media.columns, media.tokens.shape[1]), media.sight()
 
     def beyond(self, rows: list[list[int]]) -> bool:
         """Whether the last token of a row lies beyond the model's context: it may have been generated, but cannot be fed."""
@@ -257,11 +257,12 @@ class CachedModel(Forward):
     def keep(self, rows: list[int]) -> None:
         """Only these rows go on."""
         if self.media is not None and not any(self.lengths) and rows != list(range(len(self.lengths))):  # what is shown is of all rows
-            self.media, self.ahead = None, []
+            self.media, self.ahead, self.sight = None, [], {}
         self.lengths, self.ahead = [self.lengths[row] for row in rows], [self.ahead[row] for row in rows] if self.ahead else []
         self.cache.keep(upload(rows, self.device))
         if self.hidden_states is not None:
             self.hidden_states.keep(rows)
+        self.sight = {name: value[upload(rows, value.device)] for name, value in self.sight.items()}
         if self.states is not None:
             self.states.keep(rows)
         if isinstance(self.run, Decoder):

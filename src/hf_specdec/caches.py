@@ -24,6 +24,11 @@ _KNOWN_LAYERS |= {INDEXED} if hasattr(Cache, "update_indexer") else set()
 _PLAIN = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}  # DummyLayer is newer than 5.17
 
 
+def seeing(config: Any) -> tuple[int, ...]:
+    """The layers of a model that look at an image, and hold it in the cache, or nothing where there is none (Mllama)."""
+    return tuple(getattr(config.get_text_config(), "cross_attention_layers", None) or ())
+
+
 def strange_layers(config: Any) -> list[str]:
     """Types of layers that are no attention, or attention to something else than all tokens before."""
     return sorted(set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS) \
@@ -64,13 +69,12 @@ def check_cache(cache: Any, config: Any, rows: int) -> None:
     if offloaded or not isinstance(cache, DynamicCache) or any("Quantized" in type(part).__name__ for part in (cache, *cache.layers)):
         raise ValueError(f"{CACHE}: {offloaded}{type(cache).__name__} cannot be read and rolled back. Pass a DynamicCache, or none and no cache_implementation.")
     layers = read_cache(cache)
-    seeing = getattr(config.get_text_config(), "cross_attention_layers", None) or ()  # of Mllama: they hold an image, or nothing
-    if any(index in seeing for index, *_ in layers):
+    if any(index in seeing(config) for index, *_ in layers):
         raise ValueError(f"{CACHE} holds an image, which the text behind it goes on seeing: not with speculative=True here. Use speculative=False.")
     if not layers and not cached_tokens(cache):
         return
     empty = _empty_cache(config)
-    wanted = getattr(config, "decoder_layers", None) or sum(isinstance(layer, CacheLayerMixin) for layer in empty.layers) - len(seeing)
+    wanted = getattr(config, "decoder_layers", None) or sum(isinstance(layer, CacheLayerMixin) for layer in empty.layers) - len(seeing(config))
     if layers and wanted not in (0, len(layers)):
         raise ValueError(f"{CACHE} holds {len(layers)} layers and the target has {wanted}. Pass a cache that the target has filled, or leave it out.")
     own, theirs = ([(getattr(layer, "number_of_states", 0), isinstance(layer, CacheLayerMixin)) for layer in one.layers] for one in (empty, cache))

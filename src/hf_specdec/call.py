@@ -40,8 +40,8 @@ class Call:
 
     def __init__(self, decoder, model, input_ids, processors, generation_config, inputs_tensor, model_kwargs):
         self.decoder, self.model, self.config = decoder, model, decoder.config
-        self.ids, embeds = input_ids, model_kwargs.get("inputs_embeds")  # as they were passed
         self.traits = compat.traits_of(compat.unwrap(model), "target")
+        self.ids, embeds = input_ids, model_kwargs.get("inputs_embeds") if self.traits.encoder != "own" else None  # as they were passed; an encoder has read its own
         if embeds is not None:
             input_ids, generation_config, model_kwargs = embedded(model, input_ids, generation_config, model_kwargs, self.traits)
         self.input_ids, self.generation, self.hidden = input_ids, generation_config, self.ids.shape != input_ids.shape
@@ -54,7 +54,7 @@ class Call:
         self.columns = [keep.nonzero()[:, 0].tolist() for keep in mask.bool()]  # of every row, what is not padding
         self.by_columns = compat.unwrap(model).config.model_type in BY_COLUMNS
         self.positions = torch.arange(mask.shape[1], device=mask.device)[None] if self.by_columns else model_kwargs.get("position_ids")
-        self.media = Media(model, shown, input_ids, self.columns, self.positions, decoder.given) if shown else None
+        self.media = Media(model, shown, input_ids, self.columns, self.positions, decoder.given) if shown is not None else None
         if embeds is not None:
             self.media = Embedded(model, {"inputs_embeds": embeds}, input_ids, self.columns, None)
         self.prompts = [row[columns].tolist() for row, columns in zip(input_ids, self.columns)]

@@ -17,7 +17,7 @@ from transformers.generation import logits_process as lp
 from . import assistants
 from .caches import CACHE, INDEXED, OWN_CACHE, states_of, strange_layers
 from .flash import flash_of, why_not
-from .kinds import ENCODER_DECODERS, GO_ON, HANDS_ON, OWN_MASK, OWN_MASK_BEFORE_SDPA, OWN_WAYS, OWN_WAYS_BEFORE
+from .kinds import BOTH_WAYS, ENCODER_DECODERS, GO_ON, HANDS_ON, ONE_MASK, OWN_MASK, OWN_MASK_BEFORE_SDPA, OWN_WAYS, OWN_WAYS_BEFORE
 from .positions import max_positions, placed, writer
 from .recurrences import begins_with_nothing
 from .signatures import taken_by
@@ -157,11 +157,11 @@ def traits_of(model: PreTrainedModel, role: str) -> ModelTraits:
         raise ValueError(f"{name} has no head that writes tokens. Load it with AutoModelForCausalLM.from_pretrained.")
     _refuse_what_cannot_roll_back(model, config, name)
     forward = taken_by(model)
-    own_mask = config.model_type in OWN_MASK or getattr(config, "alibi", False) \
-        or config.model_type in OWN_MASK_BEFORE_SDPA and not model._supports_sdpa
     head = model.get_output_embeddings()
     encoder, states = "own" if model.config.is_encoder_decoder else "another's" if "encoder_outputs" in forward else "none", states_of(model, config)
     masks, flash, own = _masks(config, bool(states)), flash_of(config), encoder == "own"
+    own_mask = config.model_type in OWN_MASK or getattr(config, "alibi", False) or len(masks) > 1 and model.config.model_type in ONE_MASK \
+        or config.model_type in OWN_MASK_BEFORE_SDPA and not model._supports_sdpa
     where = placed(model, forward) or model.config.model_type in HANDS_ON
     if flash and (why := why_not(model, config, {kind for _, kind, _ in masks}, encoder, states)):
         raise ValueError(f'{name} runs attn_implementation={flash!r}, which {why}. Call model.set_attn_implementation("sdpa") (or "eager").')
@@ -198,7 +198,7 @@ def _refuse_what_cannot_roll_back(model: PreTrainedModel, config: Any, name: str
         raise ValueError(f"{name} has {what}, which cannot be rolled back after a rejected token. Use speculative=False.")
     if own_way or not states and not model.config.is_encoder_decoder and CACHE not in taken_by(model):
         raise ValueError(f"{name} {own_way or f'takes no cache (no {CACHE}=)'}, so its passes cannot be ours. Use speculative=False.")
-    if not model.config.is_encoder_decoder and _reads_both_ways(model, config):
+    if not model.config.is_encoder_decoder and kind not in BOTH_WAYS and _reads_both_ways(model, config):
         raise ValueError(f"{name} reads its text in both directions (is_decoder=False, is_causal=False or use_bidirectional_attention in its config), so a "
                          f"drafted token would change what is before it. Use speculative=False, or load it as a decoder.")
     attention = getattr(config, "_attn_implementation", None) or "eager"

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from . import compat, passes
-from .caches import MADE
+from .caches import MADE, seeing
 from .compiled import WIDTHS, CompiledPasses, FixedBuffers
 from .head import READ, head_at, places_of
 from .hidden_states import HiddenStates
@@ -25,7 +25,7 @@ from .masks import Placing
 from .media import Media
 from .own_cache import Handed, OwnCache, Snapshots
 from .parts import read_at
-from .positions import counted_by_row, counting
+from .positions import FIRST, counted_by_row, counting
 from .seq2seq import BLIND, Decoder, Source
 from .states import Checkpoints, StateLayer
 from .tap import Tap, layers_of, show, watched, without_padding
@@ -39,6 +39,7 @@ class Forward:
     lengths: tokens per row that come before a block.
     media: what the prompts show beside their text; the first pass reads it.
     ahead: per row, by how much the positions of its tokens exceed their number; [] where they are the same.
+    sight: what the tokens behind the prompts look at of what these show, as `Media.sight` has it.
     reader: called as reader(firsts, logits) in a pass over more than the root, with the logits [B, n, V] of the block's last n
         places, the first of which is position firsts[b] of row b; n is cut so that they are at most READ numbers. None: not wanted.
     embed: makes the inputs [B, L, H] of a pass from its tokens [B, L]; None: the model's own embedding does.
@@ -74,6 +75,8 @@ class Forward:
         self.media: Media | None = None
         self.lengths: list[int] = []
         self.ahead: list[int] = []
+        self.sight: dict[str, torch.Tensor] = {}
+        self.begin = FIRST.get(compat.unwrap(model).config.model_type, 0)
         self.reader: Callable[[list[int], torch.Tensor], None] | None = None
         self.embed: Callable[[torch.Tensor], torch.Tensor] | None = None
         self.taps: list[Tap] = []
@@ -87,7 +90,7 @@ class Forward:
         if self.traits.own_cache:
             cache = OwnCache(model.config, limit)
             return cache, Snapshots(cache)
-        cache = SlotCache(limit, FixedBuffers(self.model, self.role) if compile else None, self.traits.states, StateLayer, aligned)
+        cache = SlotCache(limit, FixedBuffers(self.model, self.role) if compile else None, self.traits.states, StateLayer, aligned, seeing(model.config))
         return cache, Checkpoints(cache.layers, model) if self.traits.states else None
 
     @property
@@ -100,7 +103,7 @@ class Forward:
         if in_stages(self.model):
             raise ValueError("assistant_model: it reads what layers of the target put out, and these lie in several processes, one after the other (pipeline parallel). "
                              "Pass another draft.")
-        looking = getattr(compat.unwrap(self.model).config.get_text_config(), "cross_attention_layers", None) or ()
+        looking = seeing(compat.unwrap(self.model).config)
         if self.media is None and not set(layers).isdisjoint(looking):
             raise ValueError(f"assistant_model: it reads what the layers {list(layers)} of the target put out, and {list(looking)} look at images, without which they do not "
                              "run. Pass another draft.")
@@ -164,7 +167,8 @@ class Forward:
                 return logits if keep or wanted is None else logits[:, wanted.to(logits.device)]
         kept = nullcontext() if self.states is None else self.states.during(starts, width)
         told = nullcontext() if self.cache.plan.columns is None else counted_by_row(self.counting, starts, width)
-        with kept, told, watched(read_at(compat.unwrap(self.model), layers)) as states:
+        drawn = torch.random.fork_rng([self.device] if self.device.type == "cuda" else []) if seen and self.role != "target" else nullcontext()  # noise of sounds
+        with kept, told, drawn, watched(read_at(compat.unwrap(self.model), layers)) as states:
             outputs = self.runner(self.run, **inputs) if tokens.numel() <= self.most and not seen else self.run(**inputs)
         reference = outputs.logits
         if self.hidden_states is not None:
@@ -218,4 +222,8 @@ class Forward:
         inputs = self.placing(self.cache.plan, self.lengths, width, tree, sizes, first)
         if any(self.ahead) and "position_ids" in inputs:
             inputs["position_ids"] = inputs["position_ids"] + upload(self.ahead, self.device)[:, None]
+        if self.begin and "position_ids" in inputs:
+            inputs["position_ids"] = inputs["position_ids"] + self.begin
+        whole = self.cache.plan.cached + width  # of which models before transformers 5.24 cut off what is cached, and later ones, too, where it is more than the block
+        inputs |= {name: value.to(self.device).expand(-1, whole, *value.shape[2:]) for name, value in self.sight.items()}
         return inputs

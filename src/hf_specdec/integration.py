@@ -25,7 +25,7 @@ from .compiled import free
 from .config import SpeculativeConfig
 from .drafts.base import Draft
 from .hints import by_name, meant, what
-from .loading import as_draft, loaded, source_of
+from .loading import as_draft, behind, loaded, source_of
 from .probe import check_weights
 from .sequences import check_streamer
 from .trace import SpeculationTrace
@@ -77,7 +77,7 @@ def enable(model, *, speculative: bool | dict | SpeculativeConfig | None = None,
     """
     if not isinstance(compat.unwrap(model), GenerationMixin) or not hasattr(model, "generate"):
         raise TypeError(f"model: expected a transformers model with generate(), got {what(model)}.{_model_in(model)}")
-    compat.traits_of(compat.unwrap(model), "model")
+    compat.traits_of(behind(compat.unwrap(model)), "model")
     check_weights(compat.unwrap(model), "model")
     if not isinstance(model, _Enabled):
         if "generate" in vars(model):
@@ -211,7 +211,7 @@ class SpeculativeDecoder:
         """Load what the config names, for the target `model`, if no draft was passed."""
         if self.draft is not None:
             return
-        found = loaded(self.config, model)
+        found = loaded(self.config, behind(model))
         if isinstance(found, Draft):
             self.draft = found
         else:

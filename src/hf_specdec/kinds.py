@@ -4,9 +4,12 @@ from __future__ import annotations
 
 OWN_MASK = {"bloom", "mpt", "gpt_neo"}
 OWN_WAYS = {"cpmant": "puts a prompt of its own before every pass",
-            "paligemma": "reads its whole prompt in both directions", "blt": "groups its text into patches anew in every pass",
+            "blt": "groups its text into patches anew in every pass",
             "xlm": "puts a mask token behind every pass", "prophetnet": "reads one token at a time from a cache",
             "fsmt": "masks nothing in a pass with a cache, so that a token would see those drafted behind it",
+            "idefics": "is shown its images anew with every token",
+            **dict.fromkeys(("kyutai_speech_to_text", "voxtral_realtime"), "hears another piece of the sound with every token"),
+            **dict.fromkeys(("kosmos-2.5", "kosmos_2_text_model"), "counts positions by what is in its cache, padding included, from behind the number of its padding token"),
             "nllb-moe": "routes tokens by a mask that it reads across rows, and by how many a pass has (moe_eval_capacity_token_fraction)",
             **dict.fromkeys(("musicgen_decoder", "musicgen_melody_decoder"), "writes several codebooks by a generate of its own")}
 OWN_WAYS_BEFORE = {  # transformers 5.24
@@ -15,7 +18,9 @@ OWN_WAYS_BEFORE = {  # transformers 5.24
     "git": "may make its positions itself before transformers 5.24",
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "hy_v4"), "keeps keys of its own beside the cache before transformers 5.24"),
 }
-HANDS_ON = {"moss_transcribe_diarize"}  # their text model's positions, among arguments that they do not name
+BOTH_WAYS = {"paligemma"}  # read a prompt that nothing is cached of in both directions, at least where its token_type_ids are 0, and what follows as others do
+ONE_MASK = {"paligemma"}  # take no masks by types of layers: where there are several, the model makes them itself
+HANDS_ON = {"moss_transcribe_diarize", "vibevoice_asr"}  # their text model's positions, among arguments that they do not name
 OWN_MASK_BEFORE_SDPA = {"ctrl"}  # takes a 4-D mask since it has sdpa attention; transformers 5.10 reads a 2-D one only
 COMPOSED = frozenset({"encoder-decoder", "speech-encoder-decoder", "vision-encoder-decoder"})  # of an encoder and a decoder that are models by themselves
 READ_BESIDE = {"florence2": {"pixel_values"}, "udop": {"bbox", "pixel_values", "visual_bbox"}}  # what encoders read beside a text

@@ -122,6 +122,10 @@ class SlotLayer(CacheLayerMixin):
         if self.indexer is not None:
             self.indexer.keep(rows)
 
+    def row(self, b: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [H, length, D] of row b."""
+        return self.keys[b, :, :length], self.values[b, :, :length]
+
     # what models and masks of transformers ask of a layer
     def get_seq_length(self) -> int:
         return self.plan.cached
@@ -133,6 +137,25 @@ class SlotLayer(CacheLayerMixin):
         return -1
 
     get_max_length = get_max_cache_shape
+
+
+class SeenLayer(SlotLayer):
+    """Keys and values [B, H, n, D] of what prompts show, at which the text behind them goes on looking (Mllama): they come with the pass over the prompts, and stay."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
+        self.keys, self.values, self.is_initialized = key_states, value_states, True
+        return key_states, value_states
+
+    def gather(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """No token is here."""
+
+    def keep(self, rows: torch.Tensor) -> None:
+        if self.is_initialized:
+            self.keys, self.values = (part.index_select(0, rows.to(part.device)) for part in (self.keys, self.values))
+
+    def row(self, b: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """All of it, [1, H, n, D]."""
+        return self.keys[b : b + 1], self.values[b : b + 1]
 
 
 def _rows(slots: torch.Tensor) -> torch.Tensor:
@@ -185,17 +208,18 @@ class SlotPlan:
 
 class SlotCache(Cache):
     """A `transformers.Cache` of `SlotLayer`s. `limit`: most slots a row can ever need; buffers, aligned: as in `SlotPlan`; layer(plan, index, count): makes
-    those that carry `count` states, of which `states` has one number a layer."""
+    those that carry `count` states, of which `states` has one number a layer; seen: the layers that look at what prompts show."""
 
     def __init__(self, limit: int, buffers: FixedBuffers | None = None, states: tuple[int, ...] = (), layer: type[SlotLayer] = SlotLayer,
-                 aligned: bool = False):
+                 aligned: bool = False, seen: tuple[int, ...] = ()):
         super().__init__(layers=[])
+        self.seen = seen
         self.plan = SlotPlan(limit, buffers, aligned)
         self.layers += [layer(self.plan, i, count) if count else SlotLayer(self.plan, i) for i, count in enumerate(states)]
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
         while len(self.layers) <= layer_idx:
-            self.layers.append(SlotLayer(self.plan, len(self.layers)))
+            self.layers.append((SeenLayer if len(self.layers) in self.seen else SlotLayer)(self.plan, len(self.layers)))
         return self.layers[layer_idx].update(key_states, value_states)
 
     def keep(self, rows: torch.Tensor) -> None:
@@ -224,7 +248,7 @@ class SlotCache(Cache):
     def row(self, b: int, length: int, last: bool) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
         """The first `length` slots of row b: keys and values [H, n, D] per layer, None of one that holds nothing; copies, unless it is the `last` that
         is asked of this cache and its buffers are nobody else's afterwards."""
-        parts = [(layer.keys[b, :, :length], layer.values[b, :, :length]) if layer.is_initialized else None for layer in self.layers]
+        parts = [layer.row(b, length) if layer.is_initialized else None for layer in self.layers]
         return parts if last and self.plan.buffers is None else [part and (part[0].clone(), part[1].clone()) for part in parts]
 
     # --- what models and masks ask --------------------------------------------------------------------------------------

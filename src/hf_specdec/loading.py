@@ -12,7 +12,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationMixin, PreTrainedModel
 
 from . import compat
 from .assistants import KINDS, auto_class, kind_of, refuse_foreign
@@ -29,8 +29,16 @@ _kept: WeakKeyDictionary = WeakKeyDictionary()  # target -> what its drafter was
 _copies: WeakKeyDictionary = WeakKeyDictionary()  # target -> how it was compressed, and the copy
 
 
+def behind(model: Any) -> Any:
+    """The language model to whose `generate` a model's own hands what it has read, a prompt of embeddings, as BLIP-2 does; any other model as it is."""
+    part = next((part for name in ("language_model", "text_model") if isinstance(part := getattr(model, name, None), GenerationMixin)), None)
+    kind = getattr(type(model), "__base_class__", type(model))  # of one that is enabled
+    return model if part is None or getattr(kind, "generate", None) is GenerationMixin.generate else part
+
+
 def as_draft(draft: Any, config: SpeculativeConfig) -> Draft:
     """The draft that was passed, or a model in the draft that the config names (of an assistant that a family ships, its own), or the config's own draft."""
+    draft = behind(draft)
     refuse_foreign(compat.unwrap(draft))
     named = draft is None or config.draft in (*OF_A_MODEL, *KINDS)
     name = config.draft if named and config.draft != "model" else kind_of(compat.unwrap(draft)) or "model"

@@ -12,39 +12,49 @@ from transformers import PreTrainedModel
 
 from . import compat
 from .caches import CACHE, GOES_ON, cached_tokens
+from .kinds import BOTH_WAYS
 from .signatures import taken_by
 from .uploads import upload
 
 TRIED = {  # model types whose answers to what they are shown were compared with plain generate's
     "image": frozenset(
-        "apertus1p5 aria aya_vision chameleon cohere2_vision cohere_compass deepseek_ocr2 deepseek_vl deepseek_vl_hybrid dots3_note emu3 ernie4_5_vl_moe "
-        "exaone4_5 fast_vlm fuyu gemma3 gemma3n gemma4 gemma4_unified glm46v glm4v glm4v_moe glm5_next glm_ocr glmga got_ocr2 granite4_vision "
-        "granite_docling hunyuan_vl hy_v4_vl hyperclovax_vision_v2 idefics2 idefics3 internvl janus kimi_k25 lfm2_vl lfm3_vl lighton_ocr llama4 llava "
-        "llava_next llava_next_video llava_onevision minicpm_ocr minicpmv4_6 minicpmv4_7 mistral3 mistral_large4 molmo2 muse_glimmer muse_spark "
-        "nemotron_h_omni ovis2 paddleocr_vl perception_lm pp_chart2table qianfan_ocr qwen2_5_omni_thinker qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe "
-        "qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe smolvlm step3p7 video_llama_3 video_llava vipllava".split()),
+        "apertus1p5 aria aya_vision chameleon cohere2_vision cohere_compass deepseek_ocr2 deepseek_vl deepseek_vl_hybrid dots3_note emu3 "
+        "ernie4_5_vl_moe exaone4_5 fast_vlm fuyu gemma3 gemma3n gemma4 gemma4_unified glm46v glm4v glm4v_moe glm5_next glm_ocr glmga got_ocr2 "
+        "granite4_vision granite_docling hunyuan_vl hy_v4_vl hyperclovax_vision_v2 idefics2 idefics3 inkling2 internvl janus kimi_k25 lfm2_vl lfm3_vl "
+        "lighton_ocr llama4 llava llava_next llava_next_video llava_onevision minicpm_ocr minicpmv4_6 minicpmv4_7 minimax_m3_vl mistral3 "
+        "mistral_large4 mllama molmo2 muse_glimmer muse_spark nemotron_h_omni ovis2 paddleocr_vl paligemma perception_lm phi4_multimodal "
+        "pp_chart2table qianfan_ocr qwen2_5_omni_thinker qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe "
+        "qwen4_exp smolvlm step3p7 video_llama_3 video_llava vipllava".split()),
     "video": frozenset(
-        "cohere_compass dots3_note glm5_next glmga hy_v4_vl hyperclovax_vision_v2 llava_next_video perception_lm qwen2_5_vl qwen2_vl qwen3_5 qwen3_vl "
-        "video_llava".split()),
-    "sound": frozenset("apertus1p5 audioflamingo3 dots3_note fun_asr_nano gemma3n glmasr granite_speech musicflamingo qwen2_audio qwen3_asr voxtral".split()),
+        "cohere_compass dots3_note glm5_next glmga hy_v4_vl hyperclovax_vision_v2 llava_next_video minimax_m3_vl perception_lm qwen2_5_vl qwen2_vl "
+        "qwen3_5 qwen3_vl qwen4_exp video_llava".split()),
+    "sound": frozenset(
+        "apertus1p5 audioflamingo3 dots3_note fun_asr_nano gemma3n glmasr granite_speech granite_speech_plus moss_transcribe_diarize musicflamingo "
+        "nemo_speechlm omniasr phi4_multimodal qwen2_audio qwen3_asr vibevoice_asr voxtral".split()),
 }
 if not GOES_ON:  # transformers before 5.17: these count positions by what they have kept of the first pass
     TRIED["image"] -= {"qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"}
-_HEARD = ("audio", "input_features", "feature_attention_mask", "input_values", "speech")  # parts of the names of inputs that are sounds
+_HEARD = ("audio", "input_features", "feature_attention_mask", "input_values", "padding_mask", "sample", "speech")  # parts of the names of inputs that are sounds
 _MARKS = ("mm_token_type_ids", "moe_mm_token_type_ids", "token_type_ids")
 _READ, _READS = "mm_encoder_outputs", "_maybe_prepare_encoder_kwargs_for_generation"  # since transformers 5.24, where a model has them
 _SIGHT = ("patch_size", "spatial_patch_size", "temporal_patch_size", "spatial_merge_size", "in_channels", "num_channels", "num_mel_bins")
 _COUNTS = ("_token_id", "_token_index", "_seq_length", "_seq_len", "scale_factor", "pool_stride", "pooling_ratio", "downsample_mode", "downsample_rate")  # how such names end
-BY_COLUMNS = frozenset(("exaone4_5", "moss_transcribe_diarize"))  # plain generate() hands these no positions: they count padding, and a cache of theirs shows it
+BY_COLUMNS = frozenset(("exaone4_5", "moss_transcribe_diarize", "vibevoice_asr"))  # plain generate() hands these no positions: they count padding, and a cache of theirs shows it
+_LOOKED = ("cross_attention_mask",)  # what the tokens of a prompt look at, [B, P, ...]
 _TEXT = frozenset(("attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "cache_position", "output_attentions", "output_hidden_states"))
 
 
 def media_in(config: Any, model_kwargs: dict[str, Any], cached: int = 0) -> dict[str, Any]:
     """Of the model inputs that `generate` has prepared for the model of `config` those that are no text; {} where they say no more than that there is
     nothing behind the first `cached` tokens."""
-    marks = _MARKS if hasattr(config, "vision_config") else _MARKS[:2]
+    marks = _MARKS if hasattr(config, "vision_config") and not both_ways(config, cached) else _MARKS[:2]
     found = {name: value for name, value in model_kwargs.items() if name not in _TEXT and value is not None and not (isinstance(value, dict) and not value)}
     return found if any(name not in marks or bool(value[..., cached:].any()) for name, value in found.items()) else {}
+
+
+def both_ways(config: Any, cached: int) -> bool:
+    """Whether a prompt whose first `cached` tokens are in a cache gets a pass by itself whatever it shows, as its tokens see those behind them."""
+    return config.model_type in BOTH_WAYS and not cached
 
 
 def untried(config: Any, shown: dict[str, Any]) -> str | None:
@@ -84,9 +94,16 @@ class Media:
         given = given if positions is None else {**given, "position_ids": positions}  # they were dropped
         return {name: value.to(device) if torch.is_tensor(value) else value for name, value in given.items() if value is not None}
 
+    def sight(self) -> dict[str, torch.Tensor]:
+        """What tokens are told to look at of what is shown, [B, 1, ...] by name: behind a prompt what its last one is."""
+        ends = torch.tensor([own[-1] for own in self.columns], device="cpu")
+        return {name: value[torch.arange(len(ends)), ends.to(value.device)][:, None] for name, value in self.inputs.items() if name in _LOOKED}
+
     def _laid_out(self, value: Any, width: int, begins: list[int], beyond: torch.Tensor | int = 0) -> Any:
         """A tensor with a number for every token as the rows of a pass have them, `beyond` where the prompts have ended; anything else as it is."""
         shape = self.tokens.shape
+        if any(value is self.inputs.get(name) for name in _LOOKED) and value is not None:  # with several numbers for every token
+            return self._laid_out(value.flatten(2).permute(2, 0, 1), width, begins).permute(1, 2, 0).unflatten(2, value.shape[2:])
         numbered = torch.is_tensor(value) and (value is self.positions or not value.is_floating_point())  # positions may be fractions
         if not numbered or value.ndim < 2 or value.shape[-1] != shape[1] or value.shape[-2] not in (1, shape[0]):
             return value

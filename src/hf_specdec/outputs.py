@@ -36,12 +36,14 @@ def stacked(rows: list[list[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
 
 def assemble_cache(config, rows: list[list], columns: list[list[int]], width: int, into: DynamicCache | None) -> DynamicCache:
     """A plain `DynamicCache` in the coordinates of the returned sequences, `width` columns: slot s of row b (as `CachedModel.row`
-    gives it) goes to column columns[b][s]. `into` is refilled in place if given."""
+    gives it) goes to column columns[b][s]; what has no slots, [1, H, n, D], stays as it is. `into` is refilled in place if given."""
     alike = len(rows) == 1 and columns[0][:width] == list(range(width))  # one row without padding: its slots are the columns
     layers = []
     for parts in zip(*rows):
         if parts[0] is None:
             layers.append(None)
+        elif parts[0][0].ndim == 4:  # of what the prompts show
+            layers.append(tuple(torch.cat(pieces) for pieces in zip(*parts)))
         elif alike and parts[0][0].shape[1] == width:
             layers.append(tuple(piece[None] for piece in parts[0]))
         else:

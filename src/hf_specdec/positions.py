@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+FIRST = {"paligemma": 1}  # what plain generate makes of position 0, where that is another
 WITHOUT_PADDING = {"m2m_100", "seamless_m4t", "seamless_m4t_v2", "speech_to_text", "speecht5"}  # what their decoders count
 BY_IDS = "create_position_ids_from_input_ids"  # the method of modules that leave padding out
 COUNTED_FROM = {"cache_length", "past_key_values_length"}  # what embeddings of positions call the number of tokens that come before

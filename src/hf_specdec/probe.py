@@ -12,7 +12,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from . import compat
 from .cached_model import CachedModel
 from .compat import ModelTraits, own_mask_refusal
-from .kinds import COMPOSED
+from .kinds import BOTH_WAYS, COMPOSED
 from .lengths import check_counting
 from .method import METHOD
 from .parts import modules
@@ -152,6 +152,7 @@ def _ragged_equals_alone(model: PreTrainedModel, traits: ModelTraits) -> bool:
         else:
             positions = torch.arange(whole.shape[1], device=model.device)[None]  # as stock generate counts; RoBERTa alone would begin at its pad token + 1
             given = {"position_ids": positions} if traits.placed or not traits.own_positions else {}
+            given |= {"token_type_ids": torch.ones_like(whole)} if compat.unwrap(model).config.model_type in BOTH_WAYS else {}
             given = {"input_ids": whole} | given if source is None else {"decoder_input_ids": whole, "encoder_outputs": each(outputs, lambda part: part[b : b + 1])}
             alone = model(**given, use_cache=False).logits[0, -1].float()
         off = (together[b, 0].to(alone.device) - alone).abs() / alone.std()

@@ -56,8 +56,8 @@ class Source:
         often."""
         model, mask = compat.unwrap(model), model_kwargs.get("attention_mask")
         mask = None if mask is None or len(mask) != batch else mask
-        if inputs is None or (not inputs.is_floating_point() and int(inputs.min()) < 0):
-            inputs = None  # generate() makes ids of -100 where it is given encoder_outputs
+        if inputs is None or model_kwargs.get("inputs_embeds") is not None or (not inputs.is_floating_point() and int(inputs.min()) < 0):
+            inputs = None  # generate() makes ids of -100 where it is given encoder_outputs; embeddings are those of one model
         elif len(inputs) < batch:
             inputs = inputs.repeat_interleave(batch // len(inputs), dim=0)
         text = inputs is not None and inputs.ndim == 2 and not inputs.is_floating_point() and parts.one_vocabulary(model)
@@ -87,8 +87,8 @@ class Source:
             return self._lent(model, same)
         name = f"assistant_model: {type(model).__name__}"
         if self.inputs is None:
-            raise ValueError(f"{name} has an encoder of its own, and the call was given encoder_outputs of the target's. Pass the encoder's input "
-                             f"instead ({self.encoder.main_input_name}).")
+            raise ValueError(f"{name} has an encoder of its own, and the call was given encoder_outputs of the target's, or embeddings. Pass the encoder's input "
+                             f"instead ({self.encoder.main_input_name}), or a draft with the target's encoder.")
         if encoder.main_input_name != self.encoder.main_input_name:
             raise ValueError(f"{name} has an encoder that reads {encoder.main_input_name}, and the target's reads {self.encoder.main_input_name}. Pass a draft that "
                              f"reads what the target reads, or a decoder-only one.")

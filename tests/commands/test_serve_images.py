@@ -1,6 +1,8 @@
 """`hf-specdec serve` of a model that reads images: the processor that it is loaded with, and answers over the wire."""
 
 import base64
+import copy
+import dataclasses
 import io
 import json
 import signal
@@ -12,6 +14,7 @@ from transformers import AutoConfig, CLIPImageProcessor, LlavaConfig, LlavaForCo
 from hf_specdec.commands import serve
 
 from ..bench.conftest import byte_tokenizer
+from ..seeing import FAMILIES as seeing_families
 from .test_serve import Answering, answering, asked, content, plain, serving, streamed, tiny_model
 
 np, Image = pytest.importorskip("numpy"), pytest.importorskip("PIL.Image")
@@ -117,3 +120,16 @@ def test_a_text_whose_processor_says_that_it_is_text_is_kept(name):
     assert "(40 of them known)" in said[-1]
     marked = serve.without_marks({"input_ids": ids, name: torch.ones_like(ids)})
     assert name in marked and serve.is_shown(marked)
+
+
+def test_a_prompt_that_is_read_in_both_directions_is_read_anew_at_every_turn():
+    """What is known of a text goes by what came behind it, and zeros in its token_type_ids say so."""
+    family = next(family for family in seeing_families if family.name == "PaliGemma")
+    model = copy.deepcopy(dataclasses.replace(family, attn="eager").model())
+    answer, ids = answering(model), torch.tensor([[5, 9, 7, 12, 5, 9, 7, 3]])
+    for _ in range(3):
+        marks = {"attention_mask": torch.ones_like(ids), "token_type_ids": torch.zeros_like(ids), "max_new_tokens": 8, "do_sample": False}
+        wanted = model.generate(ids, **marks, speculative=False)
+        assert torch.equal(answer(input_ids=ids, **marks), wanted)
+        assert not torch.equal(wanted, model.generate(ids, **{**marks, "token_type_ids": torch.ones_like(ids)}, speculative=False))
+        ids = torch.cat([wanted, torch.tensor([[11, 12, 13]])], dim=1)

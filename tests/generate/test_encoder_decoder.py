@@ -329,7 +329,9 @@ def test_trees_and_caches_are_refused():
     refused("branches of a tree.*chains", lambda: speculate(model, inputs, KnowingTreeDraft(text.tolist()), 10))
     cache = model.generate(**inputs, max_new_tokens=4, return_dict_in_generate=True)[CACHE]
     refused(f"{CACHE}: the EncoderDecoderCache.*decoder_input_ids", lambda: speculate(model, inputs, **{CACHE: cache}, decoder_input_ids=text))
-    refused("inputs_embeds.*input_ids", lambda: speculate(model, {"inputs_embeds": torch.zeros(1, 3, 32)}))
+    embeds = {"inputs_embeds": model.get_input_embeddings()(inputs["input_ids"])}
+    assert torch.equal(speculate(model, embeds).sequences, text)
+    refused("or embeddings.*input_ids.*with the target's encoder", lambda: speculate(model, embeds, perturbed(model)))
     refused("output_hidden_states=True", lambda: speculate(model, inputs, output_hidden_states=True))
 
 

@@ -545,7 +545,9 @@ def test_the_token_kinds_of_a_model_without_images_are_not():
         enabled(model).generate(ids, token_type_ids=torch.zeros_like(ids), speculative=True, max_new_tokens=4, pad_token_id=0)
 
 
-def test_a_model_that_reads_its_prompt_in_both_directions_is_refused():
+def test_a_text_alone_that_is_read_in_both_directions():
     model = visual("PaliGemma", {"model_type": "gemma"}, {"model_type": "siglip_vision_model", "projection_dim": 32})
-    with pytest.raises(ValueError, match="PaliGemma.*both directions.*speculative=False"):
-        hf_specdec.enable(model)
+    ids, settings = torch.tensor([prompts(9)[0]]), dict(max_new_tokens=12, do_sample=False, pad_token_id=0)
+    for marks in ({}, {"token_type_ids": torch.zeros_like(ids)}, {"token_type_ids": torch.ones_like(ids)}):
+        out = hf_specdec.enable(copy.deepcopy(model)).generate(ids, **marks, **settings, speculative=True)
+        assert torch.equal(out, model.generate(ids, **marks, **settings))

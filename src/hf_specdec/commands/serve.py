@@ -20,6 +20,7 @@ from transformers.cache_utils import DynamicLayer
 
 from ..caches import CACHE, cached_tokens, counts_tokens
 from ..hints import first_line, many
+from ..kinds import BOTH_WAYS
 from .common import apply_mx
 from .leaving import PROGRAM
 from .speculation import Work
@@ -151,8 +152,9 @@ class Answering:
         self.kept: deque[Conversation] = deque(maxlen=keep)
 
     def __call__(self, **kwargs):
-        ids, kwargs = kwargs["input_ids"][0].tolist(), without_marks(kwargs)
-        alone = not is_shown(kwargs) and is_alone(kwargs.get("generation_config"), self.model.generation_config)
+        ids, apart = kwargs["input_ids"][0].tolist(), self.model.config.model_type in BOTH_WAYS  # what it has read goes by what came behind, and marks say how
+        kwargs = kwargs if apart else without_marks(kwargs)
+        alone = not apart and not is_shown(kwargs) and is_alone(kwargs.get("generation_config"), self.model.generation_config)
         cache, known = self.take(ids) if alone else (None, 0)
         try:
             out = self.generate(**kwargs | in_full(kwargs.get("generation_config")), **({CACHE: cache} if known else {}))

@@ -48,6 +48,7 @@ class TargetCacheDraft(ModelDraft):
             super()._forget_what_was_rejected(context)
             return
         self.cached.lengths, self.cached.ahead = list(context.target.lengths), list(context.target.ahead)
+        self.cached.sight = context.target.sight
         self.base, self.drafted = [len(row) for row in context.rows], [[] for _ in context.rows]
 
     def _keep_cached(self, rows: list[int]) -> None:

@@ -45,6 +45,9 @@ def build(target: PreTrainedModel, layers: list[int], head_ids: torch.Tensor | N
     if reads:
         features.check_streams(target, reads)
         features.check_embedding(target)
+        if hasattr(_of_text(target), "vision_config"):  # Phi-4 Multimodal, whose forward looks for images in what it is given
+            raise ValueError(f"target: what writes the text in {type(target).__name__} reads images itself, so none of its layers can be a drafter that reads hidden states. Make one "
+                             f"that reads none, or use another draft.")
     if target.config.model_type == "rwkv" and len(layers) < 2:  # transformers divides by their number less 1
         raise ValueError(f"layers={layers!r}: an {type(target).__name__} has two layers or more. Name two.")
     draft = empty(target, config := _with_layers(_of_text(target), layers))
@@ -219,6 +222,8 @@ def _of_text(target: PreTrainedModel):
     if type(config) not in known or not hasattr(config, "vocab_size"):
         raise ValueError(f"target: AutoModelForCausalLM makes no model like what writes the text in {type(target).__name__} ({text.model_type}), so no draft can be made of its "
                          f"layers. Train heads (medusa) on it, or use another draft.")
+    if getattr(config, "use_bidirectional_attention", None) is True:  # PaliGemma's prompts are read so; a draft writes behind them
+        (config := copy.deepcopy(config)).use_bidirectional_attention = False
     return config
 
 
