@@ -155,7 +155,7 @@ class Forward:
         seen = self.media is not None and max(starts) <= 0
         inputs = self.media.first_pass(tokens, [-start for start in starts], sizes, self.cache) if seen else self._positions_and_masks(width, tree, sizes, first)
         keep = wanted is not None and self.traits.logits_to_keep
-        counted = last and self.shares and self.compiled is None and not layers  # told a number, such a model leaves other places out of layers without keys of their own
+        counted = last and self.shares and self.compiled is None and not layers and self.hidden_states is None  # told a number, such a model leaves other places out of layers without keys of their own
         inputs |= {"logits_to_keep": last if counted else wanted} if keep else {}
         inputs |= {compat.CACHE: self.cache, "use_cache": True, "return_dict": True} | ({} if self.hidden_states is None else {"output_hidden_states": True})
         if "inputs_embeds" not in inputs:
