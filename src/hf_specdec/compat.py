@@ -196,7 +196,7 @@ def _refuse_what_cannot_roll_back(model: PreTrainedModel, config: Any, name: str
     if not states and not own_way and (unknown or strange):
         what = f"layers of type {strange}" if strange else "a recurrent state"
         raise ValueError(f"{name} has {what}, which cannot be rolled back after a rejected token. Use speculative=False.")
-    if own_way or not states and not model.config.is_encoder_decoder and CACHE not in taken_by(model):
+    if own_way or not states and not model.config.is_encoder_decoder and CACHE not in taken_by(model, CACHE):
         raise ValueError(f"{name} {own_way or f'takes no cache (no {CACHE}=)'}, so its passes cannot be ours. Use speculative=False.")
     if not model.config.is_encoder_decoder and kind not in BOTH_WAYS and _reads_both_ways(model, config):
         raise ValueError(f"{name} reads its text in both directions (is_decoder=False, is_causal=False or use_bidirectional_attention in its config), so a "

@@ -171,6 +171,8 @@ class Forward:
         with kept, told, drawn, watched(read_at(compat.unwrap(self.model), layers)) as states:
             outputs = self.runner(self.run, **inputs) if tokens.numel() <= self.most and not seen else self.run(**inputs)
         reference = outputs.logits
+        if not self.cache.layers:
+            raise ValueError(f"{self.role}: the forward of {type(compat.unwrap(self.model)).__name__} has left its cache empty. It has to hand on {compat.CACHE}=, or use speculative=False.")
         if self.hidden_states is not None:
             self.hidden_states.update(outputs.hidden_states)
         show(self.taps, [state[:, -width:] for state in states], starts)

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaForCausalL
 
 import hf_specdec
 from hf_specdec import compat
+from hf_specdec.caches import CACHE
 from hf_specdec.drafts import (
     LookaheadDraft, MixtureDraft, ModelDraft, ModelTreeDraft, NGramDraft, NGramRecyclingDraft, PromptLookupDraft, RecyclingDraft, SuffixAutomatonDraft,
     UniformDraft,
@@ -551,3 +552,30 @@ def test_a_text_alone_that_is_read_in_both_directions():
     for marks in ({}, {"token_type_ids": torch.zeros_like(ids)}, {"token_type_ids": torch.ones_like(ids)}):
         out = hf_specdec.enable(copy.deepcopy(model)).generate(ids, **marks, **settings, speculative=True)
         assert torch.equal(out, model.generate(ids, **marks, **settings))
+
+
+class NamesTheOlder(LlamaForCausalLM):
+    """As written for transformers before 5.24, which hands the cache over by another name."""
+
+    def forward(self, input_ids=None, past_key_values=None, **kwargs):
+        return super().forward(input_ids=input_ids, **kwargs, **({CACHE: past_key_values} if past_key_values is not None else {}))
+
+
+class LosesTheCache(LlamaForCausalLM):
+    def forward(self, input_ids=None, **kwargs):
+        kwargs.pop(CACHE, None)
+        return super().forward(input_ids=input_ids, **kwargs)
+
+
+def test_a_subclass_that_names_other_arguments_hands_the_cache_on():
+    model = tiny_llama()
+    wanted = model.generate(**padded(ROWS[:1]), **OPTIONS)
+    model.__class__ = NamesTheOlder
+    assert torch.equal(enabled(model).generate(**padded(ROWS[:1]), **OPTIONS, speculative=True), wanted)
+
+
+def test_one_that_loses_it_is_named():
+    model = tiny_llama()
+    model.__class__ = LosesTheCache
+    with pytest.raises(ValueError, match=f"target: the forward of LosesTheCache has left its cache empty.*hand on {CACHE}="):
+        enabled(model).generate(**padded(ROWS), **OPTIONS, speculative=True)
