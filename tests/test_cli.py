@@ -19,13 +19,14 @@ from hf_specdec.bench.embedded import load_target, near
 from hf_specdec.cli import app
 from hf_specdec.commands import bench, leaving
 from hf_specdec.commands.common import check_overwrite, load_draft
+from hf_specdec.caches import CACHE
 from hf_specdec.config import ALONE
 from hf_specdec.drafts import NGramDraft, RetrievalDraft
 from hf_specdec.loading import loaded
 from hf_specdec.training import build_drafter
 from hf_specdec.training.drafter import save
 
-from . import seeing
+from . import architectures, seeing
 from .bench import conftest as saved
 from .helpers import FULL, VOCAB, word_tokenizer
 
@@ -598,3 +599,16 @@ def test_models_that_read_images_too_are_loaded_for_their_text(tmp_path):
     ids = tokenizer("w1 w2 w3 w1 w2", return_tensors="pt").input_ids
     wanted = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, pad_token_id=0)
     assert tokenizer.decode(wanted[0, ids.shape[1] :]).split() == done.stdout.split()
+
+
+@pytest.mark.skipif(CACHE != "cache", reason="before transformers 5.24 they are refused")
+def test_models_of_one_row_that_stock_assisted_generation_refuses_are_measured_and_verified(tmp_path):
+    family = next(family for family in architectures.OWN_CACHES if family.kind == "rwkv")
+    family.model("eager").save_pretrained(tmp_path / "rwkv")
+    word_tokenizer(range(VOCAB)).save_pretrained(tmp_path / "rwkv")
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "w1 w2 w3 w1 w2", "category": "words"}))
+    done = run("bench", tmp_path / "rwkv", "--prompts", tmp_path / "prompts.jsonl", "--max-new-tokens", 6, "--repetitions", 1)
+    assert done.exit_code == 0 and "stock lookup is left out: ValueError: assisted generation is not supported" in done.stderr, done.output
+    assert "ours lookup" in done.stdout and "1/1" in done.stdout
+    done = run("verify", tmp_path / "rwkv", "--prompts", tmp_path / "prompts.jsonl", "--max-new-tokens", 6, "--samples", 200)
+    assert done.exit_code == 0 and "checks passed" in done.stdout, done.output

@@ -63,7 +63,7 @@ def bench(
     if kernels:
         refuse_compressed(target, model.config, DENSE)
     assistant = load_draft(draft, dtype, model, tokenizer)
-    arms = standard_arms(enable(model), assistant, tokens, compile=compile)
+    arms = that_run(standard_arms(enable(model), assistant, tokens, compile=compile), "stock", [chosen[0].ids(tokenizer)[:8]], 2)
     pairs = [(model, assistant), *([in_tiles(target, draft, dtype)] if kernels else [])]
     if kernels:
         arms += kernel_arms(*pairs[1], tokens, compile)
@@ -126,13 +126,20 @@ def that_compile(arms: list, rows: list[list[int]], max_new_tokens: int) -> list
     """The arms, without plain generate over a static cache where it fails; it compiles here, for texts up to this length."""
     from ..bench.arms import PLAIN_COMPILED
 
-    own = next(arm for arm in arms if arm.name == PLAIN_COMPILED)
-    try:
-        own.run(rows, max_new_tokens)
-    except Exception as error:  # whatever tracing, the compiler, or a model without static caches says
-        typer.echo(f"{PROGRAM}: {PLAIN_COMPILED} is left out: {type(error).__name__}: {(str(error).strip() or '?').splitlines()[0]}", err=True)
-        return [arm for arm in arms if arm is not own]
-    return arms
+    return that_run(arms, PLAIN_COMPILED, rows, max_new_tokens)
+
+
+def that_run(arms: list, begin: str, rows: list[list[int]], max_new_tokens: int) -> list:
+    """The arms, without those whose names begin so that fail: stock assisted generation refuses models that carry states, static caches are not for all models."""
+    kept = []
+    for arm in arms:
+        try:
+            if arm.name.startswith(begin):
+                arm.run(rows, max_new_tokens)
+            kept.append(arm)
+        except Exception as error:  # whatever transformers, tracing or the compiler says
+            typer.echo(f"{PROGRAM}: {arm.name} is left out: {type(error).__name__}: {(str(error).strip() or '?').splitlines()[0]}", err=True)
+    return kept
 
 
 def _tuned_arm(model, tuned):

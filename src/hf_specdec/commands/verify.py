@@ -127,7 +127,7 @@ def _sampling(findings: Findings, judge, tokenizer, assistant, made_for: Callabl
         drafts.insert(0, ("the draft under test", assistant, True))
     for name, draft, honest in drafts:
         with counting(f"Sampling with {name}", samples) as step:
-            counts, proposed, accepted = sample(model, prompt, samples, DEPTH, TOP_K, ROWS, step, assistant_model=draft,
+            counts, proposed, accepted = sample(model, prompt, samples, DEPTH, TOP_K, _together(model, draft), step, assistant_model=draft,
                                                 speculative={"num_assistant_tokens": DEPTH})
         test = chi_square(counts, law)
         p = f"= {test.p:.2g}" if test.p else "< 1e-300"
@@ -137,3 +137,18 @@ def _sampling(findings: Findings, judge, tokenizer, assistant, made_for: Callabl
         )
         follows = test.p >= THRESHOLD
         findings.add(follows == honest and proposed > 0, text + ("" if honest else " (has to be rejected)"))
+
+
+def _together(model, draft) -> int:
+    """How many texts are sampled at once: one where target or draft cannot share a pass between rows."""
+    from .. import compat
+    from ..drafts.base import Draft
+    from ..probe import check_batch
+
+    models = [run.model for run in draft.models()] if isinstance(draft, Draft) else [draft]
+    try:
+        for own in (model, *models):
+            check_batch(own, compat.traits_of(compat.unwrap(own), "target"), ROWS, "target")
+    except ValueError:  # the call says what is wrong, if it is not that
+        return 1
+    return ROWS
