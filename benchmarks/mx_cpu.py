@@ -21,7 +21,8 @@ from functools import partial
 import torch
 
 from hf_specdec.mx import MXLinear, kernel_info
-from hf_specdec.mx.kernels import cpu, integers
+from hf_specdec.mx.kernels import cpu
+from hf_specdec.mx.kernels.instructions import INTEGERS
 
 SHAPES = ("4096x4096", "11008x4096", "4096x11008", "32000x4096")  # of Llama-2-7B, outputs x inputs
 COPIES_BYTES = 96 * 2**20  # weights of each contestant, in several copies: beyond the last-level cache
@@ -52,11 +53,11 @@ def parse():
     parser.add_argument("--repetitions", type=int, default=31)
     parser.add_argument("--no-int", action="store_true", help="leave out torch's int8 and int4 kernels")
     parser.add_argument("--activations", help='"mxint8": measure the layers with rounded inputs, too, where the format goes with it')
-    parser.add_argument("--instructions", nargs="+", help="with --activations: the rounded layers by each of these, too (hf_specdec.mx.kernels.integers.KINDS)")
+    parser.add_argument("--instructions", nargs="+", help="with --activations: the rounded layers by each of these, too (hf_specdec.mx.kernels.instructions.INTEGERS.kinds)")
     parser.add_argument("--json")
     options = parser.parse_args()
     if options.instructions:  # others would be timed under their name
-        there = integers.available(kernel_info()["path"])
+        there = INTEGERS.available(kernel_info()["path"])
         if not options.activations or any(name not in there for name in options.instructions):
             parser.error(f"--instructions: with --activations, and of {', '.join(there) or 'none'} here.")
     return options
@@ -106,11 +107,11 @@ def measure(n: int, k: int, name: str, options, peak: float) -> list[dict]:
 
 def by_instructions(kind: str, layers: list, x: torch.Tensor, i: int) -> torch.Tensor:
     """The product of a layer with rounded inputs by these instructions, which all give the same bits."""
-    integers.force(kind)
+    INTEGERS.force(kind)
     try:
         return layers[i % len(layers)](x)
     finally:
-        integers.force(None)
+        INTEGERS.force(None)
 
 
 def interleaved(contestants: dict, x: torch.Tensor, repetitions: int) -> dict:

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 from hf_specdec import enable, mx
 from hf_specdec.mx.codec import round_to_integers
 from hf_specdec.mx.formats import FORMATS
-from hf_specdec.mx.kernels import cpu, integers
+from hf_specdec.mx.kernels import cpu
+from hf_specdec.mx.kernels.instructions import INTEGERS
 from hf_specdec.mx.linear import MXLinear
 from hf_specdec.mx.packed import quantize
 
@@ -27,7 +28,7 @@ each_format = pytest.mark.parametrize("name", FITTING)
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 
 
-WAYS = [(path, kind) for path in PATHS for kind in integers.available(path) or [None]]  # the avx2 kernel is that of several paths
+WAYS = [(path, kind) for path in PATHS for kind in INTEGERS.available(path) or [None]]  # the avx2 kernel is that of several paths
 WAYS = [(path, kind) for at, (path, kind) in enumerate(WAYS) if kind is None or kind not in [other for _, other in WAYS[:at]]]
 
 
@@ -36,11 +37,11 @@ def path(request):
     path, kind = request.param
     cpu.set_kernel_path(path)
     if kind is not None:
-        integers.force(kind)
+        INTEGERS.force(kind)
     yield path
     cpu.set_kernel_path(None)
     if kind is not None:
-        integers.force(None)
+        INTEGERS.force(None)
 
 
 def layer_of(name: str, n: int = 40, k: int = 160, bias: bool = False, activations: str | None = "mxint8", seed: int = 0) -> MXLinear:
@@ -171,11 +172,11 @@ def test_all_instructions_give_the_same_bits(name):
     for path, kind in WAYS:
         cpu.set_kernel_path(path)
         if kind is not None:
-            integers.force(kind)
+            INTEGERS.force(kind)
             assert cpu.kernel_info()["integer_products"] == kind
         found[kind] = torch.cat([layer(inputs(rows, 512, torch.float32, seed=rows)) for rows in (1, 2, 3, 6, 8, 13)])
     if cpu.library() is not None:
-        integers.force(None)
+        INTEGERS.force(None)
     cpu.set_kernel_path(None)
     one = next((kind for kind in found if kind is not None), None)
     assert all(torch.equal(other, found[one]) if kind is not None else torch.allclose(other, found[one], rtol=1e-5, atol=1e-5) for kind, other in found.items())
@@ -185,9 +186,9 @@ def test_all_instructions_give_the_same_bits(name):
 def test_a_path_takes_the_widest_instructions_that_it_may_use():
     for path in PATHS:
         cpu.set_kernel_path(path)
-        assert cpu.kernel_info()["integer_products"] == (integers.available(path) or [None])[-1]
+        assert cpu.kernel_info()["integer_products"] == (INTEGERS.available(path) or [None])[-1]
     cpu.set_kernel_path(None)
-    assert not integers.available("portable")
+    assert not INTEGERS.available("portable")
 
 
 @pytest.mark.skipif(cpu.library() is None, reason="no compiled kernels here")

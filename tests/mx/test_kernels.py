@@ -11,6 +11,7 @@ import torch
 from hf_specdec.mx import codec
 from hf_specdec.mx.formats import DENSE, FORMATS, get_format
 from hf_specdec.mx.kernels import cpu, weights
+from hf_specdec.mx.kernels.instructions import PRODUCTS
 from hf_specdec.mx.linear import MXLinear
 from hf_specdec.mx.packed import PackedMatrix, quantize
 from hf_specdec.mx.packing import pack
@@ -20,18 +21,28 @@ from .reference import FULL, NAMES, RULES, nasty, power, values_of
 
 pytestmark = pytest.mark.skipif(cpu.library() is None, reason="no compiled kernels here")
 PATHS = cpu.kernel_info()["available"]
+WAYS = [(path, kind) for path in PATHS for kind in PRODUCTS.available(path) or [None]]
 FORMATS_AND_DENSE = [*NAMES, *DENSE]
 DTYPES = {torch.float32: None, torch.bfloat16: (7, -126), torch.float16: (10, -14)}  # mantissa bits, smallest normal exponent
 
 each_format = pytest.mark.parametrize("name", FORMATS_AND_DENSE)
-each_path = pytest.mark.parametrize("path", PATHS, indirect=True)
+
+
+def on_paths(ways):
+    return pytest.mark.parametrize("path", ways, indirect=True, ids=lambda way: "-".join(filter(None, way)))
+
+
+each_path = on_paths(WAYS)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 @pytest.fixture
 def path(request):
-    cpu.set_kernel_path(request.param)
-    yield request.param
+    name, kind = request.param
+    cpu.set_kernel_path(name)
+    PRODUCTS.force(kind)
+    yield name
+    PRODUCTS.force(None)
     cpu.set_kernel_path(None)
 
 
@@ -313,13 +324,38 @@ def test_a_row_has_the_same_bits_on_every_number_of_threads(name, n, path, dtype
     assert same_bits(found[0][:1], found[0][40:41]) and same_bits(found[0][:5], found[0][41:])
 
 
-@pytest.mark.parametrize("path", [path for path in PATHS if path != "portable"], indirect=True)
+@on_paths([way for way in WAYS if way[0] != "portable"])
 @pytest.mark.parametrize("name", ["mxfp6_e2m3", "mxint8", *DENSE])
 @each_dtype
 def test_a_row_has_the_same_bits_among_many(name, path, dtype):
     layer = random_layer(name, 40, 160, bias=True)
     x = torch.randn(131, 160, generator=generator(9)).to(dtype)
     assert same_bits(torch.cat([layer(row) for row in x.split(1)]), layer(x))
+
+
+@each_format
+@pytest.mark.skipif("avx512f" not in PATHS, reason="where there is a choice of instructions")
+@each_dtype
+@pytest.mark.parametrize("rows", [1, 3, 4, 8, 9, 33])
+def test_all_instructions_of_avx512_give_the_same_bits(name, dtype, rows):
+    """Where dot products are the faster ones they may differ: other makers' processors need not sum in the order of Intel's."""
+    layer, x = random_layer(name, 80, 160, bias=True), torch.randn(rows, 160, generator=generator(rows)).to(dtype)
+    fused = [kind for kind in PRODUCTS.available("avx512_bf16" if "avx512_bf16" in PATHS else "avx512f") if kind.startswith("fused")]
+    alike = PRODUCTS.kinds if PRODUCTS.current(PATHS[-1]) in fused else fused
+    results = []
+    for path in PATHS[PATHS.index("avx512f") :]:
+        for kind in PRODUCTS.available(path):
+            cpu.set_kernel_path(path)
+            PRODUCTS.force(kind)
+            try:
+                assert cpu.kernel_info()["products"] == kind
+                assert_near(layer, x)
+                results += [layer(x)] if kind in alike else []
+            finally:
+                PRODUCTS.force(None)
+                cpu.set_kernel_path(None)
+    assert len(results) > 1 or len(fused) < 2
+    assert all(same_bits(result, results[0]) for result in results)
 
 
 @pytest.mark.skipif("avx512_bf16" not in PATHS, reason="the path that leaves many rows to AMX")

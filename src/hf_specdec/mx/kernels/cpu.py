@@ -18,7 +18,7 @@ from ..formats import DENSE, FORMATS
 from .build import APPLE, BuildError, build, packaged_library
 
 ROWS = 16  # of a tile
-ABI = 11
+ABI = 12
 WIDE, PANEL = 64, 1024  # rows of x from which on portable C leaves the product to torch; outputs it decodes at a time
 PATHS = ("portable", "neon", "avx2", "avx512f", "avx512_bf16")  # as in csrc/mx.h
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -152,9 +152,9 @@ def has_amx() -> bool:
 
 
 def kernel_info() -> dict:
-    """What runs here, for people: the code path in use and why, those available, the library, by which instructions layers with activations="mxint8" are
-    multiplied (None: x is rounded and multiplied as ever), whether more than 64 rows in bfloat16 are left to torch, and torch's threads."""
-    from . import integers
+    """What runs here, for people: the code path in use and why, those available, the library, by which instructions layers are multiplied (None: the path has
+    no choice; on Intel's processors fused multiply-adds are faster than dot products), by which those with activations="mxint8" (None: x is rounded and multiplied as ever), whether more than 64 rows in bfloat16 are left to torch, and torch's threads."""
+    from .instructions import INTEGERS, PRODUCTS
 
     lib = library()
     available = [name for i, name in enumerate(PATHS) if lib is not None and lib.mx_has_path(i)]
@@ -169,7 +169,8 @@ def kernel_info() -> dict:
         "available": available,
         "library": _state["library"],
         "reason": _state["reason"],
-        "integer_products": integers.current(path),
+        "products": PRODUCTS.current(path),
+        "integer_products": INTEGERS.current(path),
         "many_rows": "torch" if lib is None or by_panels(torch.bfloat16) else "kernels",
         "threads": torch.get_num_threads(),
     }

@@ -98,6 +98,13 @@ MX_INLINE __attribute__((target("avx512f,avx512bw"))) __m512 mx_load_scales(cons
     return _mm512_castsi512_ps(_mm512_max_epu32(_mm512_slli_epi32(bytes, 23), _mm512_set1_epi32(1 << 22)));
 }
 
+/* Sixteen numbers of this dtype, from number `at` on, to float32. */
+MX_INLINE __attribute__((target("avx512f,avx512bw"))) __m512 mx_load_numbers(const void *x, int dtype, int64_t at) {
+    if (dtype == MX_DT_F32) return _mm512_loadu_ps((const float *)x + at);
+    const __m256i words = _mm256_loadu_si256((const __m256i *)((const uint16_t *)x + at));
+    return dtype == MX_DT_F16 ? _mm512_cvtph_ps(words) : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16));
+}
+
 /* A row of results: the outputs of one group, plus their biases: store_row. TO_BF16: 16 numbers to 16 words. */
 #define STORE_ROW(TARGET, TO_BF16)                                                                                                            \
     MX_INLINE __attribute__((target(TARGET))) void store_row(const mx_job *job, int64_t m, int64_t group, __m512 total) {                     \

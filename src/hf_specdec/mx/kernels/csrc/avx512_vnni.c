@@ -27,14 +27,7 @@ static VNNI void pack(const void *x, int dtype, int32_t *packed, int64_t chunk, 
         for (int64_t b = 0; b < blocks; b++) {
             const int64_t at = (m0 + r) * l->k + b * MX_BLOCK;
             __m512 v[2];
-            for (int i = 0; i < 2; i++) {
-                if (dtype == MX_DT_F32) v[i] = _mm512_loadu_ps((const float *)x + at + 16 * i);
-                else {
-                    const __m256i words = _mm256_loadu_si256((const __m256i *)((const uint16_t *)x + at + 16 * i));
-                    v[i] = dtype == MX_DT_F16 ? _mm512_cvtph_ps(words)
-                                              : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16));
-                }
-            }
+            for (int i = 0; i < 2; i++) v[i] = mx_load_numbers(x, dtype, at + 16 * i);
             const uint32_t amax = _mm512_reduce_max_epu32(_mm512_max_epu32(_mm512_and_si512(_mm512_castps_si512(v[0]), magnitude),
                                                                           _mm512_and_si512(_mm512_castps_si512(v[1]), magnitude)));
             const int finite = amax < 0x7f800000;

@@ -5,7 +5,7 @@
 #include <string.h>
 #include <time.h>
 
-#define ABI 11
+#define ABI 12
 #define PIECES 4
 #define MANY_ROWS 32 /* of x: above, threads share its packing, and every group is a long piece */
 int mx_abi(void) { return ABI; }
@@ -25,10 +25,10 @@ int mx_has_path(int path) {
     __builtin_cpu_init();
     if (path == MX_AVX2)
         return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-    int f = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw");
+    int f = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
     if (path == MX_AVX512F) return f;
     if (path == MX_AVX512_BF16)
-        return f && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vbmi") &&
+        return f && __builtin_cpu_supports("avx512vbmi") &&
                __builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("avx512vnni") &&
                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bf16");
 #elif defined(__aarch64__)
@@ -42,7 +42,7 @@ static mx_run runner(int path, int bits, int integers) {
 #if defined(__x86_64__)
     if (bits == 32 && path >= MX_AVX2) return path == MX_AVX2 ? mx_run32_avx2 : mx_run32_avx512;
     if (path == MX_AVX512_BF16) return mx_run_avx512_bf16;
-    if (path == MX_AVX512F) return mx_run_avx512f;
+    if (path == MX_AVX512F) return mx_product_kind(path) == MX_FUSED ? mx_run_avx512f : mx_run_avx512_vbmi2;
     if (path == MX_AVX2) return mx_run_avx2;
 #elif defined(__aarch64__)
     if (path == MX_NEON) return bits == 32 ? mx_run32_neon : mx_run_neon;
@@ -62,6 +62,16 @@ __attribute__((target("avx512f,avx512bf16"), noinline)) static int64_t bf16_loop
     TWELVE(BEGIN)
     for (int64_t r = 0; r < rounds; r++) { TWELVE(DOT) }
     return 12 * 32;
+}
+
+__attribute__((target("avx512f"), noinline)) static int64_t wide_fma_loop(int64_t rounds) {
+    __m512 one = _mm512_set1_ps(1.0f);
+    __m512 a[12];
+    __asm__ volatile("" : "+v"(one)); /* or the compiler adds instead */
+    TWELVE(BEGIN)
+#define WIDE_FMA(i) a[i] = _mm512_fmadd_ps(one, one, a[i]); __asm__ volatile("" : "+v"(a[i]));
+    for (int64_t r = 0; r < rounds; r++) { TWELVE(WIDE_FMA) }
+    return 12 * 16;
 }
 
 __attribute__((target("avx2,fma"), noinline)) static int64_t fma_loop(int64_t rounds) {
@@ -87,7 +97,8 @@ __attribute__((noinline)) static int64_t fma_loop(int64_t rounds) {
 
 static int64_t mx_dot_loop(int64_t rounds) {
 #if defined(__x86_64__)
-    if (mx_has_path(MX_AVX512_BF16)) return bf16_loop(rounds);
+    if (mx_has_path(MX_AVX512_BF16) && mx_product_kind(MX_AVX512_BF16) == MX_DOTS) return bf16_loop(rounds);
+    if (mx_has_path(MX_AVX512F)) return wide_fma_loop(rounds);
     if (mx_has_path(MX_AVX2)) return fma_loop(rounds);
 #elif defined(__aarch64__)
     return fma_loop(rounds);
@@ -149,7 +160,7 @@ typedef struct {
     void *packed;
     int64_t m, k;
     int dtype;
-    const mx_layer *integers; /* NULL: bfloat16 pairs */
+    const mx_layer *integers; /* NULL: pairs of numbers */
     int path;
 } packing;
 
@@ -158,25 +169,26 @@ static void pack(const void *context, int64_t chunk, int thread) {
     const packing *p = context;
     if (p->integers) mx_integers_of(p->path)->pack(p->x, p->dtype, p->packed, chunk, p->m, p->integers);
 #if defined(__x86_64__)
-    else mx_pack_pairs(p->x, p->packed, chunk, p->m, p->k);
+    else if (p->path == MX_AVX512_BF16) mx_pack_pairs(p->x, p->packed, chunk, p->m, p->k);
+    else mx_pack_floats(p->x, p->dtype, p->packed, chunk, p->m, p->k);
 #endif
 }
 
 int mx_make_input(mx_input *in, const mx_layer *const *layers, int count, const void *x, int64_t m, int dtype, int path, int threads) {
     const int64_t k = layers[0]->k;
-    const int integers = layers[0]->integers;
-    int wide = dtype != MX_DT_BF16; /* needs float32 */
-    for (int i = 0; i < count; i++) wide |= layers[i]->bits == 32;
-    if (path == MX_AVX512_BF16 && wide && !integers) path = MX_AVX512F;
+    const int integers = layers[0]->integers, whole = layers[0]->bits == 32; /* the same for all of them */
+    (void)count;
+    if (path == MX_AVX512_BF16 && !integers && (whole || dtype != MX_DT_BF16 || mx_product_kind(path) != MX_DOTS)) path = MX_AVX512F;
+    const int wide = path == MX_AVX512F && !whole, packs = integers ? path != MX_PORTABLE : wide || path == MX_AVX512_BF16;
     /* Rows that lie a power of two apart fall into few places of a cache; block by block they lie together. */
     const int apart = path == MX_AVX2 || path == MX_NEON;
     *in = (mx_input){.x = x, .row = apart ? MX_BLOCK : k, .block = apart ? m * MX_BLOCK : MX_BLOCK, .path = path};
-    if (integers ? path != MX_PORTABLE : path == MX_AVX512_BF16 && m > 1) {
-        in->own = malloc((size_t)(integers ? m * k / MX_BLOCK * 40 : m * k * 2));
+    if (packs && (integers || m > 1 || (wide && dtype != MX_DT_F32))) {
+        in->own = malloc((size_t)(integers ? m * k / MX_BLOCK * 40 : m * k * (wide ? 4 : 2)));
         if (!in->own) return 1;
-        const packing whole = {x, in->own, m, k, dtype, integers ? layers[0] : NULL, path};
-        mx_share(pack, &whole, (m + 7) / 8, m > MANY_ROWS ? threads : 1);
-    } else if (path != MX_AVX512_BF16 && (dtype != MX_DT_F32 || integers || (apart && m > 1))) {
+        const packing all = {x, in->own, m, k, dtype, integers ? layers[0] : NULL, path};
+        mx_share(pack, &all, (m + 7) / 8, m > MANY_ROWS ? threads : 1);
+    } else if (!packs && (dtype != MX_DT_F32 || integers || (apart && m > 1))) {
         in->own = widened(x, dtype, m, k, in->row, in->block, integers);
         if (!in->own) return 1;
     }
@@ -198,12 +210,12 @@ int64_t mx_piece_groups(int64_t groups, int64_t m, int threads) {
 }
 
 /* out[i] [m, n_i] = x [m, k] @ W_i^T + bias_i for at most MX_MANY layers. x and out have the dtype `dtype` and are contiguous. Returns 0, or
- * 1 for no memory. bfloat16 takes the dot-product path only if `path` is that one and
- * no layer has float32 weights; everything else is computed in float32. */
+ * 1 for no memory. bfloat16 takes the dot-product path only if `path` is that one and the layer has no float32 weights; everything else is computed
+ * in float32. */
 int mx_linears(const mx_layer *const *layers, void *const *outs, int count, const void *x, int64_t m, int dtype, int path, int threads) {
     int alike = 1; /* all of them take the same x */
     for (int i = 0; i < count; i++)
-        alike &= layers[i]->integers == layers[0]->integers && (!layers[0]->integers || layers[i]->bits == layers[0]->bits);
+        alike &= layers[i]->integers == layers[0]->integers && (layers[i]->bits == layers[0]->bits || (!layers[0]->integers && layers[i]->bits < 32 && layers[0]->bits < 32));
     if (!alike) {
         int failed = 0;
         for (int i = 0; i < count; i++) failed |= mx_linears(layers + i, outs + i, 1, x, m, dtype, path, threads);

@@ -34,8 +34,8 @@ typedef struct {
     int32_t integers; /* x is rounded to MXINT8 before the product: for E2M3, E2M1 and INT8 */
 } mx_layer;
 
-/* One stretch of row groups times m rows of x; x is packed integers (integers.h), packed bfloat16 (MX_AVX512_BF16) or float32 (the others): a row and a block of it begin
- * x_row and x_block numbers after the one before (on AVX512F k and 32). */
+/* One stretch of row groups times m rows of x; x is packed: integers (integers.h), bfloat16 (MX_AVX512_BF16: mx_pack_pairs), float32 (MX_AVX512F: mx_pack_floats);
+ * else, and for float32 weights, it is float32 of which a row and a block begin x_row and x_block numbers after the one before. */
 typedef struct {
     const mx_layer *layer;
     const void *x;
@@ -81,12 +81,18 @@ void mx_run_portable(const mx_job *, int64_t, int64_t);
 void mx_run_neon(const mx_job *, int64_t, int64_t);
 void mx_run_avx2(const mx_job *, int64_t, int64_t);
 void mx_run_avx512f(const mx_job *, int64_t, int64_t);
+void mx_run_avx512_vbmi2(const mx_job *, int64_t, int64_t);
 void mx_run_avx512_bf16(const mx_job *, int64_t, int64_t);
 void mx_run32_portable(const mx_job *, int64_t, int64_t);
 void mx_run32_neon(const mx_job *, int64_t, int64_t);
 void mx_run32_avx2(const mx_job *, int64_t, int64_t);
 void mx_run32_avx512(const mx_job *, int64_t, int64_t);
 void mx_pack_pairs(const uint32_t *x, uint32_t *packed, int64_t chunk, int64_t m, int64_t k);
+void mx_pack_floats(const void *x, int dtype, float *packed, int64_t chunk, int64_t m, int64_t k);
+
+/* What multiplies on the paths of AVX-512 (products.c): fused multiply-adds, the same where codes are looked up by VBMI2, or dot products of bfloat16. */
+enum mx_products { MX_FUSED, MX_FUSED_VBMI2, MX_DOTS };
+int mx_product_kind(int path);
 
 /* Layers whose activations are rounded, by one set of instructions: what packs chunk `chunk` of x (integers.h), and the product. */
 typedef struct {

@@ -1,0 +1,165 @@
+/* Tiles times rows of x on AVX-512. One row's result is made by the same operations in the same order whatever the number of rows: per block of 32, the
+ * products with sixteen pairs of inputs, of each pair the second input's first, into a fresh sum, then sum * scale into the total. So computes a bfloat16 dot
+ * product of Intel's processors, and so two fused multiply-adds. Included once per set of instructions, with
+ *   TARGET512, RUN       the target of every function, the one that is not static
+ *   TABLE(job), SPLIT2, SPLIT7, BYTES, TO_BF16   how codes are looked up and results rounded (avx512.h)
+ *   pair, weights        two inputs of a row of x; a vector of pairs of weights of 16 rows
+ *   PREPARE(w)           `weights` of such a vector in bfloat16; IN_PLACE: they are the same
+ *   add_products(sum, w, x, groups)   sum[g] += w[g] times the pair x, for every group
+ *   HALVES               how the loop over the halves of a block is unrolled
+ *   WIDE, PANEL          rows above which decoding once pays for writing the result down, and how many blocks of one or two groups are decoded at once
+ *   side_by_side(m, k, left, bits)    how many groups to take at once; FOURS(AT): for how many rows that may be four
+ */
+#include <stdlib.h>
+
+#define ROWS512 __attribute__((target(TARGET512)))
+
+STORE_ROW(TARGET512, TO_BF16)
+DECODE_TWO(decode_two, TARGET512, SPLIT2, SPLIT7, BYTES)
+
+/* A block's sum, into the total: dense weights have no scale. */
+#define ADD_BLOCK(total, sum, scale, bits) ((bits) == 16 ? _mm512_add_ps(total, sum) : _mm512_fmadd_ps(sum, scale, total))
+
+/* Row groups group .. group + groups - 1 times rows m0 .. m0 + rows - 1 of x. Every group and row is a chain of dependent sums: with too
+ * few of them at once the multipliers wait, so that up to eight rows take two groups or more. */
+MX_INLINE ROWS512 void multiply(const mx_job *job, int64_t group, int64_t m0, const int groups, const int rows, const int bits,
+                                const int integer, const int several) {
+    const mx_layer *l = job->layer;
+    const int64_t k = l->k, blocks = k / MX_BLOCK;
+    const int half_bytes = 32 * bits;
+    const mx_table table = TABLE(job, bits);
+    const pair *x = (const pair *)job->x + m0 * k / 2; /* as mx_pack_pairs and mx_pack_floats have them */
+    const int64_t share = several ? blocks * 2 * half_bytes / ((job->m + 7) / 8) : 0; /* of the next group: what these rows' turn asks for */
+    const uint8_t *codes[4], *scales[4];
+    for (int g = 0; g < groups; g++) codes[g] = mx_group_codes(l, group + g), scales[g] = mx_group_scales(l, group + g);
+    __m512 total[8][4];
+    for (int m = 0; m < rows; m++)
+        for (int g = 0; g < groups; g++) total[m][g] = _mm512_setzero_ps();
+    for (int64_t b = 0; b < blocks; b++, x += rows * MX_BLOCK / 2) {
+        __m512 sum[8][4];
+        for (int m = 0; m < rows; m++)
+            for (int g = 0; g < groups; g++) sum[m][g] = _mm512_setzero_ps();
+        if (bits < 16) ask_ahead(codes, groups, b, blocks, 2 * half_bytes);
+        HALVES
+        for (int half = 0; half < 2; half++)
+#pragma GCC unroll 4
+        for (int two = 0; two < 4; two++) {
+            __m512i w[4][2];
+#pragma GCC unroll 4
+            for (int g = 0; g < groups; g++) {
+                const uint8_t *at = codes[g] + (2 * b + half) * half_bytes;
+                decode_two(at, &table, w[g], two, bits, integer);
+                if (bits == 16 && !several)
+                    for (int line = 0; line < 128; line += 64) _mm_prefetch((const char *)at + two * 128 + line + AHEAD, _MM_HINT_T0);
+            }
+#pragma GCC unroll 2
+            for (int i = 0; i < 2; i++) {
+                weights ready[4];
+#pragma GCC unroll 4
+                for (int g = 0; g < groups; g++) ready[g] = PREPARE(w[g][i]);
+#pragma GCC unroll 8
+                for (int m = 0; m < rows; m++) add_products(sum[m], ready, x + (8 * half + 2 * two + i) * rows + m, groups);
+            }
+        }
+        if (several) {
+            const uint8_t *next = codes[0] + blocks * 2 * half_bytes + m0 / 8 * share;
+            ask(next + b * share / blocks, next + (b + 1) * share / blocks);
+        }
+        for (int g = 0; g < groups; g++) {
+            const __m512 scale = bits == 16 ? _mm512_setzero_ps() : mx_load_scales(scales[g] + b * MX_ROWS);
+            for (int m = 0; m < rows; m++) total[m][g] = ADD_BLOCK(total[m][g], sum[m][g], scale, bits);
+        }
+    }
+    for (int g = 0; g < groups; g++)
+        for (int m = 0; m < rows; m++) store_row(job, m0 + m, group + g, total[m][g]);
+}
+
+/* Many rows of x: stretches of PANEL blocks of one or two groups are decoded once, into the first-level cache, and multiplied by all rows.
+ * The order of the sums is that of `multiply`. w: the weights of the first group, `apart` before those of the second. */
+MX_INLINE ROWS512 void panel_rows(const weights *w, const int64_t apart, const __m512 *scale, const pair *x, float *totals, int64_t blocks,
+                                  const int groups, const int rows, const int bits) {
+    __m512 total[8][2];
+    for (int m = 0; m < rows; m++)
+        for (int g = 0; g < groups; g++) total[m][g] = _mm512_loadu_ps(totals + (m * groups + g) * MX_ROWS);
+    for (int64_t b = 0; b < blocks; b++, w += 16, x += rows * 16) {
+        __m512 sum[8][2];
+        for (int m = 0; m < rows; m++)
+            for (int g = 0; g < groups; g++) sum[m][g] = _mm512_setzero_ps();
+#pragma GCC unroll 16
+        for (int v = 0; v < 16; v++) {
+            weights ready[2];
+#pragma GCC unroll 2
+            for (int g = 0; g < groups; g++) ready[g] = w[g * apart + v];
+#pragma GCC unroll 8
+            for (int m = 0; m < rows; m++) add_products(sum[m], ready, x + v * rows + m, groups);
+        }
+        for (int m = 0; m < rows; m++)
+            for (int g = 0; g < groups; g++) total[m][g] = ADD_BLOCK(total[m][g], sum[m][g], scale[PANEL * g + b], bits);
+    }
+    for (int m = 0; m < rows; m++)
+        for (int g = 0; g < groups; g++) _mm512_storeu_ps(totals + (m * groups + g) * MX_ROWS, total[m][g]);
+}
+
+MX_INLINE ROWS512 void multiply_wide(const mx_job *job, int64_t group, float *totals, const int groups, const int bits, const int integer) {
+    const mx_layer *l = job->layer;
+    const int64_t blocks = l->k / MX_BLOCK;
+    const int half_bytes = 32 * bits, in_place = bits == 16 && IN_PLACE; /* codes that are the weights, where they lie */
+    const mx_table table = TABLE(job, bits);
+    weights decoded[2 * 16 * PANEL];
+    __m512 scale[2 * PANEL];
+    __builtin_memset(totals, 0, (size_t)job->m * groups * MX_ROWS * sizeof(float));
+    for (int64_t b0 = 0; b0 < blocks; b0 += PANEL) {
+        const int64_t count = blocks - b0 < PANEL ? blocks - b0 : PANEL;
+        for (int g = 0; g < groups; g++) {
+            const uint8_t *codes = mx_group_codes(l, group + g) + b0 * 2 * half_bytes, *scales = mx_group_scales(l, group + g);
+            for (int64_t half = 0; !in_place && half < 2 * count; half++)
+#pragma GCC unroll 4
+                for (int j = 0; j < 4; j++) {
+                    __m512i w[2];
+                    decode_two(codes + half * half_bytes, &table, w, j, bits, integer);
+                    for (int i = 0; i < 2; i++) decoded[16 * PANEL * g + 8 * half + 2 * j + i] = PREPARE(w[i]);
+                }
+            for (int64_t b = 0; bits < 16 && b < count; b++) scale[PANEL * g + b] = mx_load_scales(scales + (b0 + b) * MX_ROWS);
+        }
+        const uint8_t *first = mx_group_codes(l, group);
+        const weights *w = in_place ? (const weights *)(const void *)(first + b0 * 2 * half_bytes) : decoded;
+        const int64_t apart = !in_place ? 16 * PANEL : groups < 2 ? 0 : (mx_group_codes(l, group + 1) - first) / (int64_t)sizeof(weights);
+        for (int64_t m0 = 0; m0 < job->m; m0 += 8) {
+            const int64_t rows = job->m - m0 < 8 ? job->m - m0 : 8, panel = count * 2 * half_bytes;
+            const pair *x = (const pair *)job->x + m0 * l->k / 2 + b0 * 16 * rows;
+            for (int g = 0; g < groups; g++) {
+                const uint8_t *next = b0 + count < blocks ? mx_group_codes(l, group + g) + (b0 + count) * 2 * half_bytes : mx_group_codes(l, group + groups + g);
+                ask(next + panel * m0 / job->m, next + panel * (m0 + rows) / job->m);
+            }
+#define PANEL_ROWS(R) case R: panel_rows(w, apart, scale, x, totals + m0 * groups * MX_ROWS, count, groups, R, bits); break;
+            switch (rows) {
+                PANEL_ROWS(1) PANEL_ROWS(2) PANEL_ROWS(3) PANEL_ROWS(4) PANEL_ROWS(5) PANEL_ROWS(6) PANEL_ROWS(7) PANEL_ROWS(8)
+            }
+        }
+    }
+    for (int64_t m = 0; m < job->m; m++)
+        for (int g = 0; g < groups; g++) store_row(job, m, group + g, _mm512_loadu_ps(totals + (m * groups + g) * MX_ROWS));
+}
+
+#define ALL(G, SEVERAL) AT(G, 1, SEVERAL) AT(G, 2, SEVERAL) AT(G, 3, SEVERAL) AT(G, 4, SEVERAL) AT(G, 5, SEVERAL) AT(G, 6, SEVERAL) AT(G, 7, SEVERAL) AT(G, 8, SEVERAL)
+#define AT(G, R, SEVERAL) case R: multiply(job, group, m0, G, R, bits, integer, SEVERAL); break;
+
+MX_INLINE ROWS512 void run(const mx_job *job, int64_t group, int64_t last, const int bits, const int integer) {
+    const int64_t m = job->m;
+    float *totals = m > WIDE ? malloc((size_t)(2 * m * MX_ROWS) * sizeof(float)) : NULL;
+    for (int groups; group < last; group += groups) {
+        groups = side_by_side(m, job->layer->k, last - group, bits);
+        if (totals && groups == 2) multiply_wide(job, group, totals, 2, bits, integer);
+        else if (totals) multiply_wide(job, group, totals, 1, bits, integer);
+        for (int64_t m0 = totals ? m : 0; m0 < m; m0 += 8) { /* all rows at once, unless there was no memory for `totals` */
+            const int64_t rows = m - m0 < 8 ? m - m0 : 8;
+            if (groups == 4) switch (rows) { FOURS(AT) }
+            else if (groups == 2) switch (rows) { ALL(2, 0) }
+            else if (bits == 16 && m > 8) switch (rows) { ALL(1, 1) }
+            else switch (rows) { ALL(1, 0) }
+        }
+    }
+    free(totals);
+}
+
+BY_WIDTH(RUN, TARGET512)
