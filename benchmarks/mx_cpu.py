@@ -22,7 +22,7 @@ import torch
 
 from hf_specdec.mx import MXLinear, kernel_info
 from hf_specdec.mx.kernels import cpu
-from hf_specdec.mx.kernels.instructions import INTEGERS
+from hf_specdec.mx.kernels.instructions import INTEGERS, PRODUCTS
 
 SHAPES = ("4096x4096", "11008x4096", "4096x11008", "32000x4096")  # of Llama-2-7B, outputs x inputs
 COPIES_BYTES = 96 * 2**20  # weights of each contestant, in several copies: beyond the last-level cache
@@ -53,13 +53,13 @@ def parse():
     parser.add_argument("--repetitions", type=int, default=31)
     parser.add_argument("--no-int", action="store_true", help="leave out torch's int8 and int4 kernels")
     parser.add_argument("--activations", help='"mxint8": measure the layers with rounded inputs, too, where the format goes with it')
-    parser.add_argument("--instructions", nargs="+", help="with --activations: the rounded layers by each of these, too (hf_specdec.mx.kernels.instructions.INTEGERS.kinds)")
+    parser.add_argument("--instructions", nargs="+", help="the layers by each of these, too, and rounded ones with --activations (hf_specdec.mx.kernels.instructions)")
     parser.add_argument("--json")
     options = parser.parse_args()
     if options.instructions:  # others would be timed under their name
-        there = INTEGERS.available(kernel_info()["path"])
-        if not options.activations or any(name not in there for name in options.instructions):
-            parser.error(f"--instructions: with --activations, and of {', '.join(there) or 'none'} here.")
+        there = {kind for family in (PRODUCTS, INTEGERS if options.activations else PRODUCTS) for kind in family.available(kernel_info()["path"])}
+        if any(name not in there for name in options.instructions):
+            parser.error(f"--instructions: of {', '.join(sorted(there)) or 'none'} here{'' if options.activations else ', without --activations'}.")
     return options
 
 
@@ -81,7 +81,7 @@ def measure(n: int, k: int, name: str, options, peak: float) -> list[dict]:
         "ours": lambda x, i: layers[i % copies](x),
         "kernel": lambda x, i: cpu.multiply(kernels[i % copies], x, n),
         **({"rounded": lambda x, i: rounded[i % copies](x)} if rounded else {}),
-        **{kind: partial(by_instructions, kind, rounded) for kind in (options.instructions or []) if rounded},
+        **{kind: partial(by_instructions, kind, layers if kind in PRODUCTS.kinds else rounded) for kind in options.instructions or [] if kind in PRODUCTS.kinds or rounded},
         "torch": lambda x, i: torch.nn.functional.linear(x, dense[i % len(dense)]),
         "read": lambda x, i: read(probes[i % copies]),
     }
@@ -106,12 +106,13 @@ def measure(n: int, k: int, name: str, options, peak: float) -> list[dict]:
 
 
 def by_instructions(kind: str, layers: list, x: torch.Tensor, i: int) -> torch.Tensor:
-    """The product of a layer with rounded inputs by these instructions, which all give the same bits."""
-    INTEGERS.force(kind)
+    """The product of a layer by these instructions."""
+    family = PRODUCTS if kind in PRODUCTS.kinds else INTEGERS
+    family.force(kind)
     try:
         return layers[i % len(layers)](x)
     finally:
-        INTEGERS.force(None)
+        family.force(None)
 
 
 def interleaved(contestants: dict, x: torch.Tensor, repetitions: int) -> dict:
@@ -143,7 +144,7 @@ def read(words: torch.Tensor) -> None:
 
 
 def dot_peak() -> float:
-    """Multiply-adds per second on registers alone, on all threads, the best of five: bfloat16 dot products, else float32; 0: neither."""
+    """Multiply-adds per second on registers alone, on all threads, the best of five, by the instructions in use; 0: not known."""
     return max(cpu.library().mx_dot_peak(torch.get_num_threads()) for _ in range(5))
 
 
