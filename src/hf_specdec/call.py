@@ -147,7 +147,7 @@ class Call:
         name = "max_auto_tokens" if self.config.num_assistant_tokens == "auto" else "num_assistant_tokens"
         reach = getattr(self.config, name)
         check_trees(draft, self.model, self.traits, longest + reach, "target")
-        nodes, size = draft.most_nodes(reach), 4 if self.generation.do_sample else self.model.dtype.itemsize
+        nodes, size = draft.most_nodes(reach), 4 if self.generation.do_sample or self.guidance is not None else self.model.dtype.itemsize
         check_logits(len(self.prompts), nodes, self.traits.vocab_size, size, compat.device_of(self.model), name if nodes == reach else "tree")
         return longest, longest + reach
 

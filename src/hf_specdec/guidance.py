@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import isfinite
+from numbers import Real
 from typing import Any
 
 import torch
@@ -80,7 +81,7 @@ def guidance_of(processor: Any, model: PreTrainedModel, prompts: list[list[int]]
 def _check(processor: Any, model: PreTrainedModel, traits: compat.ModelTraits, generation, shown: bool) -> None:
     """ValueError for a call that cannot be guided, whatever the negative prompt."""
     scale, kind = processor.guidance_scale, type(compat.unwrap(model)).__name__
-    if not isinstance(scale, (int, float)) or not isfinite(scale):
+    if not isinstance(scale, Real) or not isfinite(scale):
         raise ValueError(f"guidance_scale={scale!r}: expected a number, 1 for no guidance.")
     if compat.unwrap(processor.model) is not compat.unwrap(model) or not processor.unconditional_context["first_pass"]:
         raise ValueError("logits_processor: this UnbatchedClassifierFreeGuidanceLogitsProcessor asks another model, or goes on from an earlier call. Pass guidance_scale "
@@ -98,7 +99,7 @@ def _check(processor: Any, model: PreTrainedModel, traits: compat.ModelTraits, g
 
 
 class Guided(CachedModel):
-    """A target whose logits are guided: those of `score` are float32, as the processor makes them.
+    """A target whose logits, those of `score`, are guided: what the processor would have made of them, in float32 where the model has 16 bits.
 
     beside:  the target once more, with the unconditional texts in its cache.
     begins:  per row, the unconditional text, and how many tokens of the row, its prompt, it takes the place of.
