@@ -39,7 +39,7 @@ ELSEWHERE = {
     "docs/models.md:1": "tests/test_lockstep.py",
     "docs/speculative_execution.md:1": "tests/acceptance/test_primitive.py",
     "docs/speculative_execution.md:2": "tests/acceptance/test_primitive.py",
-    "docs/usage.md:6": "needs a model of the hub",
+    "docs/usage.md:7": "needs a model of the hub",
 }
 # what is put in the place of something, for models that are small and untrained
 INSTEAD = {"README.md:2": (NAME, "name"), "README.md:3": ('load_drafter("smollm2_drafter", model)', "small_model"), "docs/performance.md:1": ("7", "1"),

@@ -95,6 +95,10 @@ class CachedModel(Forward):
             raise ValueError(f"max_new_tokens: a text has outgrown the {most} positions that {type(self.model).__name__} has; with its prompt it may have {most + 1} "
                              f"tokens at most. Ask for fewer.") from error
 
+    def raw(self, logits: torch.Tensor) -> torch.Tensor:
+        """What of the logits of the last `score` a call returns as its logits."""
+        return logits
+
     def _score(self, rows: list[list[int]], proposal: Proposal | None) -> torch.Tensor:
         self.lengths = self.lengths or [0] * len(rows)
         if self.media is not None and not any(self.lengths):
@@ -275,6 +279,10 @@ class CachedModel(Forward):
         self.lengths = [len(row) for row in columns]
         if self.states is not None:
             self.states.load(cache, self.lengths)
+
+    def release(self) -> None:
+        """Nothing is read from the cache any more."""
+        self.cache.release()
 
     def row(self, b: int, tokens: Sequence[int] = (), last: bool = False) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """What is cached of row b, the committed `tokens`, as `SlotCache.row` has it: of all but the last of them, of which states may have to be told some."""

@@ -20,6 +20,7 @@ from .draft_stop import StopRule
 from .drafts.base import Context, Draft
 from .drafts.vocabulary import check_vocabulary
 from .following import settle, that_follow
+from .guidance import Guided, guidance_of, without_guidance
 from .lockstep import agreement
 from .loop import SpeculativeLoop
 from .media import BY_COLUMNS, Embedded, Media, ahead, embedded
@@ -47,6 +48,7 @@ class Call:
         self.input_ids, self.generation, self.hidden = input_ids, generation_config, self.ids.shape != input_ids.shape
         check_vocabulary(decoder.draft, self.traits)
         check_draft_stop(decoder.draft, self.config)
+        guiding, processors = without_guidance(processors)
         shown = check_call(model, input_ids, processors, generation_config, model_kwargs, self.traits, self.config)
         self.source = Source.of(model, inputs_tensor, model_kwargs, len(input_ids), decoder.given) if self.traits.encoder == "own" else None
         mask = model_kwargs.get(self.traits.mask_name)
@@ -69,6 +71,7 @@ class Call:
             raise ValueError(f"streamer: a text streamer takes one row, this call has {len(self.prompts)}. Pass a callable "
                              f"streamer(row, tokens, drafted).")
         self.max_new = ceil(generation_config.max_length) - input_ids.shape[1]  # plain generate takes 12.5, too, and ends at 13
+        self.guidance = guidance_of(guiding, model, self.prompts, self.traits, generation_config, self.media is not None, self.max_new)
         self.agree = agreement([model, *(run.model for run in decoder.draft.models())], generation_config.max_time)
         self.drawn: tuple[torch.Tensor, torch.Tensor] | None = None  # the state of torch's generator before and after the seed
         self.original_processors = processors
@@ -106,7 +109,7 @@ class Call:
         self.processors = that_follow(self.processors, [[] for _ in self.prompts] if self.hidden else sequences.tokens)
         longest, limit = self._lengths()
         shown, cached = bool(as_dict and generation.output_hidden_states), cached_tokens(self.cache) if self.given else 0
-        target = CachedModel(self.model, limit, "target", self.traits, self.source, False if shown else self.config.compile)
+        target = self._target(limit, False if shown else self.config.compile)
         target.hidden_states = HiddenStates(target.cache.plan, batch, cached) if shown else None
         if cached:
             target.load(self.cache, self.columns, cached)
@@ -129,8 +132,13 @@ class Call:
         )
         self._run(loop, sequences)
         output = self._pack(loop, sequences)
-        target.cache.release()
+        target.release()
         return output
+
+    def _target(self, limit: int, compile: bool | str) -> CachedModel:
+        if self.guidance is not None:
+            return Guided(self.guidance, self.prompts, self.model, limit, "target", self.traits, compile)
+        return CachedModel(self.model, limit, "target", self.traits, self.source, compile)
 
     def _lengths(self) -> tuple[int, int]:
         """Tokens of the longest text there can be, and slots for it with what is drafted beyond. ValueError for a target that cannot score that, and for
@@ -139,7 +147,7 @@ class Call:
         name = "max_auto_tokens" if self.config.num_assistant_tokens == "auto" else "num_assistant_tokens"
         reach = getattr(self.config, name)
         check_trees(draft, self.model, self.traits, longest + reach, "target")
-        nodes, size = draft.most_nodes(reach), 4 if self.generation.do_sample else self.model.dtype.itemsize
+        nodes, size = draft.most_nodes(reach), 4 if self.generation.do_sample or self.guidance is not None else self.model.dtype.itemsize
         check_logits(len(self.prompts), nodes, self.traits.vocab_size, size, compat.device_of(self.model), name if nodes == reach else "tree")
         return longest, longest + reach
 
@@ -219,18 +227,23 @@ class Call:
             return FixedSchedule(most if k == "auto" else k)
         draft = self.decoder.draft
         timed = self.config.seed is None
-        schedule = by_row and draft.schedule(most, timed) or AutoSchedule(most, draft.relative_cost(self.model), timed, draft.prior)
+        schedule = by_row and draft.schedule(most, timed) or AutoSchedule(most, self._relative_cost(), timed, draft.prior)
         if isinstance(schedule, AutoSchedule) and not schedule.drafting:  # a draft that costs something costs more with every token
             schedule.cost.blocks = target.blocks
         if isinstance(schedule, AutoSchedule) and timed:
-            schedule.follow(compat.unwrap(self.model), (type(draft), len(self.prompts), by_row, target.blocks), [run.model for run in draft.models()])
+            schedule.follow(compat.unwrap(self.model), (type(draft), type(target), len(self.prompts), by_row, target.blocks), [run.model for run in draft.models()])
         return schedule
 
+    def _relative_cost(self) -> float | None:
+        """Of a drafted token, where a round of the target's is one pass, or two of them."""
+        cost = self.decoder.draft.relative_cost(self.model)
+        return cost if self.guidance is None or cost is None else cost / 2
+
     def _stop(self) -> StopRule | None:
-        kind, draft = self.config.draft_stop, self.decoder.draft
+        kind = self.config.draft_stop
         if kind in ("constant", "heuristic"):
             return None
-        return StopRule(kind, self.config.draft_confidence, draft.relative_cost(self.model) or 0.0)
+        return StopRule(kind, self.config.draft_confidence, self._relative_cost() or 0.0)
 
     def _seeds(self, batch: int) -> list[int]:
         seed = self.config.seed

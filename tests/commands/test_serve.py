@@ -159,7 +159,7 @@ def test_a_call_that_is_refused_is_answered_without_speculation():
     said = []
     answer = answering(tiny_model(), said=said)
     with pytest.warns(UserWarning, match="without speculation"):
-        answer(input_ids=ids_of(1, 2, 3), max_new_tokens=4, do_sample=False, guidance_scale=2.0)
+        answer(input_ids=ids_of(1, 2, 3), max_new_tokens=4, do_sample=False, num_beams=2, guidance_scale=2.0)
     assert said == ["4 tokens to a prompt of 3, without speculation"]
 
 

@@ -121,7 +121,7 @@ def test_what_transformers_fills_into_a_config_is_not_asked_for(rounds):
 
 
 @pytest.mark.parametrize(("options", "word"), [(dict(prompt_lookup_num_tokens=3, eos_token_id=63), "prompt_lookup_num_tokens"), (dict(num_beams=2, do_sample=True), "num_beams"),
-                                               (dict(guidance_scale=1.5), "guidance_scale")], ids=["lookup", "beams", "guidance"])  # fmt: skip
+                                               (dict(guidance_scale=1.5, num_beams=2), "guidance_scale")], ids=["lookup", "beams", "guidance"])  # fmt: skip
 def test_a_call_that_is_refused_is_stock_and_says_why(options, word, rounds):
     model, stock = hf_specdec.enable(tiny_llama(), speculative=True), tiny_llama()
     results = []
@@ -252,15 +252,15 @@ def test_a_draft_that_refuses_leaves_a_stock_call(busy, rounds):
 def test_the_warning_is_at_the_call():
     model = hf_specdec.enable(tiny_llama(), speculative=True)
     with pytest.warns(UserWarning, match="without speculation") as seen:
-        model.generate(**padded(ROWS), guidance_scale=1.5, **OPTIONS)
+        model.generate(**padded(ROWS), num_beams=2, guidance_scale=1.5, **OPTIONS)
     assert {one.filename for one in seen if "without speculation" in str(one.message)} == {__file__}
 
 
 def test_a_draft_of_a_call_that_is_refused_is_left_out():
     model = hf_specdec.enable(tiny_llama(), speculative=True)
     with pytest.warns(UserWarning, match="without speculation"):
-        text = call(model, assistant_model=UniformDraft(), guidance_scale=1.5)
-    assert torch.equal(text, call(tiny_llama(), guidance_scale=1.5))
+        text = call(model, assistant_model=UniformDraft(), guidance_scale=1.5, num_beams=2)
+    assert torch.equal(text, call(tiny_llama(), guidance_scale=1.5, num_beams=2))
 
 
 def test_no_options_are_all_defaults(rounds):
