@@ -280,12 +280,10 @@ def _check_positions(positions: torch.Tensor | None, real: torch.Tensor, cached:
 
 
 def _check_beams(generation) -> None:
-    """ValueError for sampled and grouped beam search: only the plain one is there."""
+    """ValueError for grouped beam search: only the plain one is there, and the one that samples."""
     if (generation.num_beams or 1) == 1:
         return
     groups, penalty = getattr(generation, "num_beam_groups", None) or 1, getattr(generation, "diversity_penalty", None) or 0.0
-    if generation.do_sample:
-        raise ValueError(f"num_beams={generation.num_beams} with do_sample=True: speculative=True does beam search without sampling. Use do_sample=False, or num_beams=1.")
     if groups > 1 or penalty:
         raise ValueError(f"num_beam_groups={groups}, diversity_penalty={penalty}: speculative=True does plain beam search. Use num_beam_groups=1, or "
                          f"speculative=False.")

@@ -3,7 +3,8 @@
 The search itself is transformers' own, step for step: processors, scores, length penalty, early stopping. What it asks for at a step,
 the logits after every running beam, is answered here. One target pass scores every beam and what the draft thinks will follow it; as
 long as all beams of a step are among what was scored, the step costs no pass. The first step with a beam that nobody guessed ends
-the round, so the result is that of plain beam search, whatever the draft.
+the round, so the result is that of plain beam search, whatever the draft. Where it samples (do_sample=True), transformers draws from the same laws
+with the same calls of torch's generator, of which a draft takes nothing: the same seed gives the beams of plain generate.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateBeamE
 from . import compat
 from .cached_model import CachedModel
 from .call import Call
+from .lockstep import alone
 from .outputs import WithTrace
 from .distributions import Sampler
 from .drafts.base import Context, Draft
@@ -134,7 +136,7 @@ class BeamCall(Call):
         target = CachedModel(self.model, limit, "target", self.traits, self.source)
         context = Context([], longest, self.traits.vocab_size, compat.device_of(self.model), Sampler.greedy(), _no_noise, self.source, self._stop(), target,
                           agree=self.agree)
-        trace = SpeculationTrace(self.decoder.settings("greedy"))
+        trace = SpeculationTrace(self.decoder.settings(self.rule_name))
         scored = ScoredBeams(target, draft, self._schedule(target, by_row=False), context, trace)
 
         def logits(sequences: torch.Tensor) -> torch.Tensor:
@@ -153,7 +155,12 @@ class BeamCall(Call):
 
     def _check(self, draft: Draft) -> None:
         """Refuse by name what beam search cannot be, before any work."""
-        beams = f"num_beams={self.generation.num_beams}"
+        beams, sampled = f"num_beams={self.generation.num_beams}", self.generation.do_sample
+        if sampled and self.config.seed is not None:
+            raise ValueError(f"seed={self.config.seed!r} with {beams} and do_sample=True: beams of a prompt are drawn together, from torch's generator. Leave seed out and call "
+                             f"torch.manual_seed before, as for plain generate(), or use num_beams=1.")
+        if sampled and self.agree is not alone:
+            raise ValueError(f"{beams} with do_sample=True: the processes that run this model together would each draw other beams. Use do_sample=False, or num_beams=1.")
         if self.decoder.streamer is not None:
             raise ValueError(f"{beams}: beams cannot be streamed, which of them wins is known at the end. Drop streamer, or use num_beams=1.")
         if self.given:
@@ -161,7 +168,7 @@ class BeamCall(Call):
         if draft.name not in (*AFRESH, *KEPT):
             raise ValueError(f"{beams}: the draft {draft.name!r} does not follow beams that branch; those that do are {sorted((*AFRESH, *KEPT))}. Pass one of "
                              f"them, or use num_beams=1.")
-        if self.config.lenience != 1.0 or self.config.acceptance not in ("auto", "greedy"):
+        if self.config.lenience != 1.0 or self.config.acceptance not in ("auto", "speculative_sampling" if sampled else "greedy"):
             raise ValueError(f"{beams}: beam search is exact, it takes lenience=1.0 and acceptance=\"auto\" (here {self.config.lenience} and "
                              f"{self.config.acceptance!r}). Drop them, or use num_beams=1.")
         for option in ("compile", "record_probs"):
@@ -172,4 +179,4 @@ class BeamCall(Call):
 
 
 def _no_noise(stream: str, n: int) -> torch.Tensor:
-    raise ValueError("beam search draws no tokens; this draft does.")
+    raise ValueError("what is drafted for beams is not drawn; this draft draws.")

@@ -126,7 +126,6 @@ def test_stopping_criteria_see_every_candidate():
 
 
 @pytest.mark.parametrize(("options", "words"), [
-    (dict(do_sample=True), "do_sample=True"),
     (dict(speculative={"lenience": 0.5}), "lenience=1.0"),
     (dict(speculative={"acceptance": "typical"}), "typical"),
     (dict(speculative={"compile": True}), "compile=True"),
