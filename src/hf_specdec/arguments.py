@@ -207,10 +207,6 @@ def check_call(model, input_ids, processors, generation, model_kwargs: dict, tra
         _check_tails(cache, real)
     if not shown:
         _check_positions(positions, real, cached)
-    apart = bool(shown) or both_ways(model.config, cached)
-    if apart and (generation.num_beams or 1) > 1:
-        what = f"over the text of their prompts, which {next(iter(shown))} is no part of" if shown else "over prompts that are read in one direction"
-        raise ValueError(f"num_beams={generation.num_beams}: beams share a pass {what}. Use num_beams=1, or speculative=False.")
     lengths.check_rope(model, generation.max_length, "target")
     lengths.check_selection(model, generation.max_length, "target")
     lengths.check_experts(model, input_ids.shape[0], longest, config)
@@ -218,7 +214,7 @@ def check_call(model, input_ids, processors, generation, model_kwargs: dict, tra
         lengths.check_counting(model, generation.max_length, "target")
     _check_processors(processors, generation, own)
     check_batch(model, traits, input_ids.shape[0], "target")
-    return shown if apart else None
+    return shown if shown or both_ways(model.config, cached) else None
 
 
 def _check_inputs(config, model_kwargs: dict, traits: compat.ModelTraits, cached: int) -> dict:

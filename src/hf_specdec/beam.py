@@ -42,12 +42,13 @@ class SpeculativeSeq2SeqBeamOutput(WithTrace, GenerateBeamEncoderDecoderOutput):
 class ScoredBeams:
     """Answers for the logits after beams, out of as few target passes as the draft allows.
 
-    A beam is the number of the source that it reads (0 where nothing but its text is read), and its tokens. A row is a distinct beam of some prompt.
-    rows: those of the last pass; places: what it has scored, beam -> (row, node).
+    A beam is the number of the prompt whose source or images it reads (0 where nothing but its text is read), and its tokens. A row is a distinct beam of
+    some prompt. rows: those of the last pass; places: what it has scored, beam -> (row, node). alike: whether the first pass has a row for each of the beams
+    of a prompt although they are still alike, as what transformers has prepared for it has.
     """
 
-    def __init__(self, target: CachedModel, draft: Draft, schedule, context: Context, trace: SpeculationTrace):
-        self.target, self.draft, self.schedule, self.context, self.trace = target, draft, schedule, context, trace
+    def __init__(self, target: CachedModel, draft: Draft, schedule, context: Context, trace: SpeculationTrace, alike: bool = False):
+        self.target, self.draft, self.schedule, self.context, self.trace, self.alike = target, draft, schedule, context, trace, alike
         self.places: dict[tuple[int, ...], tuple[int, int]] = {}
         self.proposal: Proposal | None = None
         self.steps, self.k, self.begin = 0, 0, perf_counter()
@@ -56,7 +57,7 @@ class ScoredBeams:
         """Logits [R, V] after every beam; all are one token longer than the last time."""
         if any(beam not in self.places for beam in beams):
             self._end_round()
-            self._pass(list(dict.fromkeys(beams)))
+            self._pass(list(beams if self.alike and self.proposal is None else dict.fromkeys(beams)))
         self.steps += 1
         rows, nodes = upload([self.places[beam] for beam in beams], self.logits.device).unbind(-1)
         return self.logits[rows, nodes]
@@ -129,23 +130,24 @@ class BeamCall(Call):
     def run(self, criteria: list) -> Any:
         generation, draft = self.generation, self.decoder.draft
         self._check(draft)
-        columns, prompt = self.columns, self.input_ids.shape[1]
+        prompt, read = self.ids.shape[1], self.source is not None or self.media is not None
         longest, limit = self._lengths()
         if self.source is not None:
             self.source.keep(list(range(0, len(self.input_ids), generation.num_beams)))  # transformers has repeated it for every beam
         target = CachedModel(self.model, limit, "target", self.traits, self.source)
+        target.look(self.media)
         context = Context([], longest, self.traits.vocab_size, compat.device_of(self.model), Sampler.greedy(), _no_noise, self.source, self._stop(), target,
-                          agree=self.agree)
+                          media=self.media, agree=self.agree)
         trace = SpeculationTrace(self.decoder.settings(self.rule_name))
-        scored = ScoredBeams(target, draft, self._schedule(target, by_row=False), context, trace)
+        scored = ScoredBeams(target, draft, self._schedule(target, by_row=False), context, trace, self.media is not None)
 
         def logits(sequences: torch.Tensor) -> torch.Tensor:
-            texts = [[*(row[i] for i in own), *row[prompt:]] for row, own in zip(sequences.tolist(), columns)]
-            return scored([(0 if self.source is None else i // generation.num_beams, *text) for i, text in enumerate(texts)])
+            texts = [(*own, *new) for own, new in zip(self.prompts, sequences[:, prompt:].tolist())]
+            return scored([(i // generation.num_beams if read else 0, *text) for i, text in enumerate(texts)])
 
         with draft.in_use():
             self.decoder.began.set()
-            output = compat.beam_search(self.model, logits, self.input_ids, self.original_processors, criteria, generation)
+            output = compat.beam_search(self.model, logits, self.ids, self.original_processors, criteria, self.asked)
             scored.finish()
         if not generation.return_dict_in_generate:
             return output
