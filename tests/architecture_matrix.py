@@ -60,7 +60,7 @@ SHOWN = """
 ## Images, videos and sounds
 
 Prompts with one image (video, sound) a row, and their text; drafted by prompt lookup, by a perturbed copy of the model, which is shown the same, and, as trees in the batch, by
-`MixtureDraft()` (but for models that carry states). Other model types that are given such inputs are refused by name. Not with them: beam search, and a caller's filled cache (a later turn of text alone goes on
+`MixtureDraft()` (but for models that carry states). Other model types that are given such inputs are refused by name. Not with them: a caller's filled cache (a later turn of text alone goes on
 from one).
 
 | family | model_type | shown | batch 1 | ragged batch |

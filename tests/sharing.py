@@ -79,6 +79,7 @@ def main(how: str, folder: Path) -> None:
     results["compiled"] = attempt(lambda: generate(ROWS, speculative={"compile": True}))
     results["rows"] = attempt(lambda: generate(TWO, speculative={"draft": "mixture"}))
     results["beams"] = attempt(lambda: generate(ROWS, num_beams=2))
+    results["sampled beams"] = attempt(lambda: generate(ROWS, num_beams=2, do_sample=True))
     results["sampled"] = attempt(lambda: generate(TWO, do_sample=True, assistant_model=drafts(target, folder, load)["model"]()))
     results["max_time"] = attempt(lambda: generate(ROWS, max_time=9.0))
     results["compress"] = attempt(lambda: mx.compress(target))

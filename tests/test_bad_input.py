@@ -577,7 +577,7 @@ EMPTY = torch.zeros((1, 0), dtype=torch.long)
 # name -> (model -> arguments, words of the message)
 CALLS = {
     "beams of a draft that cannot follow them": (lambda m: dict(num_beams=2, assistant_model=UniformDraft()), ("num_beams=2", "use num_beams=1")),
-    "beams that sample": (lambda m: dict(num_beams=3, do_sample=True), ("num_beams=3", "or num_beams=1")),
+    "beams that sample with a seed of their own": (lambda m: dict(num_beams=3, do_sample=True, speculative={"seed": 1}), ("seed=1", "num_beams=3", "torch.manual_seed", "num_beams=1")),
     "empty prompt": (lambda m: dict(inputs=dict(input_ids=EMPTY)), ("input_ids", "at least one token")),
     "empty prompt and mask": (lambda m: dict(inputs=dict(input_ids=EMPTY, attention_mask=EMPTY)), ("input_ids", "at least one token")),
     "a token beyond the vocabulary": (lambda m: dict(inputs=dict(input_ids=torch.tensor([[3, VOCAB]]))), ("input_ids", "from 3 to 61", "from 0 to 60", "tokenizer")),
@@ -661,7 +661,7 @@ def test_a_call_that_cannot_be_served_is_refused(name):
         call(model, **options)
 
 
-@pytest.mark.parametrize("name", ["beams that sample", "prompt beyond the context", "static cache", "classifier-free guidance",
+@pytest.mark.parametrize("name", ["prompt beyond the context", "static cache", "classifier-free guidance",
                                   "contrastive search", "contrastive search by config", "stock prompt lookup", "DoLa", "forced words"])
 def test_the_hook_refuses_what_the_override_refuses(name):
     arguments, words = CALLS[name]
@@ -989,7 +989,7 @@ def test_a_plain_call_after_a_refusal_and_an_interrupt_is_stock():
     model = tiny_llama()
     expected = plain(model, ROWS)
     with pytest.raises(ValueError):
-        call(model, num_beams=2, do_sample=True)
+        call(model, num_beams=2, do_sample=True, speculative={"seed": 1})
     with pytest.raises(KeyboardInterrupt):
         call(model, assistant_model=BadDraft(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt())), num_assistant_tokens=2)
     assert plain(model, ROWS) == expected

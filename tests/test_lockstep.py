@@ -19,7 +19,8 @@ from tests.helpers import build, padded, perturbed, tiny_llama
 from tests.sharing import CALL, ROWS, SIZES, TWO
 
 EVEN = 62  # what two processes can share
-SHARED = {"built": "target: several processes run it together", "max_time": "max_time=9.0: the processes", "compress": "model: several processes run this"}
+SHARED = {"built": "target: several processes run it together", "max_time": "max_time=9.0: the processes", "compress": "model: several processes run this",
+          "sampled beams": "num_beams=2 with do_sample=True: the processes"}
 REFUSED = {
     "tp": SHARED,
     "ep": SHARED,

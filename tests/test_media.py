@@ -324,8 +324,6 @@ def test_prompts_that_are_read_in_both_directions_whatever_is_said_of_their_toke
         for draft in [None, perturbed(model, 0.02)] + ([MixtureDraft()] if family.trees else []):
             assert torch.equal(ours(model, said, draft).sequences, answers[-1]), type(draft).__name__
     assert not torch.equal(answers[1], answers[2]) and not torch.equal(answers[1], answers[3])
-    with pytest.raises(ValueError, match="num_beams=2: beams share a pass over"):
-        ours(model, {**inputs, "token_type_ids": None}, num_beams=2)
 
 
 @pytest.mark.parametrize("name", ["PaliGemma", "PaliGemma 2"])
@@ -360,12 +358,6 @@ def test_the_noise_of_a_sound_is_that_of_plain_generate_whatever_the_draft_hears
 
 
 # --- what is refused ----------------------------------------------------------------------------------------------------
-
-
-def test_beams_are_refused():
-    family = BY_NAME["LLaVA"]
-    with pytest.raises(ValueError, match="num_beams=2.*speculative=False"):
-        ours(family.model(), family.prompts(1), num_beams=2)
 
 
 def test_a_type_that_nobody_has_tried_is_refused(monkeypatch):

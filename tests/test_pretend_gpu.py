@@ -4,6 +4,8 @@ once a round; none goes to the device by a way that makes the host wait.
 What only a GPU can show (kernels, streams, captured graphs, time) is not seen here.
 """
 
+from copy import deepcopy
+
 import pytest
 import torch
 from transformers import LogitsProcessorList, TextStreamer
@@ -15,6 +17,7 @@ from tests import encoder_decoders
 from tests.architectures import FAMILIES
 from tests.conformance.builders import VARIANTS, make
 from tests.helpers import padded, perturbed, small_vocabulary_llama, speculate, tiny_llama, word_tokenizer
+from tests.seeing import FAMILIES as SEEING
 from tests.pretend_gpu import GpuTensor, PretendGpu
 
 ROWS = [[1, 2, 3, 1, 2], [4, 3], [5, 4, 5, 4, 5, 4, 5]]
@@ -152,6 +155,16 @@ def test_a_streamer_and_several_texts_of_a_prompt(gpu, capsys):
     text = integration.generate(target, ids, streamer=TextStreamer(tokenizer, skip_prompt=True), **given)
     assert capsys.readouterr().out and torch.equal(text, target.generate(ids, **given))
     assert torch.equal(integration.generate(target, ids, num_return_sequences=2, do_sample=True, top_k=1, max_new_tokens=12, pad_token_id=0), text.repeat(2, 1))
+
+
+@pytest.mark.parametrize("name", ["LLaVA", "Gemma 3"])
+def test_beams_that_are_shown_images(gpu, name):
+    family = next(line for line in SEEING if line.name == name)
+    target, inputs, given = family.model(), family.prompts(2), dict(num_beams=3, max_new_tokens=8, pad_token_id=0)
+    text = target.generate(**inputs, **given)
+    target = gpu.put(deepcopy(target))
+    out = integration.generate(target, **gpu.put(inputs), **given, num_assistant_tokens=3)
+    assert torch.equal(out.held, text)
 
 
 @pytest.mark.share(2)

@@ -207,10 +207,6 @@ def check_call(model, input_ids, processors, generation, model_kwargs: dict, tra
         _check_tails(cache, real)
     if not shown:
         _check_positions(positions, real, cached)
-    apart = bool(shown) or both_ways(model.config, cached)
-    if apart and (generation.num_beams or 1) > 1:
-        what = f"over the text of their prompts, which {next(iter(shown))} is no part of" if shown else "over prompts that are read in one direction"
-        raise ValueError(f"num_beams={generation.num_beams}: beams share a pass {what}. Use num_beams=1, or speculative=False.")
     lengths.check_rope(model, generation.max_length, "target")
     lengths.check_selection(model, generation.max_length, "target")
     lengths.check_experts(model, input_ids.shape[0], longest, config)
@@ -218,7 +214,7 @@ def check_call(model, input_ids, processors, generation, model_kwargs: dict, tra
         lengths.check_counting(model, generation.max_length, "target")
     _check_processors(processors, generation, own)
     check_batch(model, traits, input_ids.shape[0], "target")
-    return shown if apart else None
+    return shown if shown or both_ways(model.config, cached) else None
 
 
 def _check_inputs(config, model_kwargs: dict, traits: compat.ModelTraits, cached: int) -> dict:
@@ -280,12 +276,10 @@ def _check_positions(positions: torch.Tensor | None, real: torch.Tensor, cached:
 
 
 def _check_beams(generation) -> None:
-    """ValueError for sampled and grouped beam search: only the plain one is there."""
+    """ValueError for grouped beam search: only the plain one is there, and the one that samples."""
     if (generation.num_beams or 1) == 1:
         return
     groups, penalty = getattr(generation, "num_beam_groups", None) or 1, getattr(generation, "diversity_penalty", None) or 0.0
-    if generation.do_sample:
-        raise ValueError(f"num_beams={generation.num_beams} with do_sample=True: speculative=True does beam search without sampling. Use do_sample=False, or num_beams=1.")
     if groups > 1 or penalty:
         raise ValueError(f"num_beam_groups={groups}, diversity_penalty={penalty}: speculative=True does plain beam search. Use num_beam_groups=1, or "
                          f"speculative=False.")

@@ -3,7 +3,8 @@
 The search itself is transformers' own, step for step: processors, scores, length penalty, early stopping. What it asks for at a step,
 the logits after every running beam, is answered here. One target pass scores every beam and what the draft thinks will follow it; as
 long as all beams of a step are among what was scored, the step costs no pass. The first step with a beam that nobody guessed ends
-the round, so the result is that of plain beam search, whatever the draft.
+the round, so the result is that of plain beam search, whatever the draft. Where it samples (do_sample=True), transformers draws from the same laws
+with the same calls of torch's generator, of which a draft takes nothing: the same seed gives the beams of plain generate.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateBeamE
 from . import compat
 from .cached_model import CachedModel
 from .call import Call
+from .lockstep import alone
 from .outputs import WithTrace
 from .distributions import Sampler
 from .drafts.base import Context, Draft
@@ -40,12 +42,13 @@ class SpeculativeSeq2SeqBeamOutput(WithTrace, GenerateBeamEncoderDecoderOutput):
 class ScoredBeams:
     """Answers for the logits after beams, out of as few target passes as the draft allows.
 
-    A beam is the number of the source that it reads (0 where nothing but its text is read), and its tokens. A row is a distinct beam of some prompt.
-    rows: those of the last pass; places: what it has scored, beam -> (row, node).
+    A beam is the number of the prompt whose source or images it reads (0 where nothing but its text is read), and its tokens. A row is a distinct beam of
+    some prompt. rows: those of the last pass; places: what it has scored, beam -> (row, node). alike: whether the first pass has a row for each of the beams
+    of a prompt although they are still alike, as what transformers has prepared for it has.
     """
 
-    def __init__(self, target: CachedModel, draft: Draft, schedule, context: Context, trace: SpeculationTrace):
-        self.target, self.draft, self.schedule, self.context, self.trace = target, draft, schedule, context, trace
+    def __init__(self, target: CachedModel, draft: Draft, schedule, context: Context, trace: SpeculationTrace, alike: bool = False):
+        self.target, self.draft, self.schedule, self.context, self.trace, self.alike = target, draft, schedule, context, trace, alike
         self.places: dict[tuple[int, ...], tuple[int, int]] = {}
         self.proposal: Proposal | None = None
         self.steps, self.k, self.begin = 0, 0, perf_counter()
@@ -54,7 +57,7 @@ class ScoredBeams:
         """Logits [R, V] after every beam; all are one token longer than the last time."""
         if any(beam not in self.places for beam in beams):
             self._end_round()
-            self._pass(list(dict.fromkeys(beams)))
+            self._pass(list(beams if self.alike and self.proposal is None else dict.fromkeys(beams)))
         self.steps += 1
         rows, nodes = upload([self.places[beam] for beam in beams], self.logits.device).unbind(-1)
         return self.logits[rows, nodes]
@@ -127,23 +130,24 @@ class BeamCall(Call):
     def run(self, criteria: list) -> Any:
         generation, draft = self.generation, self.decoder.draft
         self._check(draft)
-        columns, prompt = self.columns, self.input_ids.shape[1]
+        prompt, read = self.ids.shape[1], self.source is not None or self.media is not None
         longest, limit = self._lengths()
         if self.source is not None:
             self.source.keep(list(range(0, len(self.input_ids), generation.num_beams)))  # transformers has repeated it for every beam
         target = CachedModel(self.model, limit, "target", self.traits, self.source)
+        target.look(self.media)
         context = Context([], longest, self.traits.vocab_size, compat.device_of(self.model), Sampler.greedy(), _no_noise, self.source, self._stop(), target,
-                          agree=self.agree)
-        trace = SpeculationTrace(self.decoder.settings("greedy"))
-        scored = ScoredBeams(target, draft, self._schedule(target, by_row=False), context, trace)
+                          media=self.media, agree=self.agree)
+        trace = SpeculationTrace(self.decoder.settings(self.rule_name))
+        scored = ScoredBeams(target, draft, self._schedule(target, by_row=False), context, trace, self.media is not None)
 
         def logits(sequences: torch.Tensor) -> torch.Tensor:
-            texts = [[*(row[i] for i in own), *row[prompt:]] for row, own in zip(sequences.tolist(), columns)]
-            return scored([(0 if self.source is None else i // generation.num_beams, *text) for i, text in enumerate(texts)])
+            texts = [(*own, *new) for own, new in zip(self.prompts, sequences[:, prompt:].tolist())]
+            return scored([(i // generation.num_beams if read else 0, *text) for i, text in enumerate(texts)])
 
         with draft.in_use():
             self.decoder.began.set()
-            output = compat.beam_search(self.model, logits, self.input_ids, self.original_processors, criteria, generation)
+            output = compat.beam_search(self.model, logits, self.ids, self.original_processors, criteria, self.asked)
             scored.finish()
         if not generation.return_dict_in_generate:
             return output
@@ -153,7 +157,12 @@ class BeamCall(Call):
 
     def _check(self, draft: Draft) -> None:
         """Refuse by name what beam search cannot be, before any work."""
-        beams = f"num_beams={self.generation.num_beams}"
+        beams, sampled = f"num_beams={self.generation.num_beams}", self.generation.do_sample
+        if sampled and self.config.seed is not None:
+            raise ValueError(f"seed={self.config.seed!r} with {beams} and do_sample=True: beams of a prompt are drawn together, from torch's generator. Leave seed out and call "
+                             f"torch.manual_seed before, as for plain generate(), or use num_beams=1.")
+        if sampled and self.agree is not alone:
+            raise ValueError(f"{beams} with do_sample=True: the processes that run this model together would each draw other beams. Use do_sample=False, or num_beams=1.")
         if self.decoder.streamer is not None:
             raise ValueError(f"{beams}: beams cannot be streamed, which of them wins is known at the end. Drop streamer, or use num_beams=1.")
         if self.given:
@@ -161,7 +170,7 @@ class BeamCall(Call):
         if draft.name not in (*AFRESH, *KEPT):
             raise ValueError(f"{beams}: the draft {draft.name!r} does not follow beams that branch; those that do are {sorted((*AFRESH, *KEPT))}. Pass one of "
                              f"them, or use num_beams=1.")
-        if self.config.lenience != 1.0 or self.config.acceptance not in ("auto", "greedy"):
+        if self.config.lenience != 1.0 or self.config.acceptance not in ("auto", "speculative_sampling" if sampled else "greedy"):
             raise ValueError(f"{beams}: beam search is exact, it takes lenience=1.0 and acceptance=\"auto\" (here {self.config.lenience} and "
                              f"{self.config.acceptance!r}). Drop them, or use num_beams=1.")
         for option in ("compile", "record_probs"):
@@ -172,4 +181,4 @@ class BeamCall(Call):
 
 
 def _no_noise(stream: str, n: int) -> torch.Tensor:
-    raise ValueError("beam search draws no tokens; this draft does.")
+    raise ValueError("what is drafted for beams is not drawn; this draft draws.")

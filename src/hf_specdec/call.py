@@ -43,6 +43,7 @@ class Call:
         self.decoder, self.model, self.config = decoder, model, decoder.config
         self.traits = compat.traits_of(compat.unwrap(model), "target")
         self.ids, embeds = input_ids, model_kwargs.get("inputs_embeds") if self.traits.encoder != "own" else None  # as they were passed; an encoder has read its own
+        self.asked = generation_config  # whose lengths do not count embeddings
         if embeds is not None:
             input_ids, generation_config, model_kwargs = embedded(model, input_ids, generation_config, model_kwargs, self.traits)
         self.input_ids, self.generation, self.hidden = input_ids, generation_config, self.ids.shape != input_ids.shape

@@ -180,7 +180,6 @@ def embedded(model: PreTrainedModel, input_ids: torch.Tensor, generation: Any, m
         f"{name} goes by ids beside them" if compat.unwrap(model).config.model_type in _BY_IDS else \
         f"{name} has several positions for a token" if positions is not None and positions.ndim > 2 else \
         f"a {CACHE} that holds tokens" if cached_tokens(others.get(CACHE)) else \
-        f"num_beams={generation.num_beams}" if (generation.num_beams or 1) > 1 else \
         f"they have {embeds.shape[1]} places and input_ids {input_ids.shape[1]}" if input_ids.shape[1] not in (0, embeds.shape[1]) else \
         next((f"{other} beside them" for other in media_in(compat.unwrap(model).config, others)), None)
     if why is not None:

@@ -118,6 +118,23 @@ def test_plain_ids_models_and_settings_are_as_they_were():
     assert_unchanged(draft, of_draft)
 
 
+@pytest.mark.parametrize("options", [{}, dict(do_sample=True, temperature=1.4), dict(eos_token_id=list(range(1, 20)), num_return_sequences=3)], ids=["plain", "sampled", "several"])
+@pytest.mark.parametrize("asked", [(), ("output_scores",), ("output_logits",), ("output_scores", "output_logits")], ids=lambda asked: " and ".join(asked) or "neither")
+def test_scores_and_logits_are_those_of_plain_search(asked, options):
+    options = {**options, **{name: name in asked for name in ("output_scores", "output_logits")}}
+    plain, ours = both(repetitive(16, 9), ModelTreeDraft(NEAR, (3, 2)), model=_seeded(), **options)
+    assert [name for name in plain.keys() if name != CACHE] == list(ours.keys()) and torch.equal(plain.sequences, ours.sequences)
+    for name in ("scores", "logits"):
+        theirs, mine = getattr(plain, name), getattr(ours, name)
+        assert (theirs is None) == (mine is None) == (f"output_{name}" not in asked)
+        for one, other in zip(theirs or (), mine or (), strict=True):
+            torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+    if "output_scores" in asked:
+        steps = [MODEL.compute_transition_scores(out.sequences, out.scores, out.beam_indices) for out in (plain, ours)]
+        torch.testing.assert_close(*steps, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(plain.sequences_scores, ours.sequences_scores, atol=1e-4, rtol=1e-4)
+
+
 def test_stopping_criteria_see_every_candidate():
     def stop(ids, scores, **kwargs):
         return ids[:, -1] % 5 == 0
@@ -126,7 +143,6 @@ def test_stopping_criteria_see_every_candidate():
 
 
 @pytest.mark.parametrize(("options", "words"), [
-    (dict(do_sample=True), "do_sample=True"),
     (dict(speculative={"lenience": 0.5}), "lenience=1.0"),
     (dict(speculative={"acceptance": "typical"}), "typical"),
     (dict(speculative={"compile": True}), "compile=True"),
@@ -156,6 +172,16 @@ def test_ctrl_c_leaves_the_draft_ready_for_the_next_call():
         both(repetitive(11), draft, stopping_criteria=[interrupt], max_new_tokens=5, model=_without_plain())
     assert draft.indices == []
     assert_equal(*both(repetitive(11), draft))
+
+
+def _seeded():
+    """The model, whose every call begins with the same draws."""
+    class Same:
+        def generate(self, *args, **kwargs):
+            torch.manual_seed(4)
+            return MODEL.generate(*args, **kwargs)
+
+    return Same()
 
 
 def _without_plain():

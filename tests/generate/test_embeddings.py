@@ -131,10 +131,10 @@ def test_several_texts_of_one_prompt_and_sampling():
 
 
 @pytest.mark.parametrize(("options", "words"), [
-    (dict(num_beams=2), "num_beams=2"), (dict(input_ids=torch.ones(1, 3, dtype=torch.long)), "14 places and input_ids 3"),
+    (dict(input_ids=torch.ones(1, 3, dtype=torch.long)), "14 places and input_ids 3"),
     (lambda target: {CACHE: _filled(target)}, "holds tokens"),
     (lambda target: {"inputs_embeds": shown(target, ROWS[:1])["inputs_embeds"][0], "attention_mask": None}, r"expected \[B, L, H\], got \[14, 32\]"),
-], ids=["beams", "ids of another length", "cache", "one row without a batch"])
+], ids=["ids of another length", "cache", "one row without a batch"])
 def test_what_nobody_has_tried_is_refused_by_name(options, words):
     target = tiny_llama(1)
     options = options(target) if callable(options) else options

@@ -325,7 +325,6 @@ def test_token_ids_that_encoder_or_decoder_does_not_have_are_refused(name):
 def test_trees_and_caches_are_refused():
     model, inputs = model_and_source()
     text = plain(model, inputs)
-    refused("num_beams=4 with do_sample=True.*num_beams=1", lambda: speculate(model, inputs, num_beams=4, do_sample=True))
     refused("branches of a tree.*chains", lambda: speculate(model, inputs, KnowingTreeDraft(text.tolist()), 10))
     cache = model.generate(**inputs, max_new_tokens=4, return_dict_in_generate=True)[CACHE]
     refused(f"{CACHE}: the EncoderDecoderCache.*decoder_input_ids", lambda: speculate(model, inputs, **{CACHE: cache}, decoder_input_ids=text))
