@@ -39,6 +39,7 @@ typedef __m512i weights;
 #define WIDE 32
 #define PANEL 8
 #define HALVES _Pragma("GCC unroll 2")
+#define PANEL_UNROLL _Pragma("GCC unroll 16")
 
 MX_INLINE __attribute__((target(TARGET512))) void add_products(__m512 *sum, const weights *w, const pair *x, const int groups) {
     const __m512i both = _mm512_set1_epi32(*x);

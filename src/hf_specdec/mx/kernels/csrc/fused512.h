@@ -10,6 +10,7 @@ typedef struct {
 #define WIDE 8
 #define PANEL 4
 #define HALVES _Pragma("GCC unroll 1") /* or there is much code for little */
+#define PANEL_UNROLL _Pragma("GCC unroll 4")
 
 /* The first and the second numbers of the pairs of bfloat16 numbers in a vector. */
 #define PREPARE(w) \

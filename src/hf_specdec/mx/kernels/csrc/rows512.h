@@ -6,7 +6,7 @@
  *   pair, weights        two inputs of a row of x; a vector of pairs of weights of 16 rows
  *   PREPARE(w)           `weights` of such a vector in bfloat16; IN_PLACE: they are the same
  *   add_products(sum, w, x, groups)   sum[g] += w[g] times the pair x, for every group
- *   HALVES               how the loop over the halves of a block is unrolled
+ *   HALVES, PANEL_UNROLL how the loops over the halves of a block, and over the decoded pairs of a block, are unrolled
  *   WIDE, PANEL          rows above which decoding once pays for writing the result down, and how many blocks of one or two groups are decoded at once
  *   side_by_side(m, k, left, bits)    how many groups to take at once; FOURS(AT): for how many rows that may be four
  */
@@ -85,7 +85,7 @@ MX_INLINE ROWS512 void panel_rows(const weights *w, const int64_t apart, const _
         __m512 sum[8][2];
         for (int m = 0; m < rows; m++)
             for (int g = 0; g < groups; g++) sum[m][g] = _mm512_setzero_ps();
-#pragma GCC unroll 16
+        PANEL_UNROLL
         for (int v = 0; v < 16; v++) {
             weights ready[2];
 #pragma GCC unroll 2
