@@ -177,8 +177,8 @@ def check_call(model, input_ids, processors, generation, model_kwargs: dict, tra
         raise ValueError("input_ids: the prompt is empty; give at least one token per row.")
     _check_way_of_decoding(lambda name: getattr(generation, name, None), own)
     _check_cache_implementation(generation.cache_implementation, own)
-    states = () if traits.encoder == "none" and not traits.own_cache and (generation.num_beams or 1) == 1 else ("output_hidden_states",)
-    for name in ("output_attentions", *states):
+    beyond = traits.encoder != "none" or traits.own_cache or (generation.num_beams or 1) > 1
+    for name in ("output_attentions", "output_hidden_states") if beyond else ():
         if getattr(generation, name, None) and generation.return_dict_in_generate:
             asked = ", which return_token_timestamps asks for" if getattr(generation, "return_token_timestamps", None) else ""
             raise ValueError(f"{name}=True{asked}: not available from a pass that scores several tokens. Drop it, or use speculative=False.")

@@ -24,13 +24,18 @@ class HiddenStates:
         self.ended: dict[int, list[torch.Tensor]] = {}
         self.orders: list[tuple | None] = []  # per layer; None: there are no streams
 
-    def update(self, states: tuple[torch.Tensor, ...]) -> None:
+    def update(self, states: tuple[torch.Tensor, ...], starts: list[int]) -> None:
         """Keep what the planned block put out, per layer [B, L, H], or [streams, B, L, H] (Gemma 3n), or [B, L, streams, H] (HY v4)."""
         self.layers, block = self.layers or [SlotLayer(self.plan) for _ in states], (len(self.rows), self.plan.width)
         self.orders = [None if own.ndim == 3 else _INSIDE if own.shape[:2] == block else _FIRST for own in states]
         for layer, own, order in zip(self.layers, states, self.orders):
             own = own[:, None] if order is None else own.permute(order)
             layer.update(own, own[..., :0])
+
+    def gather(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """As `SlotLayer.gather`."""
+        for layer in self.layers:
+            layer.gather(source, target)
 
     def keep(self, rows: list[int]) -> None:
         """Only these rows go on."""
