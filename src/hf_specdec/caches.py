@@ -68,7 +68,7 @@ def windows_of(cache: Any, config: Any, shown: bool) -> tuple[int | None, ...]:
     prompts show, where they do; () where the cache does not say."""
     if seeing(config):
         return tuple(None if shown and i in seeing(config) else 0 for i in range(config.num_hidden_layers))
-    layers = [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, CacheLayerMixin)]
+    layers = [layer for layer in getattr(getattr(cache, "self_attention_cache", cache), "layers", ()) if isinstance(layer, CacheLayerMixin)]
     sizes, kinds = tuple(layer.sliding_window if layer.is_sliding else 0 for layer in layers), getattr(config, "layer_types", None) or ()
     shared = kinds[len(sizes) :] if sizes and getattr(config, "num_kv_shared_layers", 0) else ()  # they read what others of their kind have
     begin, loops = getattr(config, "n_input_layers", 0), getattr(config, "n_recurrent_loops", 1)

@@ -49,6 +49,7 @@ class Call:
         check_draft_stop(decoder.draft, self.config)
         shown = check_call(model, input_ids, processors, generation_config, model_kwargs, self.traits, self.config)
         self.source = Source.of(model, inputs_tensor, model_kwargs, len(input_ids), decoder.given) if self.traits.encoder == "own" else None
+        self.read = model_kwargs.get("encoder_outputs")
         mask = model_kwargs.get(self.traits.mask_name)
         mask = torch.ones_like(input_ids) if mask is None else mask[:, -input_ids.shape[1]:]
         self.columns = [keep.nonzero()[:, 0].tolist() for keep in mask.bool()]  # of every row, what is not padding
@@ -109,7 +110,7 @@ class Call:
         longest, limit = self._lengths()
         cached, shown = cached_tokens(self.cache) if self.given else 0, as_dict and (generation.output_hidden_states or generation.output_attentions)
         target = CachedModel(self.model, limit, "target", self.traits, self.source, False if shown else self.config.compile)
-        target.per_token = PerToken.of(generation, target.cache.plan, batch, cached, self.windows)
+        target.per_token = PerToken.of(generation, target.cache.plan, batch, cached, self.windows, self.source and self.read)
         if cached:
             target.load(self.cache, self.columns, cached)
         if cached or self.by_columns:
