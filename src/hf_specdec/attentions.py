@@ -5,12 +5,13 @@ A pass over several tokens puts out the weights of drafted tokens, too. Of every
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from .kv_cache import SlotPlan
+from .steps import Step
 
 
 @dataclass
@@ -40,14 +41,14 @@ class Piece:
 
 
 class Attentions:
-    """plan: of the target's cache. cached: columns of the prompts that it was filled with. windows: per layer, how many columns plain generate shows a token behind the
+    """plan: of the target's cache. windows: per layer, how many columns plain generate shows a token behind the
     prompt at most; 0 for all, None for one that looks at something else than the text. Without windows, all of them do.
 
     pieces: by row, what is known of it, in the order of its places; the last may hold tokens that are rejected.
     """
 
-    def __init__(self, plan: SlotPlan, rows: int, cached: int = 0, windows: Sequence[int | None] | None = ()):
-        self.plan, self.rows, self.cached, self.windows = plan, list(range(rows)), cached, windows
+    def __init__(self, plan: SlotPlan, rows: int, windows: Sequence[int | None] | None = ()):
+        self.plan, self.rows, self.windows = plan, list(range(rows)), windows
         self.pieces: list[list[Piece]] = [[] for _ in range(rows)]
         self.count = 0
 
@@ -73,36 +74,32 @@ class Attentions:
                     at, to = old.to(own.device), new.to(own.device)
                     moved = own[:, at - piece.start]
                     if i not in piece.beyond:
-                        moved[..., to] = moved[..., at]
+                        seen = moved[..., at]
+                        moved[..., at] = 0
+                        moved[..., to] = seen
                     own[:, to - piece.start] = moved
 
     def keep(self, rows: list[int]) -> None:
         """Only these rows go on."""
         self.rows = [self.rows[b] for b in rows]
 
-    def packed(self, columns: list[list[int]], prompt: int, lengths: list[int]) -> tuple[tuple[torch.Tensor | None, ...], ...]:
-        """As transformers has it: per new token, per layer what the token that it came from looked at, [B, H, 1, columns], of the first one [B, H, P, columns], the
-        `prompt`'s columns but for those that were cached. The rest is as `HiddenStates.packed` has it."""
-        steps = []
-        for step in range(max(lengths)):
-            ends = [len(own) + step if step < n else 0 for own, n in zip(columns, lengths)]
-            firsts = [end - 1 if step else sum(column < self.cached for column in own) for own, end in zip(columns, ends)]
-            found = [[piece.between(first, end) for piece in pieces if piece.start < end and piece.end > first] for pieces, first, end in zip(self.pieces, firsts, ends)]
-            where = [[*own, *range(prompt, prompt + step)] for own in columns]
-            steps.append(tuple(self._step(layer, 1 if step else prompt - self.cached, prompt + step, found, where) for layer in range(self.count)))
-        return tuple(steps)
+    def packed(self, steps: Iterable[Step]) -> tuple[tuple[torch.Tensor | None, ...], ...]:
+        """As transformers has it: per new token, per layer what the tokens looked at, [B, H, width, columns]; the rest is as `HiddenStates.packed` has it."""
+        out = []
+        for step in steps:
+            found = [[piece.between(first, end) for piece in own if piece.start < end and piece.end > first] for own, (first, end) in zip(self.pieces, step.spans)]
+            out.append(tuple(self._step(layer, step, found) for layer in range(self.count)))
+        return tuple(out)
 
-    def _step(self, layer: int, width: int, total: int, found: list[list[Piece]], where: list[list[int]]) -> torch.Tensor | None:
-        """[B, H, width, columns] of the last `width` of `total` columns; where[b][s]: the column of place s of row b."""
+    def _step(self, layer: int, step: Step, found: list[list[Piece]]) -> torch.Tensor | None:
         like = next((own.layers[layer] for pieces in found for own in pieces), None)
         if like is None:
             return None
         beyond = next(layer in piece.beyond for pieces in found for piece in pieces)
-        out = like.new_zeros(len(found), like.shape[0], width, like.shape[2] if beyond else total)
+        out = like.new_zeros(len(found), like.shape[0], step.width, like.shape[2] if beyond else step.total)
         for b, pieces in enumerate(found):
             for piece in pieces:
-                queries = [column - total + width for column in where[b][piece.start : piece.end]]
-                keys = range(out.shape[3]) if beyond else where[b][: piece.end]
+                queries, keys = step.columns(b, piece.start, piece.end), range(out.shape[3]) if beyond else step.where[b][: piece.end]
                 weights = piece.layers[layer][..., : len(keys)]
                 if _together(queries) and _together(keys):
                     out[b, :, queries[0] : queries[-1] + 1, keys[0] : keys[-1] + 1] = weights
@@ -110,7 +107,7 @@ class Attentions:
                     at, to = (torch.tensor(list(part), device=out.device) for part in (queries, keys))
                     out[b][:, at[:, None], to] = weights
         window = self.windows[layer] if not beyond and layer < len(self.windows) else 0
-        shown = width + min(total - width, window - 1) if window else out.shape[3]
+        shown = step.width + min(step.total - step.width, window - 1) if window else out.shape[3]
         return out if shown == out.shape[3] else out[..., -shown:].clone()
 
 

@@ -110,7 +110,8 @@ class Call:
         longest, limit = self._lengths()
         cached, shown = cached_tokens(self.cache) if self.given else 0, as_dict and (generation.output_hidden_states or generation.output_attentions)
         target = CachedModel(self.model, limit, "target", self.traits, self.source, False if shown else self.config.compile)
-        target.per_token = PerToken.of(generation, target.cache.plan, batch, cached, self.windows, self.source and self.read)
+        anew = generation.use_cache is False or MADE.get(compat.unwrap(self.model).config.model_type) == ""
+        target.per_token = PerToken.of(generation, target.cache.plan, batch, cached, self.windows, self.source and self.read, anew)
         if cached:
             target.load(self.cache, self.columns, cached)
         if cached or self.by_columns:

@@ -10,7 +10,7 @@ from tests.generate.test_encoder_decoder import whisper
 from tests.generate.test_encoder_decoder_batches import heard
 from tests.helpers import perturbed
 
-WANTED = dict(max_new_tokens=10, do_sample=False, num_beams=1, return_dict_in_generate=True, output_attentions=True, output_hidden_states=True, use_cache=True)
+WANTED = dict(max_new_tokens=10, do_sample=False, num_beams=1, return_dict_in_generate=True, output_attentions=True, output_hidden_states=True)
 OF_TOKENS, OF_THE_SOURCE = ("decoder_hidden_states", "decoder_attentions", "cross_attentions"), ("encoder_hidden_states", "encoder_attentions")
 CHANGED = {"moonshine_streaming"}  # the decoder adds to what the encoder has put out, pass by pass
 
@@ -105,5 +105,3 @@ def test_beams_are_refused():
     model, inputs = family("T5").model("eager", seeds("T5", 1)[0]), source("t5")
     with pytest.raises(ValueError, match="output_attentions=True: not available.*speculative=False"):
         speculate(model, inputs, **WANTED | {"num_beams": 2})
-    with pytest.raises(ValueError, match="use_cache=False beside output_attentions=True.*use_cache=True"):
-        speculate(model, inputs, **WANTED | {"use_cache": False, "output_hidden_states": False})
