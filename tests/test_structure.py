@@ -18,11 +18,11 @@ SOURCE = Path(hf_specdec.__file__).parent
 LEAVES = {"__main__", "bench", "cli", "commands", "mx", "viz", "training"}
 # what may be imported by what comes after it; modules of one line know nothing of each other
 LINES = [
-    {"uploads", "devices", "lockstep", "recurrences", "fixed_cache", "positions", "kinds", "signatures"},
+    {"uploads", "devices", "lockstep", "recurrences", "fixed_cache", "positions", "kinds", "signatures", "steps"},
     {"tree", "registry", "theory", "noise", "compat", "kv_cache", "draft_stop", "head", "parts", "passes", "method", "memory", "budget", "round_cost",
      "law", "nucleus", "lazy_law", "caches", "states", "media", "checkpoint", "block", "hints", "flash", "assistants", "folders"},
-    {"proposal", "sequences", "tree_shapes", "distributions", "config", "schedule", "trace", "seq2seq", "tap", "masks", "layerwise", "kept", "own_cache", "hidden_states"},
-    {"compiled", "following", "lengths", "outputs"},
+    {"proposal", "sequences", "tree_shapes", "distributions", "config", "schedule", "trace", "seq2seq", "tap", "masks", "layerwise", "kept", "own_cache", "hidden_states", "attentions"},
+    {"compiled", "following", "lengths", "outputs", "per_token"},
     {"forward"},
     {"cached_model", "acceptance.base", "acceptance.primitive"},
     {"probe", "acceptance.*", "drafts.base"},

@@ -17,6 +17,7 @@ from .drafts.base import Draft
 from .hints import meant, nearest, what
 from .kinds import COMPOSED, READ_BESIDE
 from .media import both_ways, media_in, untried
+from .per_token import check_per_token
 from .positions import counting
 from .probe import check_batch, check_mode, check_source
 from .signatures import taken_by
@@ -177,11 +178,7 @@ def check_call(model, input_ids, processors, generation, model_kwargs: dict, tra
         raise ValueError("input_ids: the prompt is empty; give at least one token per row.")
     _check_way_of_decoding(lambda name: getattr(generation, name, None), own)
     _check_cache_implementation(generation.cache_implementation, own)
-    states = () if traits.encoder == "none" and not traits.own_cache and (generation.num_beams or 1) == 1 else ("output_hidden_states",)
-    for name in ("output_attentions", *states):
-        if getattr(generation, name, None) and generation.return_dict_in_generate:
-            asked = ", which return_token_timestamps asks for" if getattr(generation, "return_token_timestamps", None) else ""
-            raise ValueError(f"{name}=True{asked}: not available from a pass that scores several tokens. Drop it, or use speculative=False.")
+    check_per_token(generation, traits, len(input_ids))
     cache, cached = model_kwargs.get(compat.CACHE), 0
     if cache is not None and traits.encoder != "own":
         if generation.use_cache is False:

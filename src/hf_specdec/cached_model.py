@@ -244,10 +244,9 @@ class CachedModel(Forward):
                 moved = (nodes != target).any(0).tolist()
                 first = moved.index(True) if any(moved) else len(moved)
             source, target = (starts + at[..., first:] for at in (nodes, target))
-            shown = [] if self.hidden_states is None else self.hidden_states.layers
-            for layer in [*self.cache.layers, *shown] if first < steps - 1 else ():
-                if layer.is_initialized:
-                    layer.gather(source.to(self.device), target.to(self.device))
+            shown = [] if self.per_token is None else [self.per_token]
+            for layer in [*filter(lambda layer: layer.is_initialized, self.cache.layers), *shown] if first < steps - 1 else ():
+                layer.gather(source.to(self.device), target.to(self.device))
         self._keep([length + own - 1 + step for length, own, step in zip(self.lengths, self.fresh, advance)], settled=self.role == "target")
 
     def crop(self, lengths: list[int]) -> None:
@@ -264,8 +263,8 @@ class CachedModel(Forward):
             self.media, self.ahead, self.sight = None, [], {}
         self.lengths, self.ahead = [self.lengths[row] for row in rows], [self.ahead[row] for row in rows] if self.ahead else []
         self.cache.keep(upload(rows, self.device))
-        if self.hidden_states is not None:
-            self.hidden_states.keep(rows)
+        if self.per_token is not None:
+            self.per_token.keep(rows)
         self.sight = {name: value[upload(rows, value.device)] for name, value in self.sight.items()}
         if self.states is not None:
             self.states.keep(rows)

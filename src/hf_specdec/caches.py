@@ -63,6 +63,19 @@ def counts_tokens(cache: DynamicCache) -> bool:
     return not layers or any(isinstance(layer, CacheLayerMixin) for layer in layers)
 
 
+def windows_of(cache: Any, config: Any, shown: bool) -> tuple[int | None, ...]:
+    """Per layer of attention, in the order in which they run, how many columns a cache of transformers shows a token at most, 0 for all, None for one that looks at what
+    prompts show, where they do; () where the cache does not say."""
+    if seeing(config):
+        return tuple(None if shown and i in seeing(config) else 0 for i in range(config.num_hidden_layers))
+    layers = [layer for layer in getattr(getattr(cache, "self_attention_cache", cache), "layers", ()) if isinstance(layer, CacheLayerMixin)]
+    sizes, kinds = tuple(layer.sliding_window if layer.is_sliding else 0 for layer in layers), getattr(config, "layer_types", None) or ()
+    shared = kinds[len(sizes) :] if sizes and getattr(config, "num_kv_shared_layers", 0) else ()  # they read what others of their kind have
+    begin, loops = getattr(config, "n_input_layers", 0), getattr(config, "n_recurrent_loops", 1)
+    end = begin + getattr(config, "n_recurrent_layers", 0)
+    return (*sizes[:begin], *sizes[begin:end] * loops, *sizes[end : len(kinds) or None], *(sizes[kinds.index(kind)] for kind in shared))
+
+
 def check_cache(cache: Any, config: Any, rows: int) -> None:
     """Refuse a caller's cache that is not a plain `DynamicCache`, or was filled with other `rows` or by another model."""
     offloaded = "offloaded " if getattr(cache, "offloading", False) else ""

@@ -11,7 +11,7 @@ from transformers.generation import MaxLengthCriteria
 
 from . import compat, registry
 from .arguments import check_call, check_draft_stop
-from .caches import MADE, cached_tokens, counts_tokens
+from .caches import MADE, cached_tokens, counts_tokens, windows_of
 from .cached_model import CachedModel
 from .config import MAX_ASSISTANT_TOKENS
 from .devices import seat_of
@@ -25,9 +25,9 @@ from .lockstep import agreement
 from .loop import SpeculativeLoop
 from .media import BY_COLUMNS, Embedded, Media, ahead, embedded
 from .memory import check_logits
-from .hidden_states import HiddenStates
 from .noise import Gumbel, Noise
 from .outputs import SpeculativeOutput, SpeculativeSeq2SeqOutput, assemble_cache, stacked
+from .per_token import PerToken
 from .probe import check_tokens, check_trees
 from .schedule import AutoSchedule, FixedSchedule, HeuristicSchedule
 from .seq2seq import Source
@@ -52,6 +52,7 @@ class Call:
         guiding, processors = without_guidance(processors)
         shown = check_call(model, input_ids, processors, generation_config, model_kwargs, self.traits, self.config)
         self.source = Source.of(model, inputs_tensor, model_kwargs, len(input_ids), decoder.given) if self.traits.encoder == "own" else None
+        self.read = model_kwargs.get("encoder_outputs")
         mask = model_kwargs.get(self.traits.mask_name)
         mask = torch.ones_like(input_ids) if mask is None else mask[:, -input_ids.shape[1]:]
         self.columns = [keep.nonzero()[:, 0].tolist() for keep in mask.bool()]  # of every row, what is not padding
@@ -81,6 +82,8 @@ class Call:
         self.cache = model_kwargs.get(compat.CACHE)
         defined = decoder.cache_is_given or getattr(self.cache, "_is_user_defined", False)
         self.given = self.cache is not None and (defined or cached_tokens(self.cache) > 0)
+        alone = self.cache is not None and not counts_tokens(self.cache)  # no layer but those that carry states
+        self.windows = None if alone else windows_of(self.cache, compat.unwrap(model).config.get_text_config(), self.media is not None)
         self.closed = self._why_no_cache()
         if self.closed:
             if self.given:
@@ -109,9 +112,10 @@ class Call:
         sequences = Sequences(self.prompts, self.max_new, criteria, device, decoder.streamer, self.hidden)
         self.processors = that_follow(self.processors, [[] for _ in self.prompts] if self.hidden else sequences.tokens)
         longest, limit = self._lengths()
-        shown, cached = bool(as_dict and generation.output_hidden_states), cached_tokens(self.cache) if self.given else 0
+        cached, shown = cached_tokens(self.cache) if self.given else 0, as_dict and (generation.output_hidden_states or generation.output_attentions)
         target = self._target(limit, False if shown else self.config.compile)
-        target.hidden_states = HiddenStates(target.cache.plan, batch, cached) if shown else None
+        anew = generation.use_cache is False or MADE.get(compat.unwrap(self.model).config.model_type) == ""
+        target.per_token = PerToken.of(generation, target.cache.plan, batch, cached, self.windows, self.source and self.read, anew)
         if cached:
             target.load(self.cache, self.columns, cached)
         if cached or self.by_columns:
@@ -198,15 +202,15 @@ class Call:
             sequences=ids,
             scores=stacked([row.scores for row in sequences.rows]) if loop.want_scores else None,
             logits=stacked([row.logits for row in sequences.rows]) if loop.want_logits else None,
-            **{compat.CACHE: cache} | ({} if self.source else {"hidden_states": self._hidden_states(loop.target, sequences)}),
+            **{compat.CACHE: cache} | self._per_token(loop.target, sequences),
         )
         output.speculation = loop.trace
         return output
 
-    def _hidden_states(self, target: CachedModel, sequences: Sequences) -> tuple | None:
-        if target.hidden_states is None:
-            return None
-        return target.hidden_states.packed(self.columns, self.input_ids.shape[1], [len(row.drafted) for row in sequences.rows])
+    def _per_token(self, target: CachedModel, sequences: Sequences) -> dict[str, tuple]:
+        if target.per_token is None:
+            return {}
+        return target.per_token.packed(self.columns, self.input_ids.shape[1], [len(row.drafted) for row in sequences.rows])
 
     @property
     def rule_name(self) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
@@ -16,7 +17,6 @@ from . import compat, passes
 from .caches import MADE, seeing
 from .compiled import WIDTHS, CompiledPasses, FixedBuffers
 from .head import READ, head_at, places_of
-from .hidden_states import HiddenStates
 from .kv_cache import SlotCache
 from .layerwise import TRIAL
 from .lengths import check_counting, counts_itself
@@ -32,6 +32,9 @@ from .tap import Tap, layers_of, show, watched, without_padding
 from .tree import Tree
 from .uploads import upload
 
+if TYPE_CHECKING:
+    from .per_token import PerToken
+
 
 class Forward:
     """limit: most slots a row can need. role: how errors name the model. source: what the decoder of an encoder-decoder reads.
@@ -43,7 +46,7 @@ class Forward:
     reader: called as reader(firsts, logits) in a pass over more than the root, with the logits [B, n, V] of the block's last n
         places, the first of which is position firsts[b] of row b; n is cut so that they are at most READ numbers. None: not wanted.
     embed: makes the inputs [B, L, H] of a pass from its tokens [B, L]; None: the model's own embedding does.
-    hidden_states: where those of every position are kept that a call is to return; None where it is not.
+    per_token: where hidden states and attentions are kept that a call is to return; None where it is not.
     taps: who sees what layers put out (`watch`).
     calls, seconds: forwards run, and the time they took on the host.
     compiled: the passes over fixed shapes, where compile=True; the prompt pass, and what does not compile, runs without.
@@ -80,7 +83,7 @@ class Forward:
         self.reader: Callable[[list[int], torch.Tensor], None] | None = None
         self.embed: Callable[[torch.Tensor], torch.Tensor] | None = None
         self.taps: list[Tap] = []
-        self.hidden_states: HiddenStates | None = None
+        self.per_token: PerToken | None = None
         self.calls, self.seconds = 0, 0.0
         self.placing = Placing(self.traits, self.dtype, self.device)
 
@@ -155,9 +158,9 @@ class Forward:
         seen = self.media is not None and max(starts) <= 0
         inputs = self.media.first_pass(tokens, [-start for start in starts], sizes, self.cache) if seen else self._positions_and_masks(width, tree, sizes, first)
         keep = wanted is not None and self.traits.logits_to_keep
-        counted = last and self.shares and self.compiled is None and not layers and self.hidden_states is None  # told a number, such a model leaves other places out of layers without keys of their own
+        counted = last and self.shares and self.compiled is None and not layers and self.per_token is None  # told a number, such a model leaves other places out of layers without keys of their own
         inputs |= {"logits_to_keep": last if counted else wanted} if keep else {}
-        inputs |= {compat.CACHE: self.cache, "use_cache": True, "return_dict": True} | ({} if self.hidden_states is None else {"output_hidden_states": True})
+        inputs |= {compat.CACHE: self.cache, "use_cache": True, "return_dict": True} | ({} if self.per_token is None else self.per_token.asked)
         if "inputs_embeds" not in inputs:
             inputs |= {"input_ids": tokens} if embeds is None else {"inputs_embeds": embeds}
         if self.compiled is not None and not any(starts) and not seen and self.states is None:
@@ -173,8 +176,8 @@ class Forward:
         reference = outputs.logits
         if not self.cache.layers:
             raise ValueError(f"{self.role}: the forward of {type(compat.unwrap(self.model)).__name__} has left its cache empty. It has to hand on {compat.CACHE}=, or use speculative=False.")
-        if self.hidden_states is not None:
-            self.hidden_states.update(outputs.hidden_states)
+        if self.per_token is not None:
+            self.per_token.update(outputs, starts)
         show(self.taps, [state[:, -width:] for state in states], starts)
         reference = reference if keep or wanted is None else reference[:, wanted.to(reference.device)]
         if logits is not None:

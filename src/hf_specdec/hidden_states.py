@@ -5,32 +5,40 @@ A pass over several tokens puts out states of drafted tokens, too. They lie wher
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from .kv_cache import SlotLayer, SlotPlan
+from .steps import Step
 
 
 _INSIDE, _FIRST = (0, 2, 1, 3), (1, 0, 2, 3)  # where rows, streams, places and numbers are in what a pass puts out
 
 
 class HiddenStates:
-    """plan: of the target's cache. cached: columns of the prompts that it was filled with. ended: by row, what is known of those that have left the call.
+    """plan: of the target's cache. ended: by row, what is known of those that have left the call.
 
     layers: one for every tensor that transformers hands out for a pass; states [B, streams, slots, H], of nearly all models in one stream.
     """
 
-    def __init__(self, plan: SlotPlan, rows: int, cached: int = 0):
-        self.plan, self.rows, self.cached, self.layers = plan, list(range(rows)), cached, []
+    def __init__(self, plan: SlotPlan, rows: int):
+        self.plan, self.rows, self.layers = plan, list(range(rows)), []
         self.ended: dict[int, list[torch.Tensor]] = {}
         self.orders: list[tuple | None] = []  # per layer; None: there are no streams
 
-    def update(self, states: tuple[torch.Tensor, ...]) -> None:
+    def update(self, states: tuple[torch.Tensor, ...], starts: list[int]) -> None:
         """Keep what the planned block put out, per layer [B, L, H], or [streams, B, L, H] (Gemma 3n), or [B, L, streams, H] (HY v4)."""
         self.layers, block = self.layers or [SlotLayer(self.plan) for _ in states], (len(self.rows), self.plan.width)
         self.orders = [None if own.ndim == 3 else _INSIDE if own.shape[:2] == block else _FIRST for own in states]
         for layer, own, order in zip(self.layers, states, self.orders):
-            own = own[:, None] if order is None else own.permute(order)
+            own = own[:, None, -self.plan.width :] if order is None else own.permute(order)  # OpenAI GPT puts out its whole text
             layer.update(own, own[..., :0])
+
+    def gather(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """As `SlotLayer.gather`."""
+        for layer in self.layers:
+            layer.gather(source, target)
 
     def keep(self, rows: list[int]) -> None:
         """Only these rows go on."""
@@ -39,25 +47,16 @@ class HiddenStates:
             layer.keep(torch.tensor(rows, device=layer.keys.device))
         self.rows = [self.rows[b] for b in rows]
 
-    def packed(self, columns: list[list[int]], prompt: int, lengths: list[int]) -> tuple[tuple[torch.Tensor, ...], ...]:
-        """As transformers has it: per new token, per layer what the pass put out that it came from, [B, 1, H], of the first one [B, P, H], the `prompt`'s columns but
-        for those that were cached. lengths: new tokens per row; where a row has ended, and at padding, there are zeros. columns: of every row's prompt, those that are no padding."""
+    def packed(self, steps: Iterable[Step]) -> tuple[tuple[torch.Tensor, ...], ...]:
+        """As transformers has it: per new token, per layer [B, width, H]; where a row has ended, and at padding, there are zeros."""
         self.keep([])
-        steps = []
-        for step in range(max(lengths)):
-            width = 1 if step else prompt - self.cached
-            rows = [len(own) + step - 1 for own in columns] if step else [[column - self.cached for column in own if column >= self.cached] for own in columns]
-            steps.append(tuple(self._step(layer, width, step, rows, columns, lengths) for layer in range(len(self.layers))))
-        return tuple(steps)
+        return tuple(tuple(self._step(layer, step) for layer in range(len(self.layers))) for step in steps)
 
-    def _step(self, layer: int, width: int, step: int, rows: list, columns: list[list[int]], lengths: list[int]) -> torch.Tensor:
+    def _step(self, layer: int, step: Step) -> torch.Tensor:
         like = self.ended[0][layer]
-        out = like.new_zeros(len(columns), like.shape[0], width, like.shape[2])
-        for b, places in enumerate(rows):
-            states = self.ended[b][layer]
-            if not step:
-                out[b, :, places] = states[:, len(columns[b]) - len(places) : len(columns[b])]
-            elif step < lengths[b]:
-                out[b] = states[:, places : places + 1]
+        out = like.new_zeros(len(step.spans), like.shape[0], step.width, like.shape[2])
+        for b, (first, end) in enumerate(step.spans):
+            if end > first:
+                out[b, :, step.columns(b, first, end)] = self.ended[b][layer][:, first:end]
         order = self.orders[layer]
         return out[:, 0] if order is None else out.permute([order.index(axis) for axis in range(4)])

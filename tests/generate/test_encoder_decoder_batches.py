@@ -307,8 +307,8 @@ def test_whisper_goes_on_from_what_it_has_transcribed_of_every_recording():
         assert torch.equal(model.generate(heard(3, 170), **options, assistant_model=draft, speculative=True), text)
 
 
-def test_time_stamps_of_tokens_are_refused_by_the_name_that_asked_for_them():
+def test_time_stamps_of_the_tokens_of_several_rows_are_refused_by_the_name_that_asked_for_them():
     model = hf_specdec.enable(whisper())
     model.generation_config.alignment_heads, model.generation_config.no_timestamps_token_id = [[0, 0]], 40
-    with pytest.raises(ValueError, match="output_attentions=True, which return_token_timestamps asks for: not available.*speculative=False"):
+    with pytest.raises(ValueError, match="output_attentions=True, which return_token_timestamps asks for: not available of several rows.*speculative=False"):
         model.generate(heard(2), max_new_tokens=5, speculative=True, return_token_timestamps=True)

@@ -11,7 +11,6 @@ from hf_specdec.caches import CACHE, GOES_ON
 from hf_specdec.drafts import MixtureDraft, ModelDraft, NGramRecyclingDraft
 from tests import seeing
 from tests.architectures import FAMILIES, OWN_CACHES
-from tests.encoder_decoders import FAMILIES as ENCODER_DECODERS
 from tests.helpers import enabled, padded, perturbed, repetitive, tiny_llama
 
 ROWS = [[1, 2, 3, 1, 2, 7, 8], [4, 3], [5, 4, 5, 4, 5, 4, 5]]
@@ -52,7 +51,7 @@ def test_they_are_those_of_plain_generate(rows, draft):
 
 
 @pytest.mark.share(1 / 8)
-@pytest.mark.parametrize("line", [line for line in FAMILIES if line not in OWN_CACHES and line.window != "own cache"], ids=lambda line: line.name)
+@pytest.mark.parametrize("line", FAMILIES, ids=lambda line: line.name)
 def test_of_every_family(line):
     """Of rows that are together, those of every row by itself."""
     if (model := line.model("eager")).config.is_encoder_decoder or "encoder_outputs" in inspect.signature(model.forward).parameters:
@@ -66,10 +65,10 @@ def test_of_every_family(line):
                 if wanted.ndim == 4 and wanted.shape[0] != 1:  # Gemma 3n's streams come first
                     part, wanted = part.transpose(0, 1), wanted.transpose(0, 1)
                 part = part[b : b + 1]
-                if step == 0:
-                    part = part[:, :, pad:] if part.ndim == 4 and part.shape[2] == len(rows[0]) else part[:, pad:]
-                elif len(wanted.shape) == 3:
-                    wanted = wanted[:, -1:]  # MPT's pass reads its whole text again
+                if wanted.ndim == 3:
+                    part = part[:, -wanted.shape[1] :]
+                elif step == 0:
+                    part = part[:, :, pad:] if part.shape[2] == len(rows[0]) else part[:, pad:]
                 torch.testing.assert_close(part, wanted, atol=2e-3, rtol=0)
     assert len(ours.hidden_states) == WANTED["max_new_tokens"]
 
@@ -140,15 +139,32 @@ def test_without_them_there_are_none():
     assert torch.is_tensor(model.generate(**padded(ROWS), **WANTED | {"return_dict_in_generate": False}, speculative=True))
 
 
-def test_beams_encoder_decoders_and_caches_of_their_own_kind_are_refused_by_name():
+@pytest.mark.share(1 / 2)
+@pytest.mark.parametrize("line", OWN_CACHES if GOES_ON and CACHE == "cache" else [], ids=lambda line: line.name)
+def test_behind_caches_of_their_own_kind(line):
+    """Tokens that were accepted are read again in front of the next candidates, or not; and behind a cache that was filled before, where it is handed back."""
+    model = enabled(line.model("eager"))
+    theirs = model.generate(**padded(ROWS[:1]), **WANTED | {"max_new_tokens": 40})
+    for draft in (None, perturbed(model, 0.02)):
+        ours = model.generate(**padded(ROWS[:1]), **WANTED | {"max_new_tokens": 40}, speculative=True, assistant_model=draft, num_assistant_tokens=4)
+        assert torch.equal(ours.sequences, theirs.sequences)
+        for own, other in zip(ours.hidden_states, theirs.hidden_states):
+            for part, wanted in zip(own, other):
+                torch.testing.assert_close(part, wanted, atol=4e-3, rtol=1e-3)
+    if ours.get(CACHE) is not None:
+        ids = torch.cat([ours.sequences, torch.tensor([[9, 8, 7]])], dim=1)
+        cache = {CACHE: copy.deepcopy(ours[CACHE])}
+        theirs = model.generate(ids, attention_mask=torch.ones_like(ids), **WANTED, **{CACHE: ours[CACHE]})
+        ours = model.generate(ids, attention_mask=torch.ones_like(ids), **WANTED, **cache, speculative=True, assistant_model=perturbed(model, 0.02))
+        alike(ours, theirs, torch.ones_like(ids))
+
+
+def test_beams_and_attentions_of_caches_of_their_own_kind_are_refused_by_name():
     with pytest.raises(ValueError, match="output_hidden_states=True.*not available.*speculative=False"):
         enabled(tiny_llama()).generate(**padded(ROWS[:1]), **WANTED, num_beams=2, speculative=True)
-    line = ENCODER_DECODERS[0]
-    with pytest.raises(ValueError, match="output_hidden_states=True.*not available.*speculative=False"):
-        enabled(line.model("eager")).generate(torch.tensor(ROWS[:1]), **WANTED, speculative=True)
     for line in OWN_CACHES[:1] if GOES_ON and CACHE == "cache" else ():
-        with pytest.raises(ValueError, match="output_hidden_states=True.*not available.*speculative=False"):
-            enabled(line.model("eager")).generate(**padded(ROWS[:1]), **WANTED, speculative=True)
+        with pytest.raises(ValueError, match="output_attentions=True: not available.*speculative=False"):
+            enabled(line.model("eager")).generate(**padded(ROWS[:1]), **WANTED, output_attentions=True, speculative=True)
 
 
 def test_what_is_drafted_and_rejected_leaves_nothing():
