@@ -499,6 +499,22 @@ def test_a_wrapped_model_can_be_disabled(target):
     assert type(hf_specdec.disable(hf_specdec.enable(model))) is kind
 
 
+@pytest.mark.parametrize("name", ["merge_and_unload", "unload"])
+def test_the_model_that_peft_hands_out_is_enabled_too(target, expected, name):
+    model = hf_specdec.enable(adapted(target), speculative={"num_assistant_tokens": 4})
+    reference = expected if name == "unload" else [model.generate(**padded([row]), speculative=False, **OPTIONS)[0, len(row):].tolist() for row in ROWS]
+    inside = getattr(model, name)()
+    assert inside is target and type(hf_specdec.disable(copy.copy(inside))) is LlamaForCausalLM
+    for options in ({"speculative": True}, {}):  # in so many words, and by what was said when the wrapper was enabled
+        out = inside.generate(**padded(ROWS), return_dict_in_generate=True, **options, **OPTIONS)
+        assert out.sequences[:, 13:].tolist() == reference and out.speculation.new_tokens == [12, 12, 12]
+
+
+def test_a_wrapper_that_is_disabled_hands_out_a_model_that_is_not_enabled(target):
+    inside = hf_specdec.disable(hf_specdec.enable(adapted(target))).merge_and_unload()
+    assert type(inside) is LlamaForCausalLM
+
+
 # --- the text of vision-language models -----------------------------------------------------------------------------------------
 
 TEXT = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
