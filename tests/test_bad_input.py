@@ -580,6 +580,7 @@ CALLS = {
     "beams that sample": (lambda m: dict(num_beams=3, do_sample=True), ("num_beams=3", "or num_beams=1")),
     "empty prompt": (lambda m: dict(inputs=dict(input_ids=EMPTY)), ("input_ids", "at least one token")),
     "empty prompt and mask": (lambda m: dict(inputs=dict(input_ids=EMPTY, attention_mask=EMPTY)), ("input_ids", "at least one token")),
+    "no rows": (lambda m: dict(inputs=dict(input_ids=torch.zeros((0, 5), dtype=torch.long))), ("input_ids", "at least one row")),
     "a token beyond the vocabulary": (lambda m: dict(inputs=dict(input_ids=torch.tensor([[3, VOCAB]]))), ("input_ids", "from 3 to 61", "from 0 to 60", "tokenizer")),
     "a token below 0": (lambda m: dict(inputs=dict(input_ids=torch.tensor([[3, -100]]))), ("input_ids", "from -100 to 3", "from 0 to 60")),
     "tokens that are no integers": (lambda m: dict(inputs=dict(input_ids=torch.tensor([[3.0, 1.0]]))), ("input_ids", "int64", "torch.float32")),
