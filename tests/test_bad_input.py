@@ -598,6 +598,8 @@ CALLS = {
     "cache longer than the prompt": (lambda m: {CACHE: filled(m)}, (CACHE, "input_ids", "must be the whole conversation")),
     **{f"{name} cache by name": (lambda m, name=name: dict(cache_implementation=name), ("cache_implementation", name, "Leave cache_implementation unset"))
        for name in ("sliding_window", "quantized", "paged", "dynamic_full")},
+    "pieces of no tokens": (lambda m: dict(prefill_chunk_size=0), ("prefill_chunk_size=0", "1 or more", "Drop it")),
+    "pieces of half a token": (lambda m: dict(prefill_chunk_size=0.5), ("prefill_chunk_size=0.5", "1 or more", "Drop it")),
     "contrastive search": (lambda m: dict(penalty_alpha=0.6, top_k=4), ("penalty_alpha=0.6", "contrastive search", "use speculative=False")),
     "contrastive search by config": (lambda m: dict(generation_config=GenerationConfig(penalty_alpha=0.6, top_k=4, max_new_tokens=5)),
                                      ("penalty_alpha=0.6", "contrastive search", "use speculative=False")),

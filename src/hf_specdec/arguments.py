@@ -174,7 +174,7 @@ def check_call(model, input_ids, processors, generation, model_kwargs: dict, tra
     own = model.generation_config
     _check_beams(generation)
     if input_ids.ndim != 2 or 0 in input_ids.shape:
-        raise ValueError("input_ids: the prompt is empty; give at least one row, and one token per row.")
+        raise ValueError("input_ids: the prompt is empty; give at least one row, and at least one token per row.")
     _check_way_of_decoding(lambda name: getattr(generation, name, None), own)
     _check_cache_implementation(generation.cache_implementation, own)
     states = () if traits.encoder == "none" and not traits.own_cache and (generation.num_beams or 1) == 1 else ("output_hidden_states",)
