@@ -580,6 +580,7 @@ CALLS = {
     "beams that sample with a seed of their own": (lambda m: dict(num_beams=3, do_sample=True, speculative={"seed": 1}), ("seed=1", "num_beams=3", "torch.manual_seed", "num_beams=1")),
     "empty prompt": (lambda m: dict(inputs=dict(input_ids=EMPTY)), ("input_ids", "at least one token")),
     "empty prompt and mask": (lambda m: dict(inputs=dict(input_ids=EMPTY, attention_mask=EMPTY)), ("input_ids", "at least one token")),
+    "no rows": (lambda m: dict(inputs=dict(input_ids=torch.zeros((0, 5), dtype=torch.long))), ("input_ids", "at least one row")),
     "a token beyond the vocabulary": (lambda m: dict(inputs=dict(input_ids=torch.tensor([[3, VOCAB]]))), ("input_ids", "from 3 to 61", "from 0 to 60", "tokenizer")),
     "a token below 0": (lambda m: dict(inputs=dict(input_ids=torch.tensor([[3, -100]]))), ("input_ids", "from -100 to 3", "from 0 to 60")),
     "tokens that are no integers": (lambda m: dict(inputs=dict(input_ids=torch.tensor([[3.0, 1.0]]))), ("input_ids", "int64", "torch.float32")),
@@ -597,6 +598,8 @@ CALLS = {
     "cache longer than the prompt": (lambda m: {CACHE: filled(m)}, (CACHE, "input_ids", "must be the whole conversation")),
     **{f"{name} cache by name": (lambda m, name=name: dict(cache_implementation=name), ("cache_implementation", name, "Leave cache_implementation unset"))
        for name in ("sliding_window", "quantized", "paged", "dynamic_full")},
+    "pieces of no tokens": (lambda m: dict(prefill_chunk_size=0), ("prefill_chunk_size=0", "1 or more", "Drop it")),
+    "pieces of half a token": (lambda m: dict(prefill_chunk_size=0.5), ("prefill_chunk_size=0.5", "1 or more", "Drop it")),
     "contrastive search": (lambda m: dict(penalty_alpha=0.6, top_k=4), ("penalty_alpha=0.6", "contrastive search", "use speculative=False")),
     "contrastive search by config": (lambda m: dict(generation_config=GenerationConfig(penalty_alpha=0.6, top_k=4, max_new_tokens=5)),
                                      ("penalty_alpha=0.6", "contrastive search", "use speculative=False")),

@@ -31,6 +31,7 @@ LINES = [
     {"drafts", "loop", "arguments", "loading", "guidance"},
     {"call", "warm"},
     {"beam", "standing"},
+    {"adapters"},
     {"integration"},
     {""},
 ]

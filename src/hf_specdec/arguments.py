@@ -174,8 +174,8 @@ def check_call(model, input_ids, processors, generation, model_kwargs: dict, tra
     model = compat.unwrap(model)
     own = model.generation_config
     _check_beams(generation)
-    if input_ids.ndim != 2 or input_ids.shape[1] == 0:
-        raise ValueError("input_ids: the prompt is empty; give at least one token per row.")
+    if input_ids.ndim != 2 or 0 in input_ids.shape:
+        raise ValueError("input_ids: the prompt is empty; give at least one row, and at least one token per row.")
     _check_way_of_decoding(lambda name: getattr(generation, name, None), own)
     _check_cache_implementation(generation.cache_implementation, own)
     check_per_token(generation, traits, len(input_ids))

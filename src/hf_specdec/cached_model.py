@@ -69,7 +69,7 @@ class CachedModel(Forward):
     def look(self, media: Media | None, chunk: int | None = None) -> None:
         """The first pass reads what the prompts show, too. chunk: how many tokens of a row a pass reads at most (transformers' prefill_chunk_size); all where there
         are states, or something is shown."""
-        self.chunk = chunk
+        self.chunk = chunk or self.chunk
         if media is not None:
             self.media, self.ahead, self.sight = media, ahead(media.positions, media.columns, media.tokens.shape[1]), media.sight()
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers.generation import MaxLengthCriteria
 
-from . import compat, registry
+from . import compat, lengths, registry
 from .arguments import check_call, check_draft_stop
 from .caches import MADE, cached_tokens, counts_tokens, windows_of
 from .cached_model import CachedModel
@@ -50,6 +50,7 @@ class Call:
         check_vocabulary(decoder.draft, self.traits)
         check_draft_stop(decoder.draft, self.config)
         guiding, processors = without_guidance(processors)
+        lengths.check_chunk(generation_config.prefill_chunk_size)
         shown = check_call(model, input_ids, processors, generation_config, model_kwargs, self.traits, self.config)
         self.source = Source.of(model, inputs_tensor, model_kwargs, len(input_ids), decoder.given) if self.traits.encoder == "own" else None
         self.read = model_kwargs.get("encoder_outputs")

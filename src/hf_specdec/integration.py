@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StopStringCriteria
 
-from . import compat, method, registry, standing
+from . import adapters, compat, method, registry, standing
 from .arguments import check_arguments, check_draft, check_hook, check_names, check_said_once, given_in_config, goes_into
 from .beam import BeamCall
 from .call import Call
@@ -60,7 +60,7 @@ def _revive(base: type):
 @lru_cache(maxsize=None)
 def _enabled_class(base: type) -> type:
     body = {"__base_class__": base, "__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    return type(base.__name__, (_Enabled, base), body)
+    return type(base.__name__, (_Enabled, base), body | adapters.taking_off(base, enable))
 
 
 @partial(by_name, remedy=lambda name, known: goes_into("speculative", name) or ": options and drafts go by name, here or to generate()")

@@ -1,4 +1,4 @@
-"""Models that compute other numbers once the text is long."""
+"""Models that compute other numbers once the text is long, and pieces of long prompts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,12 @@ from .config import MAX_ASSISTANT_TOKENS, SpeculativeConfig
 from .tree import MAX_NODES
 
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+
+
+def check_chunk(size: int | None) -> None:
+    """ValueError for a `prefill_chunk_size` of which no pieces of a prompt can be made."""
+    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+        raise ValueError(f"prefill_chunk_size={size!r}: expected the tokens of a prompt that a pass reads at most, 1 or more. Drop it, and the prompt is read in one pass.")
 
 
 def check_rope(model: PreTrainedModel, max_length: int, role: str) -> None:

@@ -66,6 +66,12 @@ def said(model) -> Standing:
     return vars(model).get(_ATTRIBUTE) or Standing()
 
 
+def hand_on(model, other) -> None:
+    """What was said for `model`, if anything, is said for `other`, too."""
+    if _ATTRIBUTE in vars(model):
+        vars(other)[_ATTRIBUTE] = said(model)
+
+
 def unsay(model) -> None:
     vars(model).pop(_ATTRIBUTE, None)
 

@@ -121,13 +121,37 @@ def test_vocabularies_that_share_nothing_are_refused():
         TranslatedDraft(tiny_llama(), word_tokenizer(range(VOCAB)), word_tokenizer(range(100, 100 + VOCAB)))
 
 
-def test_a_tokenizer_with_more_tokens_than_its_model_makes_worse_guesses_and_no_errors():
-    """As where the two tokenizers are swapped."""
+def test_a_tokenizer_with_some_more_tokens_than_its_model_makes_worse_guesses_and_no_errors():
+    target, small = tiny_llama(), tiny_llama(vocab_size=VOCAB - 5)
+    for ours, theirs in ((VOCAB - 5, VOCAB), (VOCAB, VOCAB), (VOCAB + 4, VOCAB)):
+        draft = TranslatedDraft(small, tokenizer := word_tokenizer(range(ours)), other := word_tokenizer(range(theirs)))
+        tokenizer.name_or_path, other.name_or_path = target.config._name_or_path, small.config._name_or_path = "target", "draft"  # else the first is taken for an exchange
+        assert generated(speculate(target, ROWS, draft, 3, max_new_tokens=12), ROWS) == plain(target, ROWS, max_new_tokens=12)
+
+
+@pytest.mark.parametrize("way", ["by size", "by name", "its own draft"])
+def test_tokenizers_that_are_exchanged_are_refused(way):
+    target, small = tiny_llama(), tiny_llama(vocab_size=VOCAB if way == "by name" else VOCAB - 2)
+    words = range(VOCAB - 1, -1, -1) if way == "by name" else range(VOCAB - 12)
+    right = {"tokenizer": word_tokenizer(range(VOCAB)), "assistant_tokenizer": word_tokenizer(words)}
+    if way == "by name":
+        target.config._name_or_path, small.config._name_or_path = right["tokenizer"].name_or_path, right["assistant_tokenizer"].name_or_path = "target", "draft"
+    expected, (ours, theirs) = plain(target, ROWS), right.values()
+    if way == "its own draft":
+        assert generated(speculate(target, ROWS, TranslatedDraft(small, ours, theirs), 3), ROWS) == expected
+        with pytest.raises(ValueError, match="tokenizer and assistant_tokenizer are exchanged.*draft_tokenizer"):
+            speculate(target, ROWS, TranslatedDraft(small, theirs, ours), 3)
+        return
+    assert generated(speculate(target, ROWS, small, 3, **right), ROWS) == expected
+    with pytest.raises(ValueError, match="tokenizer and assistant_tokenizer are exchanged"):
+        speculate(target, ROWS, small, 3, tokenizer=theirs, assistant_tokenizer=ours)
+
+
+def test_a_tokenizer_with_many_more_tokens_than_its_model_is_refused():
     target, small = tiny_llama(), tiny_llama(vocab_size=VOCAB // 2)
-    draft = TranslatedDraft(small, word_tokenizer(range(VOCAB // 2)), word_tokenizer(range(VOCAB)))
-    other = TranslatedDraft(small, word_tokenizer(range(VOCAB)), word_tokenizer(range(VOCAB)))
-    for one in (draft, other):
-        assert generated(speculate(target, ROWS, one, 3, max_new_tokens=12), ROWS) == plain(target, ROWS, max_new_tokens=12)
+    for ours, theirs in ((VOCAB, VOCAB), (2 * VOCAB, VOCAB // 2 - 9)):
+        with pytest.raises(ValueError, match=f"one of them is not its model's: tokenizer has {ours} tokens and the target {VOCAB}, assistant_tokenizer.*{theirs}"):
+            speculate(target, ROWS, TranslatedDraft(small, word_tokenizer(range(ours)), word_tokenizer(range(theirs))), 3)
 
 
 @pytest.mark.parametrize("draft", [lambda model: TranslatedDraft(model, word_tokenizer(range(VOCAB)), word_tokenizer(range(VOCAB))),

@@ -21,6 +21,7 @@ from hf_specdec.drafts import (
     UniformDraft,
 )
 from hf_specdec.probe import check_batch
+from tests.conformance.builders import make
 from tests.helpers import (
     VOCAB, ScriptedDraft, assert_unchanged, build, enabled, generated, padded, perturbed, plain, prompts, repetitive, snapshot, speculate, tiny_llama,
     torch_defaults,
@@ -134,6 +135,21 @@ def test_a_prompt_is_read_in_chunks_where_the_call_asks_for_them(target, expecte
         widths.clear()
         assert text(enabled(target), speculative={"num_assistant_tokens": 2}, assistant_model=draft(), **options) == expected
         assert widths[: 12 // chunk] == [chunk] * (12 // chunk) and (max(widths) < 13) == (chunk < 13)
+
+
+@pytest.mark.parametrize("name", ["model", "model_tree", "cascade", "translated", "feature", "feature_parallel"])
+def test_draft_models_read_a_prompt_in_chunks_where_the_target_does(target, expected, name):
+    def rounds(chunk):
+        torch.manual_seed(0)
+        draft, widths = make(name, target), []
+        watched = draft.model.base_model.layers[0].register_forward_pre_hook(lambda module, args: widths.append(args[0].shape[1]))
+        out = speculate(target, ROWS, draft, 3, max_new_tokens=12, prefill_chunk_size=chunk)
+        watched.remove()
+        assert generated(out, ROWS) == expected
+        return [[(row.proposed, row.accepted) for row in entry] for entry in out.speculation.rounds], widths[0]
+
+    (whole, wide), (pieces, narrow) = rounds(None), rounds(5)
+    assert pieces == whole and narrow == 5 and wide >= 12
 
 
 def test_enable_changes_no_weight_config_or_attribute(target):
@@ -497,6 +513,22 @@ def test_a_wrapped_model_can_be_disabled(target):
     model = adapted(target)
     kind = type(model)
     assert type(hf_specdec.disable(hf_specdec.enable(model))) is kind
+
+
+@pytest.mark.parametrize("name", ["merge_and_unload", "unload"])
+def test_the_model_that_peft_hands_out_is_enabled_too(target, expected, name):
+    model = hf_specdec.enable(adapted(target), speculative={"num_assistant_tokens": 4})
+    reference = expected if name == "unload" else [model.generate(**padded([row]), speculative=False, **OPTIONS)[0, len(row):].tolist() for row in ROWS]
+    inside = getattr(model, name)()
+    assert inside is target and type(hf_specdec.disable(copy.copy(inside))) is LlamaForCausalLM
+    for options in ({"speculative": True}, {}):  # in so many words, and by what was said when the wrapper was enabled
+        out = inside.generate(**padded(ROWS), return_dict_in_generate=True, **options, **OPTIONS)
+        assert out.sequences[:, 13:].tolist() == reference and out.speculation.new_tokens == [12, 12, 12]
+
+
+def test_a_wrapper_that_is_disabled_hands_out_a_model_that_is_not_enabled(target):
+    inside = hf_specdec.disable(hf_specdec.enable(adapted(target))).merge_and_unload()
+    assert type(inside) is LlamaForCausalLM
 
 
 # --- the text of vision-language models -----------------------------------------------------------------------------------------

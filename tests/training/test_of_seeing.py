@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hf_specdec.drafts.feature import FeatureDraft
+from hf_specdec.kinds import WRITES_LIKE
 from hf_specdec.training import FeatureRunConfig, RunConfig, build_drafter, load_drafter, prepare, train
 from hf_specdec.training.drafter import save
 
@@ -44,7 +45,20 @@ def test_all_layers_together_write_the_targets_text_or_are_refused_by_name(kind)
     assert torch.equal(out.sequences, wanted) and out.speculation.proposed
 
 
-@pytest.mark.parametrize("kind", ["llava", "gemma3", "qwen2_vl"])
+LIKE_ANOTHER = ("emu3 glm46v glm4v glm4v_moe glm_ocr glmga granite4_vision granite_docling hunyuan_vl molmo2 paddleocr_vl qwen2_5_omni_thinker qwen2_5_vl qwen2_vl qwen3_omni_moe_thinker "
+                "qwen3_vl qwen3_vl_moe").split()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in LIKE_ANOTHER if kind in HERE])
+def test_a_text_model_that_writes_like_another_computes_what_that_one_does(kind, tmp_path):
+    model, ids = HERE[kind].model(), torch.tensor([[5, 6, 7, 8, 5, 6, 7]])
+    assert model.config.get_text_config().model_type in WRITES_LIKE
+    save(draft := build_drafter(model, list(range(model.config.get_text_config().num_hidden_layers))), tmp_path, "target")
+    logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+    assert torch.allclose(draft(ids).logits, logits, atol=1e-5) and torch.allclose(load_drafter(tmp_path, model)(ids).logits, logits, atol=0.2)
+
+
+@pytest.mark.parametrize("kind", ["llava", "gemma3", "qwen2_vl", "glm4v"])
 def test_one_is_trained_and_comes_back(kind, tmp_path):
     model, tokenizer = enabled(HERE[kind].model()), chat_tokenizer()
     prepare(tmp_path / "data", model, tokenizer, tokens=600, rows=8, new_tokens=16, seed=5)

@@ -29,10 +29,12 @@ class Holder(Draft):
 
     def hold(self, model: PreTrainedModel, traits: compat.ModelTraits, context: Context, limit: int, role: str = "assistant_model",
              source: Source | None = None) -> None:
-        """`model` with an empty cache of at most `limit` slots a row. ValueError naming `role` if it cannot score the rows of the call."""
+        """`model` with an empty cache of at most `limit` slots a row, which reads prompts in pieces where the target does. ValueError naming `role` if it
+        cannot score the rows of the call."""
         check_mode(model, role)
         check_batch(compat.unwrap(model), traits, len(context.rows), role)
         self.cached = CachedModel(model, limit, role, traits, source, compile=context.compiles)
+        self.cached.chunk = context.target and context.target.chunk
         self.cached.lengths = [0] * len(context.rows)
 
     @property

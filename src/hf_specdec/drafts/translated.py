@@ -13,7 +13,7 @@ from ..proposal import Proposal
 from ..uploads import upload
 from .base import Context
 from .inner import Holder, chains, common, refuse_encoder
-from .vocabulary import fitted, readable
+from .vocabulary import check_owners, fitted, readable
 
 
 class TranslatedDraft(Holder):
@@ -24,7 +24,7 @@ class TranslatedDraft(Holder):
     applied: exact, and the fewer tokens are shared, the less is accepted.
     Every round the row's text is decoded and tokenized anew, some 0.1 ms per hundred tokens.
 
-    ValueError if the vocabularies share no token.
+    ValueError if the vocabularies share no token; as a call starts, if a tokenizer is plainly not its model's.
     """
 
     name = "translated"
@@ -45,6 +45,8 @@ class TranslatedDraft(Holder):
         self.shared = torch.tensor(shared)  # int64 [n, 2]: the target's id, the draft's id
 
     def start(self, context: Context) -> None:
+        if context.target is not None:
+            check_owners(context.target.model, self.model, self.tokenizer, self.draft_tokenizer)
         self.hold(self.model, self.model_traits, context, 2 * min(context.max_length, 2**20) + MAX_ASSISTANT_TOKENS)
         self.held: list[list[int]] = [[] for _ in context.rows]  # the draft's tokens that its cache holds, and maybe one more
         self.ids = self.shared[self.shared[:, 0] < context.vocab_size].to(context.device)

@@ -40,3 +40,17 @@ def check_vocabulary(draft: Draft, traits: compat.ModelTraits) -> None:
     raise ValueError(f"assistant_model has a vocabulary of {own} tokens, the target one of {traits.vocab_size}: not the same "
                      f"tokenizer. Speculative decoding needs a draft with the target's tokenizer (padded otherwise? resize_token_embeddings({traits.vocab_size})); one with another is "
                      f"translated where both are passed to generate(), tokenizer= and assistant_tokenizer=, and as a TranslatedDraft(model, tokenizer, draft_tokenizer).")
+
+
+def check_owners(target, draft, tokenizer, draft_tokenizer) -> None:
+    """ValueError where the two tokenizers plainly belong to the other model, by their names or by how many tokens they have, or one has many more tokens than its model."""
+    models, tokenizers = [compat.unwrap(model) for model in (target, draft)], (tokenizer, draft_tokenizer)
+    sizes, rooms = [max(one.get_vocab().values()) + 1 for one in tokenizers], [compat.traits_of(model, "model").vocab_size for model in models]
+    names, owners = [getattr(one, "name_or_path", "") for one in tokenizers], [model.config.name_or_path for model in models]
+    by_name = all(names) and names[0] != names[1] and names == owners[::-1]
+    by_size = not (all(names) and names == owners) and any(map(int.__gt__, sizes, rooms)) and not any(map(int.__gt__, sizes, rooms[::-1]))
+    said = f"tokenizer has {sizes[0]} tokens and the target {rooms[0]}, assistant_tokenizer (draft_tokenizer of a TranslatedDraft) {sizes[1]} and the draft model {rooms[1]}"
+    if by_name or by_size:
+        raise ValueError(f"tokenizer and assistant_tokenizer are exchanged: {said}. Pass the target's as tokenizer=, the draft model's as assistant_tokenizer=.")
+    if any(0.9 * size > room for size, room in zip(sizes, rooms)):
+        raise ValueError(f"tokenizer, assistant_tokenizer: one of them is not its model's: {said}. Pass those that the two models were loaded with.")

@@ -21,7 +21,7 @@ from ..drafts.base import Draft
 from ..drafts.feature import FeatureDraft
 from ..flash import flash_of
 from ..hints import meant
-from ..kinds import WRITES_LIKE
+from ..kinds import HARD_CODED, WRITES_LIKE
 from ..lockstep import in_stages
 from ..mx.beside import use_kernels
 from ..registry import MTP, SHIPPED, shipped
@@ -217,7 +217,8 @@ def _of_text(target: PreTrainedModel):
     """The config of what writes the text in a model that reads images or sounds, too; any other model's own. ValueError where transformers makes no such model."""
     text, known = target.config.get_text_config(), AutoModelForCausalLM._model_mapping
     if (kind := WRITES_LIKE.get(text.model_type)) is not None:
-        return CONFIG_MAPPING[kind](**{name: value for name, value in text.to_dict().items() if name not in ("model_type", "architectures")})
+        said = text.to_dict() | HARD_CODED.get(text.model_type, {})
+        return CONFIG_MAPPING[kind](**{name: value for name, value in said.items() if name not in ("model_type", "architectures")})
     config = text if type(text) in known else target.config
     if type(config) not in known or not hasattr(config, "vocab_size"):
         raise ValueError(f"target: AutoModelForCausalLM makes no model like what writes the text in {type(target).__name__} ({text.model_type}), so no draft can be made of its "
