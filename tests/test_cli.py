@@ -297,6 +297,9 @@ def test_a_draft_with_another_tokenizer_is_translated(target_folder, tmp_path):
     asked = ("generate", target_folder, "--prompt", "abc", "--draft", tmp_path, "--max-new-tokens", 8, "--json", "--k", 3)
     result = run(*asked)
     assert result.exit_code == 0 and "translated" not in result.stderr
+    wider = saved.tiny_model(0)
+    wider.resize_token_embeddings(len(other))
+    wider.save_pretrained(tmp_path)
     other.save_pretrained(tmp_path)
     result = run(*asked)
     assert result.exit_code == 0 and "its tokenizer is not the target's" in result.stderr

@@ -437,6 +437,12 @@ class Old:
     def mx_set_path(number: int) -> None:
         assert number == 0
 
+    @staticmethod
+    def mx_product_kind(number: int) -> int:
+        return -1
+
+    mx_integer_kind = mx_product_kind
+
 
 @pytest.mark.parametrize("forced", [False, True])
 def test_a_path_this_processor_lacks_is_refused(forced, unloaded, monkeypatch):

@@ -19,17 +19,17 @@ class Instructions:
     def available(self, path: str) -> list[str]:
         """Those that there are here on the code path `path`; [] where it has none of them."""
         lib, number = cpu.library(), cpu.PATHS.index(path)
-        has = lib is not None and lib.mx_has_path(number) and lib[f"mx_has_{self.name}s"]
+        has = lib is not None and lib.mx_has_path(number) and getattr(lib, f"mx_has_{self.name}s")
         return [kind for i, kind in enumerate(self.kinds) if has and has(number, i)]
 
     def current(self, path: str) -> str | None:
         """The one in use: the fastest, unless another one is forced; None where there is none."""
-        kind = -1 if cpu.library() is None or path not in cpu.PATHS else cpu.library()[f"mx_{self.name}_kind"](cpu.PATHS.index(path))
+        kind = -1 if cpu.library() is None or path not in cpu.PATHS else getattr(cpu.library(), f"mx_{self.name}_kind")(cpu.PATHS.index(path))
         return self.kinds[kind] if kind >= 0 else None
 
     def force(self, kind: str | None) -> None:
         """Take this one on all paths that have it; None goes back to the fastest. For comparisons."""
-        cpu.library()[f"mx_force_{self.name}s"](-1 if kind is None else self.kinds.index(kind))
+        getattr(cpu.library(), f"mx_force_{self.name}s")(-1 if kind is None else self.kinds.index(kind))
 
 
 INTEGERS = Instructions("integer", ("neon" if platform.machine() in ("arm64", "aarch64") else "avx2", "avx_vnni", "avx512vl_vnni", "avx512_vnni"))
