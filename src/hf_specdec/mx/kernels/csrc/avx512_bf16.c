@@ -54,6 +54,7 @@ MX_INLINE int side_by_side(int64_t m, int64_t k, int64_t left, const int bits) {
     if (left < 2 || (bits == 16 ? m <= WIDE && m > (k <= SHORT ? 2 : 8) : m == 1 && k <= SHORT)) return 1;
     return 2;
 }
+#define ALONE 1
 #define FOURS(AT) AT(4, 1, 0) AT(4, 3, 0) AT(4, 4, 0)
 
 #include "rows512.h"

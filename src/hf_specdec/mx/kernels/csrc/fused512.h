@@ -28,6 +28,7 @@ MX_INLINE int side_by_side(int64_t m, int64_t k, int64_t left, const int bits) {
     (void)k, (void)bits;
     return left < 2 ? 1 : m <= 4 && left >= 4 ? 4 : 2;
 }
+#define ALONE 0
 #define FOURS(AT) AT(4, 1, 0) AT(4, 2, 0) AT(4, 3, 0) AT(4, 4, 0)
 
 #include "rows512.h"

@@ -8,7 +8,7 @@
  *   add_products(sum, w, x, groups)   sum[g] += w[g] times the pair x, for every group
  *   HALVES, PANEL_UNROLL how the loops over the halves of a block, and over the decoded pairs of a block, are unrolled
  *   WIDE, PANEL          rows above which decoding once pays for writing the result down, and how many blocks of one or two groups are decoded at once
- *   side_by_side(m, k, left, bits)    how many groups to take at once; FOURS(AT): for how many rows that may be four
+ *   side_by_side(m, k, left, bits)    how many groups to take at once; FOURS(AT): for how many rows that may be four; ALONE: whether few rows often take one
  */
 #include <stdlib.h>
 
@@ -100,14 +100,16 @@ MX_INLINE ROWS512 void panel_rows(const weights *w, const int64_t apart, const _
         for (int g = 0; g < groups; g++) _mm512_storeu_ps(totals + (m * groups + g) * MX_ROWS, total[m][g]);
 }
 
-MX_INLINE ROWS512 void multiply_wide(const mx_job *job, int64_t group, float *totals, const int groups, const int bits, const int integer) {
+/* Row groups group .. group + groups - 1 times rows m0 .. m0 + m - 1 of x. totals: memory for their results. */
+MX_INLINE ROWS512 void multiply_wide(const mx_job *job, int64_t group, int64_t m0, int64_t m, float *totals, const int groups, const int bits,
+                                     const int integer) {
     const mx_layer *l = job->layer;
     const int64_t blocks = l->k / MX_BLOCK;
     const int half_bytes = 32 * bits, in_place = bits == 16 && IN_PLACE; /* codes that are the weights, where they lie */
     const mx_table table = TABLE(job, bits);
     weights decoded[2 * 16 * PANEL];
     __m512 scale[2 * PANEL];
-    __builtin_memset(totals, 0, (size_t)job->m * groups * MX_ROWS * sizeof(float));
+    __builtin_memset(totals, 0, (size_t)m * groups * MX_ROWS * sizeof(float));
     for (int64_t b0 = 0; b0 < blocks; b0 += PANEL) {
         const int64_t count = blocks - b0 < PANEL ? blocks - b0 : PANEL;
         for (int g = 0; g < groups; g++) {
@@ -124,21 +126,21 @@ MX_INLINE ROWS512 void multiply_wide(const mx_job *job, int64_t group, float *to
         const uint8_t *first = mx_group_codes(l, group);
         const weights *w = in_place ? (const weights *)(const void *)(first + b0 * 2 * half_bytes) : decoded;
         const int64_t apart = !in_place ? 16 * PANEL : groups < 2 ? 0 : (mx_group_codes(l, group + 1) - first) / (int64_t)sizeof(weights);
-        for (int64_t m0 = 0; m0 < job->m; m0 += 8) {
-            const int64_t rows = job->m - m0 < 8 ? job->m - m0 : 8, panel = count * 2 * half_bytes;
-            const pair *x = (const pair *)job->x + m0 * l->k / 2 + b0 * 16 * rows;
+        for (int64_t r = 0; r < m; r += 8) {
+            const int64_t rows = m - r < 8 ? m - r : 8, panel = count * 2 * half_bytes;
+            const pair *x = (const pair *)job->x + (m0 + r) * l->k / 2 + b0 * 16 * rows;
             for (int g = 0; g < groups; g++) {
                 const uint8_t *next = b0 + count < blocks ? mx_group_codes(l, group + g) + (b0 + count) * 2 * half_bytes : mx_group_codes(l, group + groups + g);
-                ask(next + panel * m0 / job->m, next + panel * (m0 + rows) / job->m);
+                ask(next + panel * r / m, next + panel * (r + rows) / m);
             }
-#define PANEL_ROWS(R) case R: panel_rows(w, apart, scale, x, totals + m0 * groups * MX_ROWS, count, groups, R, bits); break;
+#define PANEL_ROWS(R) case R: panel_rows(w, apart, scale, x, totals + r * groups * MX_ROWS, count, groups, R, bits); break;
             switch (rows) {
                 PANEL_ROWS(1) PANEL_ROWS(2) PANEL_ROWS(3) PANEL_ROWS(4) PANEL_ROWS(5) PANEL_ROWS(6) PANEL_ROWS(7) PANEL_ROWS(8)
             }
         }
     }
-    for (int64_t m = 0; m < job->m; m++)
-        for (int g = 0; g < groups; g++) store_row(job, m, group + g, _mm512_loadu_ps(totals + (m * groups + g) * MX_ROWS));
+    for (int64_t r = 0; r < m; r++)
+        for (int g = 0; g < groups; g++) store_row(job, m0 + r, group + g, _mm512_loadu_ps(totals + (r * groups + g) * MX_ROWS));
 }
 
 #define ALL(G, SEVERAL) AT(G, 1, SEVERAL) AT(G, 2, SEVERAL) AT(G, 3, SEVERAL) AT(G, 4, SEVERAL) AT(G, 5, SEVERAL) AT(G, 6, SEVERAL) AT(G, 7, SEVERAL) AT(G, 8, SEVERAL)
@@ -146,14 +148,14 @@ MX_INLINE ROWS512 void multiply_wide(const mx_job *job, int64_t group, float *to
 
 MX_INLINE ROWS512 void run(const mx_job *job, int64_t group, int64_t last, const int bits, const int integer) {
     const int64_t m = job->m;
-    float *totals = m > WIDE ? malloc((size_t)(2 * m * MX_ROWS) * sizeof(float)) : NULL;
+    float few[8 * MX_ROWS], *totals = m > WIDE ? malloc((size_t)(2 * m * MX_ROWS) * sizeof(float)) : NULL;
     for (int groups; group < last; group += groups) {
         groups = side_by_side(m, job->layer->k, last - group, bits);
-        if (totals && groups == 2) multiply_wide(job, group, totals, 2, bits, integer);
-        else if (totals) multiply_wide(job, group, totals, 1, bits, integer);
-        for (int64_t m0 = totals ? m : 0; m0 < m; m0 += 8) { /* all rows at once, unless there was no memory for `totals` */
-            const int64_t rows = m - m0 < 8 ? m - m0 : 8;
-            if (groups == 4) switch (rows) { FOURS(AT) }
+        for (int64_t m0 = 0, rows; m0 < m; m0 += rows) { /* all rows at once, unless there was no memory for `totals` */
+            rows = totals || m - m0 < 8 ? m - m0 : 8;
+            if (totals && groups == 2) multiply_wide(job, group, m0, rows, totals, 2, bits, integer);
+            else if (totals || (groups == 1 && !ALONE)) multiply_wide(job, group, m0, rows, totals ? totals : few, 1, bits, integer);
+            else if (groups == 4) switch (rows) { FOURS(AT) }
             else if (groups == 2) switch (rows) { ALL(2, 0) }
             else if (bits == 16 && m > 8) switch (rows) { ALL(1, 1) }
             else switch (rows) { ALL(1, 0) }
