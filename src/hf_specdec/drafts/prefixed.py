@@ -43,3 +43,7 @@ class PrefixedDraft(FeatureDraft):
             self.output = self.model.heads.begin(states[torch.arange(len(last), device=states.device), last])
         logits, self.output = said(self.model.heads, step, self.output, tokens, context)
         return logits
+
+    def relative_cost(self, target: PreTrainedModel) -> float:
+        """c by size: a proposal reads the model once, and each of its heads."""
+        return super().relative_cost(target) / self.model.heads.depth

@@ -75,8 +75,9 @@ class SequentialDraft(OneByOne):
         return logits
 
     def relative_cost(self, target: PreTrainedModel) -> float:
-        """c by size: a token reads one head."""
-        return sum(p.nbytes for p in self.heads.parameters()) / self.heads.depth / max(parts.bytes_per_token(target), 1)
+        """c by size: a token reads one head, and of embeddings a row."""
+        read = {id(p): p.nbytes for module in self.heads.modules() if not isinstance(module, nn.Embedding) for p in module.parameters(recurse=False)}
+        return sum(read.values()) / self.heads.depth / max(parts.bytes_per_token(target), 1)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
