@@ -1,6 +1,6 @@
 """Published drafters: of Llama-family targets Medusa heads (the layouts of FasterDecoding/Medusa and of vLLM), EAGLE and EAGLE-3 layers
-(SafeAILab/EAGLE, speculators; EAGLE-3 also as SpecForge and ModelOpt do) and Hydra heads, of any target those of DFlash (`training.dflash`) and IBM's MLP
-speculators. From safetensors only.
+(SafeAILab/EAGLE, speculators; EAGLE-3 also as SpecForge and ModelOpt do) and Hydra++, of any target those of DFlash (`training.dflash`), Hydra heads and
+IBM's MLP speculators. From safetensors only.
 """
 
 from __future__ import annotations
