@@ -42,6 +42,7 @@ WITHIN = {("compat", "assistants"), ("compat", "caches"), ("compat", "flash"), (
           ("drafts.early_exit", "drafts.target_cache"), ("drafts.compressed", "drafts.target_cache"), ("drafts.target_cache", "drafts.model"), ("drafts.translated", "drafts.model"), ("drafts.datastore", "drafts.progress"),
           ("drafts.datastore", "drafts.mapped"), ("drafts.retrieval", "drafts.ngram"), ("drafts.medusa", "drafts.last_states"), ("drafts.shared_kv", "drafts.last_states"), ("drafts.dflash", "drafts.last_states"), ("drafts.dflash", "drafts.one_pass"), ("drafts.last_states", "drafts.features"),
           ("drafts.medusa", "drafts.one_pass"), ("drafts.parallel", "drafts.medusa"), ("drafts.pass_draft", "drafts.one_pass"),
+          ("drafts.sequential", "drafts.last_states"), ("drafts.prefixed", "drafts.feature"), ("drafts.prefixed", "drafts.sequential"),
           ("drafts.online", "drafts.feature"), ("drafts.online", "drafts.features"), ("drafts.online", "drafts.model")}
 
 

@@ -18,7 +18,7 @@ CONFIG_NAME = "speculative_config.json"
 MAX_ASSISTANT_TOKENS = 64  # drafted in one round, by any draft
 ALONE = ("jump_forward", "lookahead", "mixture", "ngram_recycling", "prompt_lookup", "recycling", "suffix_automaton", "uniform")  # drafts that a name is enough for
 OF_TARGET = ("compressed",)  # that are made of the target
-WITH_WEIGHTS = ("model", "model_tree", "ngram", "retrieval", "feature", "feature_parallel", "feature_tree", "medusa", "parallel", "pass", "shared_kv", "dflash")
+WITH_WEIGHTS = ("model", "model_tree", "ngram", "retrieval", "feature", "feature_parallel", "feature_tree", "medusa", "parallel", "pass", "prefixed", "sequential", "shared_kv", "dflash")
 # what newcomers put among the options, and is an argument of `generate`
 OF_GENERATE = ("assistant_model", "assistant_tokenizer", "do_sample", "generation_config", "logits_processor", "max_length", "max_new_tokens", "min_new_tokens",
                "num_beams", "return_dict_in_generate", "stop_strings", "stopping_criteria", "streamer", "temperature", "tokenizer", "top_k", "top_p")
@@ -50,8 +50,8 @@ class SpeculativeConfig:
     record_probs: whether the trace keeps p and q of every committed and every rejected token (default False).
     draft_options: keyword arguments of that draft, as JSON has them, such as {"branches": 4}; the draft checks them.
     draft_source: the folder, file or hub id of a draft that has weights ("model", "model_tree", "ngram", "retrieval"), or a drafter as in `draft` ("feature",
-        "feature_parallel", "feature_tree", "medusa", "parallel", "pass", or "model", "model_tree"), or an assistant that a family of models ships ("shared_kv",
-        "dflash"), which is loaded where no `assistant_model` is passed: safetensors only, no code. The last model is kept, and a drafter as long as its target.
+        "feature_parallel", "feature_tree", "medusa", "parallel", "pass", "prefixed", "sequential", or "model", "model_tree"), or an assistant that a family of models ships
+        ("shared_kv", "dflash"), which is loaded where no `assistant_model` is passed: safetensors only, no code. The last model is kept, and a drafter as long as its target.
     compile: whether passes are compiled (`torch.compile`) over fixed shapes, the target's and a draft model's (default False): "layers" (one function
         for all layers alike), "model" (the whole pass: up to a fifth faster for a small model, six times as long to compile), or True
         ("layers" on a CPU, "model" with CUDA graphs on a GPU; encoder-decoders always "model"). The first pass of a shape takes a while: `hf_specdec.warmup` has it done before. A model

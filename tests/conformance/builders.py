@@ -19,10 +19,14 @@ from hf_specdec.drafts.medusa import MedusaDraft
 from hf_specdec.drafts.online import OnlineDraft
 from hf_specdec.drafts.parallel import ParallelDraft
 from hf_specdec.drafts.pass_draft import PassDraft
+from hf_specdec.drafts.prefixed import PrefixedDraft
+from hf_specdec.drafts.sequential import SequentialDraft
 from hf_specdec.drafts.shared_kv import SharedKVDraft
 from hf_specdec.training import build_drafter
 from hf_specdec.training.heads import build as build_heads
+from hf_specdec.training.hydra import HydraHeads, prefixed
 from hf_specdec.training.look_ahead import build as build_look_ahead
+from hf_specdec.training.mlp_speculator import MLPSpeculator
 from hf_specdec.training.parallel import build as build_block
 from hf_specdec.tree import Tree
 from hf_specdec.tree_shapes import DynamicTree
@@ -80,6 +84,30 @@ def block_drafter(target, tokens: int = 4, ids=None):
         parameter.data += 0.2 * torch.randn_like(parameter)
     made.rates = [[0.5, 0.2, 0.1], [0.4, 0.2, 0.1], [0.3, 0.1], [0.2, 0.1]][:tokens]
     return made
+
+
+def hydra_heads(target, heads: int = 4):
+    """Heads that read the root and the drafted tokens."""
+    like, config = target.get_input_embeddings().weight, target.config.get_text_config()
+    torch.manual_seed(5)
+    made = HydraHeads(heads, 2, like.shape[1], config.vocab_size, target.get_input_embeddings(), config.num_hidden_layers)
+    return made.to(like.device, like.dtype).requires_grad_(False)
+
+
+def prefixed_heads(target):
+    """Such heads on a layer of attention, as Hydra++ has it."""
+    torch.manual_seed(6)
+    return PrefixedDraft(prefixed("the tests", hydra_heads(target), target), target)
+
+
+def mlp_speculator(target, n: int = 4, **settings):
+    """Random, of a width of its own."""
+    like, config = target.get_input_embeddings().weight, target.config.get_text_config()
+    torch.manual_seed(7)
+    made = MLPSpeculator(n, like.shape[1], 12, config.vocab_size, config.num_hidden_layers, **settings)
+    for part in made.ln:
+        part.weight.data.fill_(1.0), part.bias.data.fill_(0.1)
+    return made.to(like.device, like.dtype).requires_grad_(False)
 
 
 def look_ahead(target, n: int = 3):
@@ -176,9 +204,11 @@ BUILDERS = {
     "online": lambda target: OnlineDraft(ModelDraft(perturbed(target, 0.1)), target, every=3, lr=1e-2),
     "parallel": lambda target: ParallelDraft(block_drafter(target), target),
     "pass": lambda target: PassDraft(look_ahead(target), target),
+    "prefixed": prefixed_heads,
     "prompt_lookup": lambda target: PromptLookupDraft(),
     "recycling": lambda target: RecyclingDraft(),
     "retrieval": lambda target: RetrievalDraft.from_tokens(corpus(target.config.vocab_size), target.config.vocab_size, branches=1, min_match=1),
+    "sequential": lambda target: SequentialDraft(hydra_heads(target), target),
     "shared_kv": lambda target: ReadsOneLayer(of_heads(target)),
     "suffix_automaton": lambda target: SuffixAutomatonDraft(),
     "translated": translated,
@@ -218,6 +248,7 @@ VARIANTS = {
     "parallel, a pruned head": lambda target: ParallelDraft(block_drafter(target, ids=torch.arange(0, target.config.vocab_size, 2)), target),
     "parallel, tree": lambda target: ParallelDraft(block_drafter(target), target, (3, 2)),
     "pass, tree": lambda target: PassDraft(look_ahead(target), target, 7),
+    "sequential, an MLP speculator": lambda target: SequentialDraft(mlp_speculator(target, tied=True, scaled=True), target),
     "ngram, drawn": lambda target: ngram(target, sample=True),
     "recycling, tree": lambda target: RecyclingDraft(branches=3),
     "suffix_automaton, tree and texts": lambda target: SuffixAutomatonDraft(corpus(target.config.vocab_size), branches=3),

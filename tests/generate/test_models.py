@@ -137,7 +137,7 @@ def test_a_prompt_is_read_in_chunks_where_the_call_asks_for_them(target, expecte
         assert widths[: 12 // chunk] == [chunk] * (12 // chunk) and (max(widths) < 13) == (chunk < 13)
 
 
-@pytest.mark.parametrize("name", ["model", "model_tree", "cascade", "translated", "feature", "feature_parallel"])
+@pytest.mark.parametrize("name", ["model", "model_tree", "cascade", "translated", "feature", "feature_parallel", "prefixed"])
 def test_draft_models_read_a_prompt_in_chunks_where_the_target_does(target, expected, name):
     def rounds(chunk):
         torch.manual_seed(0)

@@ -196,3 +196,61 @@ def test_a_config_names_it(deep, tmp_path):
 def test_its_export_says_that_vllm_is_to_draft_in_one_pass(deep, tmp_path):
     folder = write(tmp_path / "from", masked(deep), mask_token_id=4)
     assert export(str(folder), deep, tmp_path / "to", 5) == {"method": "eagle3", "model": str(folder), "num_speculative_tokens": 5, "parallel_drafting": True}
+
+
+# --- EAGLE, as speculators writes it --------------------------------------------------------------------------------------------
+
+
+def speculators(target, normed: bool, bias: bool) -> dict[str, torch.Tensor]:
+    found = {f"transformer.{name}": tensor for name, tensor in layer(H).items()} | {"fusion_fc.weight": random(H, 2 * H)} | ({"fusion_fc.bias": random(H)} if bias else {})
+    norms = ("embedding_layernorm", "transformer.input_layernorm", "pre_lm_head_layernorm") if normed else ()
+    return found | {f"{name}.weight": 1 + random(H) for name in norms}
+
+
+def write_speculators(folder, tensors, normed: bool, bias: bool):
+    inner = {"model_type": "llama", "hidden_size": H, "intermediate_size": 40, "num_attention_heads": HEADS, "num_key_value_heads": KV, "num_hidden_layers": 1, "rope_theta": 5000.0,
+             "rms_norm_eps": 1e-5, "vocab_size": V}
+    return write(folder, tensors, speculators_model_type="eagle", model_type="speculator_model", architectures=["EagleSpeculator", "LlamaDecoderLayer"], layernorms=normed,
+                 fusion_bias=bias, transformer_layer_architecture="LlamaDecoderLayer", transformer_layer_config=inner)
+
+
+def eagle_forward(target, tensors, embedded, states):
+    """Next states [L, H] and logits [L, V]: speculators' `EagleSpeculator.forward`, written out."""
+    w, normed = part(tensors, "transformer."), "embedding_layernorm.weight" in tensors
+    embedded = norm(embedded, tensors["embedding_layernorm.weight"]) if normed else embedded
+    x = linear(torch.cat([embedded, states], -1), tensors["fusion_fc.weight"], tensors.get("fusion_fc.bias"))
+    x = x + attention(norm(x, w["input_layernorm.weight"]) if normed else x, w)
+    x = x + mlp(norm(x, w["post_attention_layernorm.weight"]), w)
+    return x, target.lm_head(norm(x, tensors["pre_lm_head_layernorm.weight"]) if normed else x)
+
+
+@pytest.mark.parametrize(("normed", "bias"), [(False, False), (False, True), (True, False), (True, True)])
+def test_eagle_as_speculators_writes_it(deep, tmp_path, normed, bias):
+    tensors = speculators(deep, normed, bias)
+    folder = write_speculators(tmp_path, tensors, normed, bias)
+    check_against(eagle_forward, deep, tensors, folder, (8,))
+    found = load_drafter(folder, deep)
+    for draft in (found, FeatureTreeDraft(found.model, deep)):
+        out = speculate(deep, ROWS, draft, 4)
+        assert generated(out, ROWS) == plain(deep, ROWS) and out.speculation.proposed > 0
+    with pytest.raises(ValueError, match="vLLM reads EAGLE-3 alone"):
+        export(str(folder), deep, tmp_path / "to")
+
+
+def test_what_it_was_converted_from_is_read_too(deep, tmp_path):
+    """SafeAILab's names, with the norms that speculators' converter knows."""
+    tensors = speculators(deep, True, True)
+    before = {"embedding_layernorm.weight": "embed_layernorm.weight", "transformer.input_layernorm.weight": "hidden_layernorm.weight", "pre_lm_head_layernorm.weight": "lm_head_layernorm.weight"}
+    old = {before.get(name) or name.replace("transformer.", "layers.0.").replace("fusion_fc.", "fc."): tensor for name, tensor in tensors.items()}
+    check_against(eagle_forward, deep, tensors | {"fc.weight": tensors["fusion_fc.weight"]}, write(tmp_path, old), (8,))
+
+
+@pytest.mark.parametrize(("lost", "message"), [
+    ("fusion_fc.weight", "has no fusion_fc.weight"), ("fusion_fc.bias", "has no fusion_fc.bias"), ("embedding_layernorm.weight", "layernorms asks for embedding_layernorm.weight of 32"),
+    ("pre_lm_head_layernorm.weight", "layernorms asks for pre_lm"), ("transformer.input_layernorm.weight", "has no layers.0.input_layernorm.weight"),
+    ("transformer.mlp.up_proj.weight", "has no layers.0.mlp.up_proj.weight"),
+])
+def test_what_a_file_of_speculators_lacks_is_named(deep, tmp_path, lost, message):
+    tensors = {name: tensor for name, tensor in speculators(deep, True, True).items() if name != lost}
+    with pytest.raises(ValueError, match=message):
+        load_drafter(write_speculators(tmp_path, tensors, True, True), deep)

@@ -30,6 +30,7 @@ class ModelDraft(OneByOne, Holder):
 
     name = "model"
     alone = True  # whether it drafts one token after the other, and one alone
+    learns = True  # whether the model's own logits are what it drafts by, so that it can learn from the target's
 
     def __init__(self, model: PreTrainedModel):
         self.model = model

@@ -64,7 +64,7 @@ class OnlineDraft(Composed):
     trusted = True
 
     def __init__(self, draft: ModelDraft, target: PreTrainedModel, every: int = 16, lr: float = 1e-4, rows: int = 8, window: int = 512, top: int = 64):
-        if not isinstance(draft, ModelDraft) or draft.model is target:
+        if not isinstance(draft, ModelDraft) or draft.model is target or not draft.learns:
             raise ValueError(f"draft: {type(draft).__name__} has no model of its own that could learn; pass a ModelDraft or a FeatureDraft.")
         for name, value, most in (("every", every, 10**9), ("rows", rows, 1024), ("window", window, 2**20), ("top", top, 4096)):
             check_int(name, value, 1, most)

@@ -157,7 +157,7 @@ def is_drafter(name: str | Path) -> bool:
 def load(folder: str | Path, target: PreTrainedModel | None = None) -> PreTrainedModel | Draft:
     """The draft of that folder, or the shipped one of that name, for `target`, whose embedding and head it shares; in its dtype and on
     its device. What comes back goes into `assistant_model`: a model, or a `FeatureDraft` or `MedusaDraft` where the drafter reads the
-    target's hidden states. A folder or hub id with a published Medusa, EAGLE or EAGLE-3 checkpoint will do, too (`training.published`), and "mtp" means
+    target's hidden states. A folder or hub id with a published checkpoint (Medusa, Hydra, EAGLE, ...) will do, too (`training.published`), and "mtp" means
     the prediction module of the target's own checkpoint (`training.mtp`).
 
     Raises ValueError if the folder holds no whole drafter, or that of another target; TypeError without a target.

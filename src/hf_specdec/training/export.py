@@ -18,6 +18,8 @@ from ..drafts.dflash import DFlashDraft
 from ..drafts.feature_parallel import ParallelFeatureDraft
 from ..drafts.medusa import MedusaDraft
 from ..drafts.one_pass import OnePassDraft
+from ..drafts.prefixed import PrefixedDraft
+from ..drafts.sequential import SequentialDraft
 from ..folders import check_model_folder, written_whole
 from ..hints import check_int
 from ..mx.linear import MXLinear
@@ -83,6 +85,8 @@ def _config(name: str, target: PreTrainedModel, folder: Path, given: int | None)
         _check_vocabulary(name, target)
         return {"method": "draft_model", "model": _place(name), "num_speculative_tokens": k}
     draft = drafter.load(name, target)
+    if isinstance(draft, (SequentialDraft, PrefixedDraft)):
+        raise ValueError(f"draft: vLLM's engine runs no heads that read the tokens before (Hydra, MLP speculators), as those of {name} do; export another draft.")
     if isinstance(draft, DFlashDraft):
         dspark = dflash.is_dspark(published.config_of(name))
         if not dspark and not draft.layout.first:
@@ -102,6 +106,8 @@ def _config(name: str, target: PreTrainedModel, folder: Path, given: int | None)
     if not kind:
         raise ValueError(f"draft: {name} is a feature drafter of this package's own form, whose layer norms the sum of state and embedding and adds to it; "
                          f"vLLM's EAGLE layers do not have that. Train one in EAGLE-3's form (hf-specdec train --eagle3), or export another draft.")
+    if kind == "eagle" and "speculators_model_type" in published.config_of(name):
+        raise ValueError(f"draft: {name} is an EAGLE drafter in speculators' layout, of which vLLM reads EAGLE-3 alone; export another draft.")
     parallel = {"parallel_drafting": True} if isinstance(draft, ParallelFeatureDraft) else {}
     return {"method": kind, "model": _place(name.removeprefix(published.HUB)), "num_speculative_tokens": k, **parallel}
 

@@ -1,5 +1,6 @@
 """Published drafters: of Llama-family targets Medusa heads (the layouts of FasterDecoding/Medusa and of vLLM), EAGLE and EAGLE-3 layers
-(SafeAILab/EAGLE; EAGLE-3 also as speculators, SpecForge and ModelOpt do), of any target those of DFlash (`training.dflash`). From safetensors only.
+(SafeAILab/EAGLE, speculators; EAGLE-3 also as SpecForge and ModelOpt do) and Hydra++, of any target those of DFlash (`training.dflash`), Hydra heads and
+IBM's MLP speculators. From safetensors only.
 """
 
 from __future__ import annotations
@@ -15,24 +16,29 @@ from ..assistants import is_dflash
 from ..drafts.base import Draft
 from ..drafts.medusa import MedusaDraft, MedusaHeads
 from ..folders import json_object
-from . import dflash, published_eagle, shared
-from .storage import fit
+from . import dflash, hydra, mlp_speculator, published_eagle, shared
+from .storage import alike, fit
 
 HUB = "hub:"
-PICKLES = ("medusa_lm_head.pt", "pytorch_model.bin")
+PICKLES = ("medusa_lm_head.pt", "hydra_lm_head.pt", "pytorch_model*.bin")
+EMBEDDING = "model.embed_tokens.weight"
+LOADERS = {"dflash": dflash.load, "eagle": published_eagle.eagle, "eagle3": published_eagle.eagle3, "hydra": hydra.load, "mlp_speculator": mlp_speculator.load}
 
 
 def kind(name: str | Path) -> str:
-    """"medusa", "dflash", "eagle" or "eagle3" for a folder (or hub:NAME) that holds one, else "". Raises ValueError where the weights are there as
-    pickles only."""
+    """"medusa", "hydra", "mlp_speculator", "dflash", "eagle" or "eagle3" for a folder (or hub:NAME) that holds one, else ""."""
     folder = _folder(name)
     config = config_of(folder)
     if config is None:
         return ""
     if "medusa_num_heads" in config or config.get("model_type") == "medusa":
         return "medusa"
+    if "hydra_num_heads" in config or config.get("model_type") == "mlp_speculator":
+        return "hydra" if "hydra_num_heads" in config else "mlp_speculator"
     if is_dflash(config):
         return "dflash"
+    if config.get("speculators_model_type") == "eagle":
+        return "eagle"
     names = _names(folder)
     if "fc.weight" not in names and "model.fc.weight" not in names:
         return ""
@@ -42,14 +48,13 @@ def kind(name: str | Path) -> str:
 def load(name: str | Path, target: PreTrainedModel) -> Draft:
     """The checkpoint in a folder, or hub:NAME, as a draft for `target`, in its dtype and on its device.
 
-    Raises ValueError naming what does not map: another width or vocabulary, tensors that are missing or unknown, pickles.
+    Raises ValueError naming what does not map: another width or vocabulary, tensors that are missing or unknown; and where the weights are there as pickles only.
     """
     folder = _folder(name)
     what = kind(folder)
     if not what:
-        raise ValueError(f"{name} holds no Medusa, DFlash, EAGLE or EAGLE-3 checkpoint (config.json with weights in safetensors).")
-    tensors = _tensors(folder)
-    return {"medusa": _medusa, "dflash": dflash.load, "eagle": published_eagle.eagle, "eagle3": published_eagle.eagle3}[what](folder, config_of(folder), tensors, target)
+        raise ValueError(f"{name} holds no Medusa, Hydra, MLP speculator, DFlash, EAGLE or EAGLE-3 checkpoint (config.json with weights in safetensors).")
+    return {"medusa": _medusa, **LOADERS}[what](folder, config_of(folder), _tensors(folder, what, target), target)
 
 
 def _folder(name: str | Path) -> Path:
@@ -77,21 +82,36 @@ def _open(path: Path):
 
 def refuse_pickles(folder: Path) -> None:
     """ValueError with the remedy if a folder has weights as pickles and none as safetensors."""
-    found = [name for name in PICKLES if (folder / name).is_file()]
+    found = [path.name for name in PICKLES for path in sorted(folder.glob(name))]
     if found and not list(folder.glob("*.safetensors")):
         raise ValueError(f"{folder}/{found[0]} is a pickle, which can run code when it is read, and is not opened. Where you trust it, read it with torch's "
-                         f"weights_only=True and write {Path(found[0]).stem.replace('pytorch_', '')}.safetensors with safetensors.torch.save_file.")
+                         f"weights_only=True and write {Path(found[0]).stem.replace('pytorch_', '')}.safetensors with safetensors.torch.save_file, of each tensor a contiguous "
+                         f"clone.")
 
 
-def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+def _tensors(folder: Path, what: str, target: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """All tensors; of Medusa heads in one checkpoint with a model the heads' alone."""
     refuse_pickles(folder)
-    tensors = {}
+    joint, tensors = what == "medusa" and EMBEDDING in _names(folder), {}
+    wanted = re.compile(r"medusa_heads?\." if joint else "")
     for path in sorted(folder.glob("*.safetensors")):
         with _open(path) as file:
-            tensors |= {name: file.get_tensor(name) for name in file.keys()}
+            tensors |= {name: file.get_tensor(name) for name in file.keys() if wanted.match(name)}
+            if joint:
+                _check_together(folder, file, target)
     if not tensors:
-        raise ValueError(f"{folder} has a config.json and no safetensors file; copy the checkpoint again.")
+        raise ValueError(f"{folder} has a config.json and no {'medusa_head.* in its safetensors files' if joint else 'safetensors file'}; copy the checkpoint again.")
     return {re.sub(r"^(model|medusa_heads?)\.", "", name): tensor for name, tensor in tensors.items()}
+
+
+def _check_together(folder: Path, file, target: PreTrainedModel) -> None:
+    """ValueError unless the target is the model in the checkpoint of these heads, which was trained with them (Medusa-2): its embedding and its last layer's weights, where they are in the
+    file and the target has them as numbers."""
+    last, own = f"model.layers.{target.config.get_text_config().num_hidden_layers - 1}.mlp.down_proj.weight", dict(target.named_parameters())
+    for name in (name for name in (EMBEDDING, last) if name in file.keys() and name in own and own[name].is_floating_point() and not own[name].is_meta):
+        if not alike(file.get_tensor(name), own[name], 0.005, 1e-5):
+            raise ValueError(f"{folder} holds heads that were trained together with the model beside them (Medusa-2), and {name} of the target is another. Load the target from that folder, "
+                             f"too; decoding is lossless relative to it.")
 
 
 # --- Medusa -------------------------------------------------------------------------------------------------------------------

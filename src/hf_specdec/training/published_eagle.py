@@ -1,8 +1,9 @@
-"""Published EAGLE and EAGLE-3 drafters, of the layers of Llama, Qwen2 or Qwen3, for targets of the Llama family: as SafeAILab writes them, EAGLE-3 also as speculators, SpecForge and
+"""Published EAGLE and EAGLE-3 drafters, of the layers of Llama, Qwen2 or Qwen3, for targets of the Llama family: as SafeAILab and speculators write them, EAGLE-3 also as SpecForge and
 ModelOpt do."""
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 
@@ -14,26 +15,71 @@ from ..drafts.feature import FeatureDraft
 from ..drafts.feature_parallel import ParallelFeatureDraft
 from ..drafts.features import EachNorm, JointNorm
 from . import shared
-from .storage import fit
+from .storage import alike, fit
 
 LLAMA_KEYS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps",
               "max_position_embeddings", "attention_bias", "mlp_bias", "rope_theta", "rope_scaling", "rope_parameters")
+NORMS = ("embedding_layernorm.weight", "pre_lm_head_layernorm.weight")
+LAYERNORMS = {"embed_layernorm.weight": NORMS[0], "hidden_layernorm.weight": "layers.0.input_layernorm.weight", "lm_head_layernorm.weight": NORMS[1]}
 KINDS = ("llama", "qwen2", "qwen3", "speculator_model", "eagle", "eagle3")
 
 
 def eagle(folder: Path, config: dict, tensors: dict[str, torch.Tensor], target: PreTrainedModel) -> FeatureDraft:
-    """EAGLE: fc of (embedding, last hidden state), decoder layers of which the first has no input norm, no final norm, the target's head."""
-    draft = empty(folder, config, target, config.get("num_hidden_layers", 1), None, _normed(tensors))
+    """EAGLE: fc of (embedding, last hidden state), decoder layers of which the first has no input norm, no final norm, the target's head. With `layernorms` (speculators), norms of the
+    embedding, of what the first layer reads, and before the head; what the drafter goes on from is then the state before that last one, as in EAGLE-3."""
+    config, tensors = {**config, **config.get("transformer_layer_config", {})}, {_name(name): tensor for name, tensor in tensors.items()}
+    for name in ("weight", *(("bias",) if config.get("fusion_bias") else ())):
+        if f"fc.{name}" not in tensors:
+            raise ValueError(f"{folder} has no fusion_fc.{name}, of which config.json speaks; copy the checkpoint again.")
+    draft = empty(folder, config, target, 1 if "speculators_model_type" in config else config.get("num_hidden_layers", 1), None, _normed(tensors))
     width = draft.config.hidden_size
-    draft.base_model.layers[0].input_layernorm, draft.base_model.norm = nn.Identity(), nn.Identity()
+    normed = bool(config.get("layernorms")) or all(name in tensors for name in NORMS)
+    norms = _extra_norms(folder, draft, tensors) if normed else []
+    draft.base_model.norm = nn.Identity()
+    if not normed:
+        draft.base_model.layers[0].input_layernorm = nn.Identity()
     tensors.pop("lm_head.weight", None)
     _embedding(folder, draft, tensors, target)
     _linear(folder, draft, "feature_join", tensors, 2 * width, swap=True)
     draft.feature_fuse = nn.Linear(width, width, bias=False, device="meta")
     draft.feature_fuse.weight = nn.Parameter(torch.eye(width, dtype=target.dtype, device=target.device))
     draft.set_output_embeddings(target.get_output_embeddings())
+    if normed:
+        draft.feature_join = NormedJoin(norms[0], draft.feature_join)
+        draft.set_output_embeddings(nn.Sequential(norms[1], target.get_output_embeddings()))
     draft.reads = (target.config.get_text_config().num_hidden_layers,)
     return _made(folder, draft, tensors, target)
+
+
+def _name(name: str) -> str:
+    """Speculators' names, and those of the norms in what it converts from, in SafeAILab's place."""
+    name = re.sub(r"^fusion_fc\.", "fc.", re.sub(r"^transformer\.", "layers.0.", name))
+    return LAYERNORMS.get(name, name)
+
+
+def _extra_norms(folder: Path, draft: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> list[nn.Module]:
+    """Those of the embedding and before the head."""
+    norms = []
+    for name in NORMS:
+        weight, norm = tensors.pop(name, torch.empty(0)), copy.deepcopy(draft.base_model.norm)
+        if weight.shape != norm.weight.shape:
+            raise ValueError(f"{folder}: layernorms asks for {name} of {len(norm.weight)} numbers, there are {len(weight)}; copy the checkpoint again.")
+        norm.load_state_dict({"weight": weight})
+        norms.append(norm)
+    return norms
+
+
+class NormedJoin(nn.Module):
+    """`join` of the state and the normed embedding."""
+
+    def __init__(self, norm: nn.Module, join: nn.Module):
+        super().__init__()
+        self.norm, self.join = norm, join
+
+    def forward(self, both: torch.Tensor) -> torch.Tensor:
+        """[.., 2 H]: states, then embeddings; [.., H]."""
+        state, embedded = both.chunk(2, dim=-1)
+        return self.join(torch.cat([state, self.norm(embedded)], dim=-1))
 
 
 def eagle3(folder: Path, config: dict, tensors: dict[str, torch.Tensor], target: PreTrainedModel) -> FeatureDraft:
@@ -180,7 +226,7 @@ def _embedding(folder: Path, draft: PreTrainedModel, tensors: dict[str, torch.Te
         return
     if weight is None or list(weight.shape) != [len(shared.weight), width]:
         raise ValueError(f"{folder}: embed_tokens.weight has shape {'none' if weight is None else list(weight.shape)}; this target's tokens need {[len(shared.weight), width]}.")
-    if weight.shape != shared.weight.shape or not torch.allclose(weight.to(shared.weight), shared.weight, rtol=0.02, atol=1e-3):
+    if not alike(weight, shared.weight):
         draft.set_input_embeddings(nn.Embedding.from_pretrained(weight.to(shared.weight)))
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from ..mx.formats import BLOCK, get_format
 from ..mx.linear import MXLinear
@@ -77,3 +78,14 @@ def fit(folder: Path, module: nn.Module, tensors: dict[str, torch.Tensor], share
         if tensor.shape != own[name].shape:
             raise ValueError(f"{folder}: {name} has shape {list(tensor.shape)}; its config and this target make it {list(own[name].shape)}.")
     module.load_state_dict(tensors, strict=False, assign=assign)
+
+
+def alike(weight: torch.Tensor, own: torch.Tensor, rtol: float = 0.02, atol: float = 1e-3) -> bool:
+    """Whether two weights are the same but for rounding to 16 bits."""
+    return weight.shape == own.shape and torch.allclose(weight.to(own), own, rtol=rtol, atol=atol)
+
+
+def check_embedding(folder: Path, weight: torch.Tensor | None, target: PreTrainedModel) -> None:
+    """ValueError where heads come with the embedding of their target, and it is another one's."""
+    if weight is not None and not alike(weight, target.get_input_embeddings().weight):
+        raise ValueError(f"{folder} holds heads with the embedding of another model than this target; pass the model that they were made for.")
