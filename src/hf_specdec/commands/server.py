@@ -78,6 +78,7 @@ class Around:
         """The answer of a handler to a request that can be answered, or to several that one asks for."""
         from fastapi import HTTPException
         from fastapi.responses import JSONResponse, StreamingResponse
+        from pydantic import ValidationError
 
         try:
             check_input(body), check(body, self.template)
@@ -85,6 +86,8 @@ class Around:
             for single in singles(body):
                 ASKED.set(asked := Asked(single, openai))
                 replies.append(await heeding(handle(single, request_id), asked.gone))
+        except ValidationError:  # of the answer: a ValueError, but none of the client's
+            raise
         except ValueError as error:
             raise HTTPException(400, str(error)) from error
         except Gone:
