@@ -64,4 +64,5 @@ def check_per_token(generation: Any, traits: compat.ModelTraits, rows: int) -> N
     for name in ("output_attentions", "output_hidden_states") if generation.return_dict_in_generate else ():
         if getattr(generation, name, None) and (beyond or traits.own_cache and name == "output_attentions"):
             asked = ", which return_token_timestamps asks for" if stamps else ""
-            raise ValueError(f"{name}=True{asked}: not available{' of several rows' if stamps else ''} from a pass that scores several tokens. Drop it, or use speculative=False.")
+            of = f" of num_beams={generation.num_beams} beams" if (generation.num_beams or 1) > 1 else " of several rows" if stamps else ""
+            raise ValueError(f"{name}=True{asked}: not available{of} from a pass that scores several tokens. Drop it, or use speculative=False.")

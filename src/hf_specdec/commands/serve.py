@@ -19,6 +19,7 @@ import typer
 from transformers.cache_utils import DynamicLayer
 
 from ..caches import CACHE, cached_tokens, counts_tokens
+from ..config import SpeculativeConfig
 from ..hints import first_line, many
 from ..kinds import BOTH_WAYS
 from .common import apply_mx
@@ -54,7 +55,7 @@ def serve(work: Work, host: str, port: int, tiles: bool, compile: bool, threads:
     if compile:
         warmup(model, draft, speculation, max_length=min(COMPILED, getattr(model.config.get_text_config(), "max_position_embeddings", COMPILED)))
     enable(model, speculative=speculation, assistant_model=draft)
-    run(work.target, Answering(model, keep, say), processor, host, port)
+    run(work.target, Answering(model, keep, say), processor, speculation, host, port)
 
 
 def loaded(name: str, dtype) -> tuple[Any, Any, Any]:
@@ -219,10 +220,13 @@ def line_of(out: Any, prompt: int, known: int) -> str:
 # --- transformers' server ---------------------------------------------------------------------------------------------
 
 
-def run(name: str, answering: Answering, processor, host: str, port: int) -> None:
+def run(name: str, answering: Answering, processor, speculation: SpeculativeConfig, host: str, port: int) -> None:
     """Serve the model under `name` until Ctrl-C."""
     from transformers.cli.serve import Serve
 
+    from .server import Around
+
+    around = Around(answering.model, processor, speculation)
     answering.model.generate = answering
 
     class Server(Serve):
@@ -239,6 +243,7 @@ def run(name: str, answering: Answering, processor, host: str, port: int) -> Non
             manager._load_model, manager._load_processor = (lambda *args, **kwargs: answering.model), named
             manager.force_model, manager.model_timeout = name, -1  # it alone, and for good
             manager.load_model_and_processor(own)
+            around.lay(self)
             say(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1 (Ctrl-C ends it)")
             self.server.run()
 

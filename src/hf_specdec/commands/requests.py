@@ -1,0 +1,196 @@
+"""What a request to `hf-specdec serve` says and transformers' server passes over, or fails at: refused by name before any work, or made an argument of
+`generate()`. The fields are those of the OpenAI API (https://platform.openai.com/docs/api-reference/chat/create)."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from transformers import LogitsProcessor
+
+NOT_DONE = {"logprobs": "", "top_logprobs": "", "suffix": "", "audio": "", "web_search_options": "", "background": "", "conversation": ": send the whole of it as input",
+            "previous_response_id": ": send the whole conversation as input", "functions": ": say tools"}  # and what to do instead
+COUNTS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n", "best_of")
+RANGES = {"temperature": (0, float("inf")), "top_p": (0, 1), "presence_penalty": (-2, 2), "frequency_penalty": (-2, 2)}
+WHITESPACE = 32  # between two signs of JSON: enough to indent it; small models write it without end where they may
+OURS = ("frequency_penalty", "logit_bias")  # which transformers' server reads otherwise than the API means them
+
+
+# --- bad requests -----------------------------------------------------------------------------------------------------
+
+
+def check(body: dict[str, Any], template: Any) -> None:
+    """ValueError for a request that cannot be answered as it is meant. template: the model's chat template, or None."""
+    for name, instead in NOT_DONE.items():
+        if body.get(name):
+            raise ValueError(f"{name}: this server does not do that{instead or '; leave it out'}.")
+    for name in COUNTS:
+        if not is_number(value := 1 if body.get(name) is None else body[name], int) or value < 1:
+            raise ValueError(f"{name}: expected a number of 1 or more, got {value!r}.")
+    for name, (least, most) in RANGES.items():
+        if not is_number(value := least if body.get(name) is None else body[name], int, float) or not least <= value <= most:
+            raise ValueError(f"{name}: expected a number {f'of {least} or more' if most == float('inf') else f'from {least} to {most}'}, got {value!r}.")
+    if not is_number(body.get("seed") or 0, int):
+        raise ValueError(f"seed: expected an int, got {body['seed']!r}.")
+    if (body.get("best_of") or 1) > (body.get("n") or 1):
+        raise ValueError("best_of: this server does not choose among answers; leave it out, or make it n.")
+    if not all(isinstance(text, str) and text for text in stops_of(body)):
+        raise ValueError(f"stop: expected a text or a list of texts, none of them empty, got {body['stop']!r}.")
+    bias_of(body), schema_of(body)
+    check_tools(body, template)
+    if body.get("stream") and (body.get("n", 1) or 1) * (len(body["prompt"]) if isinstance(body.get("prompt"), list) else 1) > 1:
+        raise ValueError("stream: of one answer alone; ask once for each (n=1, one prompt), or without a stream.")
+
+
+def is_number(value: Any, *kinds: type) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool)
+
+
+def check_tools(body: dict[str, Any], template: Any) -> None:
+    if body.get("tool_choice") == "none":
+        body.pop("tools", None)
+    if not body.get("tools"):
+        return
+    if body.get("tool_choice") not in (None, "auto"):
+        raise ValueError("tool_choice: 'auto' or 'none'; this server cannot make a model call one.")
+    if isinstance(template, str) and "tools" not in template:
+        raise ValueError("tools: the chat template of this model does not show it any; leave them out.")
+
+
+def check_messages(body: dict[str, Any]) -> None:
+    """ValueError for what is no conversation."""
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) and isinstance(each.get("role"), str) for each in messages):
+        raise ValueError("messages: expected a list of one message or more, each an object with a role and a content.")
+    for content in (each.get("content") for each in messages):
+        if not (content is None or isinstance(content, str) or isinstance(content, list) and all(isinstance(part, dict) and "type" in part for part in content)):
+            raise ValueError("messages: a content is a text, or a list of parts, each an object with its type.")
+
+
+def check_prompt(body: dict[str, Any]) -> None:
+    """ValueError for what is no prompt of /v1/completions: a text, or a list of texts."""
+    prompt = body.get("prompt")
+    if not prompt or not all(isinstance(each, str) and each for each in (prompt if isinstance(prompt, list) else [prompt])):
+        raise ValueError("prompt: expected a text, or a list of texts, none of them empty; token ids are not taken.")
+
+
+# --- what is asked for ------------------------------------------------------------------------------------------------
+
+
+def stops_of(body: dict[str, Any]) -> list[Any]:
+    said = body.get("stop")
+    return said if isinstance(said, list) else [] if said is None else [said]
+
+
+def bias_of(body: dict[str, Any]) -> dict[tuple[int], float]:
+    """`logit_bias` as generate()'s sequence_bias."""
+    try:
+        return {(int(token),): float(value) for token, value in (body.get("logit_bias") or {}).items()}
+    except (AttributeError, TypeError, ValueError):
+        raise ValueError(f"logit_bias: expected an object of token ids and numbers, got {body['logit_bias']!r}.") from None
+
+
+def schema_of(body: dict[str, Any]) -> str | None:
+    """The JSON schema of the answer, as text, "{}" for any object; None where it may be any text."""
+    said = body.get("response_format") or (body.get("text") or {}).get("format") or {"type": "text"}
+    kind = said.get("type") if isinstance(said, dict) else None
+    schema = said.get("json_schema", said).get("schema") if kind == "json_schema" and isinstance(said.get("json_schema", said), dict) else None
+    if kind == "text":
+        return None
+    if kind != "json_object" and not isinstance(schema, dict):
+        raise ValueError('response_format: {"type": "text"}, {"type": "json_object"}, or {"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}.')
+    if find_spec("xgrammar") is None:
+        raise ValueError("response_format: the server needs xgrammar for it, which is not installed: pip install xgrammar")
+    return json.dumps({"type": "object"} if schema is None else schema)
+
+
+def configured(config: Any, body: dict[str, Any]) -> Any:
+    """A generation config that transformers' server has made of a request, with what it passes over."""
+    temperature, top_p = body.get("temperature"), body.get("top_p")
+    if temperature or temperature is None and top_p is not None and top_p < 1:
+        config.do_sample = True
+    if bias := bias_of(body):
+        config.sequence_bias = bias
+    if not stops_of(body):
+        config.stop_strings = None
+    return config
+
+
+def singles(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """One request for each of the answers that are asked for: n to every prompt, each with a seed of its own."""
+    prompts = body["prompt"] if isinstance(body.get("prompt"), list) else [body.get("prompt")]
+    shared, seed, count = {name: value for name, value in body.items() if name not in ("n", "best_of")}, body.get("seed"), body.get("n") or 1
+    return [shared | ({} if prompt is None else {"prompt": prompt}) | ({} if seed is None else {"seed": seed + place}) for prompt in prompts for place in range(count)]
+
+
+class Penalties(LogitsProcessor):
+    """Of the logits [B, V] of a token `frequency` is taken for each time that the answer has it, and `presence` once."""
+
+    def __init__(self, prompt: int, presence: float, frequency: float):
+        self.prompt, self.presence, self.frequency = prompt, presence, frequency
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        written = input_ids[:, self.prompt :]
+        counts = torch.zeros_like(scores).scatter_add_(1, written, torch.ones_like(written, dtype=scores.dtype))
+        return scores - self.frequency * counts - self.presence * (counts > 0)
+
+
+class Grammars:
+    """Makes a logits processor of a JSON schema, by xgrammar."""
+
+    def __init__(self, model: Any, tokenizer: Any):
+        self.model, self.tokenizer, self.compiler = model, tokenizer, None
+
+    def __call__(self, schema: str) -> Any:
+        import xgrammar
+
+        if self.compiler is None:
+            ends, size = self.model.generation_config.eos_token_id, self.model.config.get_text_config().vocab_size
+            info = xgrammar.TokenizerInfo.from_huggingface(self.tokenizer, vocab_size=size, stop_token_ids=ends)
+            self.compiler = xgrammar.GrammarCompiler(info)
+        try:
+            return xgrammar.contrib.hf.LogitsProcessor(self.compiler.compile_json_schema(schema, max_whitespace_cnt=WHITESPACE))
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(f"response_format: xgrammar makes no grammar of this schema: {error}") from error
+
+
+def processors_of(body: dict[str, Any], prompt: int, grammars: Grammars) -> list[LogitsProcessor]:
+    """Those of a request to a prompt of so many tokens."""
+    presence, frequency, schema = body.get("presence_penalty") or 0, body.get("frequency_penalty") or 0, schema_of(body)
+    return ([Penalties(prompt, presence, frequency)] if presence or frequency else []) + ([] if schema is None else [grammars(schema)])
+
+
+class Pieces:
+    """A queue of what is streamed, in which texts end before the first stop string: what may begin one is held back until it is known. echo: comes first."""
+
+    def __init__(self, queue: Any, stops: list[str], echo: str = ""):
+        self.queue, self.stops, self.held, self.over, self.ready = queue, stops, "", False, [echo] if echo else []
+
+    async def get(self) -> Any:
+        while not self.ready:
+            self.take(await self.queue.get())
+        return self.ready.pop(0)
+
+    def get_nowait(self) -> Any:
+        while not self.ready:
+            self.take(self.queue.get_nowait())
+        return self.ready.pop(0)
+
+    def take(self, item: Any) -> None:
+        if type(item) is not str:  # the end, an error, reasoning, a tool call
+            self.ready += ([self.held] if self.held else []) + [item]
+            self.held = ""
+        elif not self.over:
+            text = self.held + item
+            kept = before(text, self.stops)
+            self.over = len(kept) < len(text)
+            open_ = 0 if self.over else max((size for stop in self.stops for size in range(1, len(stop)) if text.endswith(stop[:size])), default=0)
+            self.held = text[len(text) - open_ :] if open_ else ""
+            self.ready += [ready] if (ready := kept[: len(kept) - open_]) else []
+
+
+def before(text: str, stops: list[str]) -> str:
+    """What of a text comes before the first stop string."""
+    return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]
