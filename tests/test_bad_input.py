@@ -40,6 +40,7 @@ from hf_specdec.kv_cache import SlotPlan
 from hf_specdec.proposal import Proposal
 from hf_specdec.tree import Tree
 
+from .architectures import FAMILIES
 from .helpers import (
     VOCAB, ScriptedDraft, assert_unchanged, build, enabled, generated, padded, perturbed, plain, prompts, repetitive, snapshot, speculate, tiny_llama,
 )
@@ -1029,3 +1030,13 @@ def test_a_text_that_outgrows_the_table_of_positions_ends_in_an_error_that_says_
     assert call(gpt2, ids, max_new_tokens=13, eos_token_id=None).shape == (1, 21)
     with pytest.raises(ValueError, match="max_new_tokens: a text has outgrown the 20 positions that .*may have 21 tokens at most"):
         call(gpt2, ids, max_new_tokens=14, eos_token_id=None)
+
+
+def test_so_does_one_of_a_batch_whose_model_is_told_where_its_rows_begin():
+    line = next(line for line in FAMILIES if line.name == "BART (its decoder)")
+    bart = build(line.kind, **{**line.settings, "max_position_embeddings": 20})
+    ids = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8], [0, 0, 0, 4, 5, 6, 7, 8]])
+    given = {"input_ids": ids, "attention_mask": (ids > 0).long()}
+    assert call(bart, given, max_new_tokens=13).shape == (2, 21)
+    with pytest.raises(ValueError, match="max_new_tokens: a text has outgrown the 20 positions that .*may have 21 tokens at most"):
+        call(bart, given, max_new_tokens=14)

@@ -168,11 +168,14 @@ def test_beams_that_are_shown_images(gpu, name):
 
 
 @pytest.mark.share(2)
+@pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("draft", [lambda target: PromptLookupDraft(), lambda target: ModelDraft(perturbed(target))], ids=["lookup", "model"])
-def test_beams(gpu, draft):
+def test_beams(gpu, draft, sampled):
     target = tiny_llama(1)
-    given = dict(num_beams=3, max_new_tokens=8, eos_token_id=3, pad_token_id=0, do_sample=False)
-    out = call(gpu, target, ROWS, draft(target), **given)
+    given = dict(num_beams=3, max_new_tokens=8, eos_token_id=3, pad_token_id=0, do_sample=sampled)
+    torch.manual_seed(4)
+    out = call(gpu, target, ROWS, draft(target), seed=None, **given)
+    torch.manual_seed(4)
     assert torch.equal(out, target.generate(**gpu.put(padded(ROWS)), **given))
 
 
@@ -234,7 +237,7 @@ def waits_of_a_round(gpu, draft, rows=ROWS[:1], k=5, **options) -> tuple[dict[st
     """Copies that wait by place, per round, of calls of two lengths: to the host, and to the device."""
     counts, rounds = [], []
     for new in (6, 22):
-        target = tiny_llama(1)
+        target = tiny_llama(1, attn="eager" if "output_attentions" in options else "sdpa")
         made = draft(target)
         gpu.put(target)
         for module in modules_of(made):
@@ -254,6 +257,9 @@ CASES = {"lookup": (lambda target: PromptLookupDraft(), {}), "automaton": (lambd
          "shared_kv": (lambda target: make("shared_kv", target, VARIANTS), {}), "dflash": (lambda target: make("dflash", target, VARIANTS), {}),
          "model tree": (lambda target: ModelTreeDraft(perturbed(target)), {}), "model tree, sampling": (lambda target: ModelTreeDraft(perturbed(target)), SAMPLED),
          "ngram, sampling": (lambda target: make("ngram, drawn", target, VARIANTS), SAMPLED), "cascade, sampling": (lambda target: make("cascade", target, VARIANTS), SAMPLED),
+         "guidance": (lambda target: ModelDraft(perturbed(target)), {"guidance_scale": 1.5}), "guidance, trees": (lambda target: ModelTreeDraft(perturbed(target)), {"guidance_scale": 1.5}),
+         "states": (lambda target: ModelDraft(perturbed(target)), {"output_hidden_states": True}), "attentions": (lambda target: ModelDraft(perturbed(target)), {"output_attentions": True}),
+         "both, trees": (lambda target: ModelTreeDraft(perturbed(target)), {"output_hidden_states": True, "output_attentions": True}),
          "ngram_recycling": (lambda target: make("ngram_recycling", target, VARIANTS), {}), "mixture": (lambda target: make("mixture", target, VARIANTS), {})}
 
 

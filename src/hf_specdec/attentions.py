@@ -99,17 +99,10 @@ class Attentions:
         out = like.new_zeros(len(found), like.shape[0], step.width, like.shape[2] if beyond else step.total)
         for b, pieces in enumerate(found):
             for piece in pieces:
-                queries, keys = step.columns(b, piece.start, piece.end), range(out.shape[3]) if beyond else step.where[b][: piece.end]
-                weights = piece.layers[layer][..., : len(keys)]
-                if _together(queries) and _together(keys):
-                    out[b, :, queries[0] : queries[-1] + 1, keys[0] : keys[-1] + 1] = weights
-                else:
-                    at, to = (torch.tensor(list(part), device=out.device) for part in (queries, keys))
-                    out[b][:, at[:, None], to] = weights
+                queries, keys = step.read(b, piece.start, piece.end), slice(None) if beyond else step.seen(b, piece.end)
+                if isinstance(queries, list) and isinstance(keys, list):
+                    queries = [[query] for query in queries]
+                out[b][:, queries, keys] = piece.layers[layer][..., : None if beyond else piece.end]
         window = self.windows[layer] if not beyond and layer < len(self.windows) else 0
         shown = step.width + min(step.total - step.width, window - 1) if window else out.shape[3]
         return out if shown == out.shape[3] else out[..., -shown:].clone()
-
-
-def _together(columns: Sequence[int]) -> bool:
-    return columns[-1] - columns[0] + 1 == len(columns)

@@ -19,6 +19,7 @@ from .compat import ModelTraits
 from .distributions import Drawing
 from .forward import Forward
 from .media import Media, ahead
+from .positions import outgrown
 from .proposal import Proposal
 from .seq2seq import Decoder, Source
 from .tap import layers_of
@@ -85,14 +86,14 @@ class CachedModel(Forward):
         token; with states, more of them where rows that propose nothing have unequal numbers of uncached tokens. ValueError for a text that has outgrown
         a table of positions, which is not refused before: it might have ended in time."""
         try:
-            if self.beyond(rows) and any(hasattr(module, "position_embeddings") for module in self.counting):  # told the last position again, they would not fail
+            if self.counting and outgrown(self.counting, max(len(row) + own for row, own in zip(rows, self.ahead or [0] * len(rows)))):
                 raise IndexError("positions out of bounds")
             return self._score(rows, proposal)
         except (IndexError, RuntimeError) as error:  # the latter from BERT's kind
             if not self.beyond(rows) or not isinstance(error, IndexError) and "out of bounds" not in str(error):
                 raise
             most = self.traits.max_positions
-            raise ValueError(f"max_new_tokens: a text has outgrown the {most} positions that {type(self.model).__name__} has; with its prompt it may have {most + 1} "
+            raise ValueError(f"max_new_tokens: a text has outgrown the {most} positions that {type(self.model).__name__} has for it; with its prompt it may have {most + 1} "
                              f"tokens at most. Ask for fewer.") from error
 
     def raw(self, logits: torch.Tensor) -> torch.Tensor:

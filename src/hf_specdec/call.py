@@ -27,7 +27,7 @@ from .media import BY_COLUMNS, Embedded, Media, ahead, embedded
 from .memory import check_logits
 from .noise import Gumbel, Noise
 from .outputs import SpeculativeOutput, SpeculativeSeq2SeqOutput, assemble_cache, stacked
-from .per_token import PerToken
+from .per_token import PerToken, asked_for
 from .probe import check_tokens, check_trees
 from .schedule import AutoSchedule, FixedSchedule, HeuristicSchedule
 from .seq2seq import Source
@@ -113,10 +113,10 @@ class Call:
         sequences = Sequences(self.prompts, self.max_new, criteria, device, decoder.streamer, self.hidden)
         self.processors = that_follow(self.processors, [[] for _ in self.prompts] if self.hidden else sequences.tokens)
         longest, limit = self._lengths()
-        cached, shown = cached_tokens(self.cache) if self.given else 0, as_dict and (generation.output_hidden_states or generation.output_attentions)
-        target = self._target(limit, False if shown else self.config.compile)
+        cached, asked = cached_tokens(self.cache) if self.given else 0, asked_for(generation)
+        target = self._target(limit, False if asked else self.config.compile)
         anew = generation.use_cache is False or MADE.get(compat.unwrap(self.model).config.model_type) == ""
-        target.per_token = PerToken.of(generation, target.cache.plan, batch, cached, self.windows, self.source and self.read, anew)
+        target.per_token = PerToken.of(asked, target.cache.plan, batch, cached, self.windows, self.source and self.read, anew)
         if cached:
             target.load(self.cache, self.columns, cached)
         if cached or self.by_columns:

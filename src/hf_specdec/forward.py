@@ -169,7 +169,8 @@ class Forward:
                 show(self.taps, states, starts)
                 return logits if keep or wanted is None else logits[:, wanted.to(logits.device)]
         kept = nullcontext() if self.states is None else self.states.during(starts, width)
-        told = nullcontext() if self.cache.plan.columns is None else counted_by_row(self.counting, starts, width)
+        apart = any(self.ahead) or self.cache.plan.columns is not None  # positions are not those that the model would count
+        told = counted_by_row(self.counting, [start + own for start, own in zip(starts, self.ahead or [0] * len(starts))], width) if apart else nullcontext()
         drawn = torch.random.fork_rng([self.device] if self.device.type == "cuda" else []) if seen and self.role != "target" else nullcontext()  # noise of sounds
         with kept, told, drawn, watched(read_at(compat.unwrap(self.model), layers)) as states:
             outputs = self.runner(self.run, **inputs) if tokens.numel() <= self.most and not seen else self.run(**inputs)

@@ -9,7 +9,7 @@ candidates of a round go through both: what comes behind every one of them is wh
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from numbers import Real
 from typing import Any
@@ -20,7 +20,7 @@ from transformers import LogitsProcessorList, PreTrainedModel, UnbatchedClassifi
 from . import compat, lengths
 from .caches import CACHE
 from .cached_model import CachedModel
-from .kinds import COUNTS_BY_MASK, COUNTS_OTHERWISE
+from .kinds import COUNTS_BY_MASK, GUIDED_OTHERWISE, LOOKS_AT_PADDING
 from .law import wide
 from .probe import check_tokens
 from .proposal import Proposal
@@ -74,8 +74,11 @@ def guidance_of(processor: Any, model: PreTrainedModel, prompts: list[list[int]]
         raise ValueError(f"negative_prompt_ids: the negative prompt has {ids.shape[1]} tokens and the target's context is {traits.max_positions}. Shorten it.")
     for check in (lengths.check_rope, lengths.check_selection):
         check(compat.unwrap(model), ids.shape[1] + most, "target")
-    by_mask = compat.unwrap(model).config.model_type in COUNTS_BY_MASK
-    return Guidance(processor.guidance_scale, texts, [0] * len(pads) if by_mask else pads)
+    kind = compat.unwrap(model).config.model_type
+    if any(pads) and kind in LOOKS_AT_PADDING:
+        raise ValueError(f"negative_prompt_attention_mask: {type(compat.unwrap(model)).__name__} looks at the padding of a negative prompt. Pass rows whose negative prompts have as many "
+                         "tokens, or one row at a time.")
+    return Guidance(processor.guidance_scale, texts, [0] * len(pads) if kind in COUNTS_BY_MASK else pads)
 
 
 def _check(processor: Any, model: PreTrainedModel, traits: compat.ModelTraits, generation, shown: bool) -> None:
@@ -93,8 +96,8 @@ def _check(processor: Any, model: PreTrainedModel, traits: compat.ModelTraits, g
                          f"speculative=False.")
     if traits.encoder != "none" or traits.own_cache or CACHE not in taken_by(compat.unwrap(model), CACHE):
         raise ValueError(f"guidance_scale={scale}: guidance of {kind}, which looks at an encoder or has a cache of its own kind, {_REFUSED}. Drop it, or use speculative=False.")
-    if traits.states and CACHE != "cache" or compat.unwrap(model).config.model_type in COUNTS_OTHERWISE:
-        why = "carries states (with transformers before 5.24)" if traits.states and CACHE != "cache" else "counts positions otherwise in the passes that guide it"
+    if traits.states and CACHE != "cache" or compat.unwrap(model).config.model_type in GUIDED_OTHERWISE:
+        why = "carries states (with transformers before 5.24)" if traits.states and CACHE != "cache" else "reads a text otherwise in the passes that guide plain generate()"
         raise ValueError(f"guidance_scale={scale}: guidance of {kind}, which {why}, {_REFUSED}. Drop it, or use speculative=False.")
 
 
@@ -108,6 +111,8 @@ class Guided(CachedModel):
     def __init__(self, guidance: Guidance, prompts: list[list[int]], model: PreTrainedModel, limit: int, role: str, traits: compat.ModelTraits, compile: bool | str):
         super().__init__(model, limit, role, traits, compile=compile)
         self.scale, self.begins = guidance.scale, list(zip(guidance.texts, map(len, prompts)))
+        if traits.max_positions and any(guidance.ahead):  # padding takes up positions
+            traits = replace(traits, max_positions=traits.max_positions - max(guidance.ahead))
         self.beside = CachedModel(model, limit + max(map(len, guidance.texts)) - max(map(len, prompts)), role, traits, compile=compile)
         self.beside.ahead = guidance.ahead if any(guidance.ahead) else []
 

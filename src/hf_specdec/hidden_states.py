@@ -11,6 +11,7 @@ import torch
 
 from .kv_cache import SlotLayer, SlotPlan
 from .steps import Step
+from .uploads import upload
 
 
 _INSIDE, _FIRST = (0, 2, 1, 3), (1, 0, 2, 3)  # where rows, streams, places and numbers are in what a pass puts out
@@ -44,7 +45,7 @@ class HiddenStates:
         """Only these rows go on."""
         self.ended |= {self.rows[b]: [layer.keys[b].clone() for layer in self.layers] for b in range(len(self.rows)) if b not in rows}
         for layer in self.layers if rows else ():
-            layer.keep(torch.tensor(rows, device=layer.keys.device))
+            layer.keep(upload(rows, layer.keys.device))
         self.rows = [self.rows[b] for b in rows]
 
     def packed(self, steps: Iterable[Step]) -> tuple[tuple[torch.Tensor, ...], ...]:
@@ -57,6 +58,6 @@ class HiddenStates:
         out = like.new_zeros(len(step.spans), like.shape[0], step.width, like.shape[2])
         for b, (first, end) in enumerate(step.spans):
             if end > first:
-                out[b, :, step.columns(b, first, end)] = self.ended[b][layer][:, first:end]
+                out[b, :, step.read(b, first, end)] = self.ended[b][layer][:, first:end]
         order = self.orders[layer]
         return out[:, 0] if order is None else out.permute([order.index(axis) for axis in range(4)])

@@ -36,6 +36,7 @@ WRITES_LIKE = {  # where nothing but text has positions
     "glm4v_text": "glm4", "glm4v_moe_text": "glm4_moe", "glm_ocr_text": "glm4", "granite_docling_text": "granite", "granite4_vision_text": "granite", "molmo2_text": "qwen3",
     "emu3_text_model": "llama", "paddleocr_vl_text": "llama", "hunyuan_vl_text": "hunyuan_v1_dense"}
 HARD_CODED = {"glm_ocr_text": {"attention_bias": False}, "qwen3_vl_moe_text": {"norm_topk_prob": True}, "qwen3_omni_moe_text": {"norm_topk_prob": True}}  # whatever the config says
-COUNTS_OTHERWISE = frozenset(  # where it is given no positions than where it is, as in the passes that guide plain generate()
-    "bamba camembert data2vec-text roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl xmod".split())
-COUNTS_BY_MASK = {"git", "opt"}  # where they are given no positions, others count padding, too
+GUIDED_OTHERWISE = frozenset(  # whose passes that guide plain generate() read a text otherwise than its others: count positions otherwise, or lose the cache or the mask
+    "bamba camembert data2vec-text falcon_mamba granite4_vision mamba roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl xmod".split())
+COUNTS_BY_MASK = {"opt"}  # where it is given no positions, others count padding, too
+LOOKS_AT_PADDING = {"git", "roformer"}  # where they are given no positions

@@ -65,7 +65,7 @@ class SpeculativeLoop:
         token = verdict.token(None if coins is None else coins[:, 0])
         numbers = fetched(proposal, verdict, token)
         self.draft.commit(verdict)
-        accepted = self._emit(proposal, verdict.on_path, token, law, self.target.raw(logits), numbers)
+        accepted = self._emit(proposal, verdict.on_path, token, law, self.target.raw(logits) if self.want_logits else logits, numbers)
 
         end = perf_counter()
         seconds = None if self.noise.round == 1 or self.target.new else self.context.agree(end - begin)

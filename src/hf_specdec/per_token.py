@@ -21,11 +21,10 @@ class PerToken:
         self.parts, self.asked, self.cached, self.whole, self.read = parts, asked, cached, whole, read
 
     @classmethod
-    def of(cls, generation: Any, plan: SlotPlan, rows: int, cached: int, windows: tuple[int | None, ...] | None, read: Any, whole: bool) -> PerToken | None:
-        """What a call asks for; None for nothing. windows: as of `Attentions`; None where no layer is attention. read: what an encoder has put out; None without one.
-        whole: as `PerToken` has it."""
-        asked = {name: True for name in ("output_hidden_states", "output_attentions") if getattr(generation, name, None)}
-        if not asked or not generation.return_dict_in_generate:
+    def of(cls, asked: dict[str, bool], plan: SlotPlan, rows: int, cached: int, windows: tuple[int | None, ...] | None, read: Any, whole: bool) -> PerToken | None:
+        """What a call asks for, as `asked_for` has it; None for nothing. windows: as of `Attentions`; None where no layer is attention. read: what an encoder has put out;
+        None without one. whole: as `PerToken` has it. ValueError for attentions where there are none."""
+        if not asked:
             return None
         if windows is None and "output_attentions" in asked:
             raise ValueError("output_attentions=True: no layer of the target is attention. Drop it.")
@@ -57,12 +56,18 @@ class PerToken:
         return self.read | {name: part.packed(steps(columns, prompt, self.cached, lengths, self.whole)) for name, part in self.parts.items()}
 
 
+def asked_for(generation: Any) -> dict[str, bool]:
+    """What a call wants to be returned of every token."""
+    return {name: True for name in ("output_hidden_states", "output_attentions") if generation.return_dict_in_generate and getattr(generation, name, None)}
+
+
 def check_per_token(generation: Any, traits: compat.ModelTraits, rows: int) -> None:
     """ValueError for hidden states and attentions where they are not told apart by token; for those of rows that have ended, which Whisper's time stamps go by."""
-    stamps = bool(getattr(generation, "return_token_timestamps", None))
-    beyond = traits.encoder == "another's" or (generation.num_beams or 1) > 1 or stamps and rows > 1
-    for name in ("output_attentions", "output_hidden_states") if generation.return_dict_in_generate else ():
-        if getattr(generation, name, None) and (beyond or traits.own_cache and name == "output_attentions"):
-            asked = ", which return_token_timestamps asks for" if stamps else ""
-            of = f" of num_beams={generation.num_beams} beams" if (generation.num_beams or 1) > 1 else " of several rows" if stamps else ""
-            raise ValueError(f"{name}=True{asked}: not available{of} from a pass that scores several tokens. Drop it, or use speculative=False.")
+    stamps, beams = bool(getattr(generation, "return_token_timestamps", None)), generation.num_beams or 1
+    why = f"of num_beams={beams} beams" if beams > 1 else "of a decoder that looks at what another model has read" if traits.encoder == "another's" else \
+        "of several rows" if stamps and rows > 1 else ""
+    own = "of a model whose cache is of its own kind" if traits.own_cache else ""
+    for name in asked_for(generation):
+        if reason := why or (own if name == "output_attentions" else ""):
+            said = ", which return_token_timestamps asks for" if stamps else ""
+            raise ValueError(f"{name}=True{said}: not available {reason} with speculative=True. Drop it, or use speculative=False.")

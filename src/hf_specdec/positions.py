@@ -53,7 +53,19 @@ def max_positions(model: PreTrainedModel, config: Any) -> int | None:
     limits = ("max_target_positions", "max_position_embeddings", "max_seq_len")
     most = next((value for limit in limits if (value := getattr(config, limit, None)) and value > 0), None)
     tables = [module for module in counting(model) if hasattr(module, "position_embeddings")]
-    return min((module.position_embeddings.num_embeddings - module.padding_idx - 1 for module in tables), default=most)
+    return min(map(_positions, tables), default=most)
+
+
+def outgrown(modules: list[nn.Module], end: int) -> bool:
+    """Whether one of these modules has no position for the last of `end` tokens. (Told where a row begins, it would not fail.)"""
+    return any(_positions(module) < end for module in modules)
+
+
+def _positions(module: nn.Module) -> float:
+    """How many a counting module has; inf where it makes as many as are asked for."""
+    if hasattr(module, "position_embeddings"):
+        return module.position_embeddings.num_embeddings - module.padding_idx - 1
+    return module.num_embeddings - getattr(module, "offset", 0) if isinstance(module, nn.Embedding) else float("inf")
 
 
 @contextmanager
@@ -96,6 +108,6 @@ def _moved(module: nn.Module, given: dict, start: int, width: int) -> tuple[dict
     if hasattr(module, "position_embeddings"):  # which embeds the tokens, too
         positions = getattr(module, BY_IDS)(given["input_ids"], module.padding_idx, start)
         return given | {count: start, "position_ids": positions.clamp(max=module.position_embeddings.num_embeddings - 1)}, 0
-    first = min(start, module.num_embeddings - getattr(module, "offset", 0) - width) if isinstance(module, nn.Embedding) else start
+    first = min(start, _positions(module) - width)
     positions = given.get("position_ids")
     return given | {count: first} | ({} if positions is None else {"position_ids": positions + (first - given[count])}), start - first

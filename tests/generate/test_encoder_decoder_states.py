@@ -103,5 +103,5 @@ def test_time_stamps_of_tokens():
 
 def test_beams_are_refused():
     model, inputs = family("T5").model("eager", seeds("T5", 1)[0]), source("t5")
-    with pytest.raises(ValueError, match="output_attentions=True: not available.*speculative=False"):
+    with pytest.raises(ValueError, match="output_(hidden_states|attentions)=True: not available of num_beams=2 beams.*speculative=False"):
         speculate(model, inputs, **WANTED | {"num_beams": 2})

@@ -13,7 +13,7 @@ import hf_specdec
 from hf_specdec import SpeculativeDecoder, integration
 from hf_specdec.caches import CACHE
 from hf_specdec.drafts import ModelTreeDraft
-from tests import encoder_decoders
+from tests import encoder_decoders, seeing
 from tests.architectures import FAMILIES
 from tests.conformance import law
 from tests.conformance.builders import VARIANTS, make
@@ -104,6 +104,10 @@ def test_the_model_itself_as_a_draft_is_not_guided():
     assert free.acceptance_rate == 1 and guided.acceptance_rate < 0.9
 
 
+def line_of(name: str):
+    return next((line for line in FAMILIES if line.name == name), None) or pytest.skip(f"this transformers has no {name}")
+
+
 NAMES = ["Mistral", "Gemma 2", "GPT-2", "OPT", "BLOOM", "Llama 4 (text, chunked)", "Falcon (rotary)", "XGLM", "Qwen3.5 (text)", "LFM2", "Mamba 2"]
 LINES = [line for line in FAMILIES if line.name in NAMES and (line.window != "states" or CACHE == "cache")]
 
@@ -116,6 +120,29 @@ def test_other_families(line, rows, given):
     """GPT-2 counts the padding of a negative prompt, OPT does not."""
     model, chosen = line.model("eager"), [NEGATIVE[i] for i in rows]
     check(model, [ROWS[i] for i in rows], perturbed(model), **(negative(chosen) if given else dict(guidance_scale=1.7)))
+
+
+def behind_padding(row: list[int], count: int = 3) -> dict:
+    return dict(negative_prompt_ids=torch.tensor([[0] * count + row]), negative_prompt_attention_mask=torch.tensor([[0] * count + [1] * len(row)]))
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "OPT", "BART (its decoder)", "Marian (its decoder)"])
+def test_padding_before_a_negative_prompt_counts_where_it_does_in_plain_generate(name):
+    """Also in those that are told no positions; in OPT it does not."""
+    model, given = line_of(name).model("eager"), dict(guidance_scale=1.7)
+    first = check(model, ROWS[1:2], perturbed(model), **given, **behind_padding(NEGATIVE[1])).scores[0]
+    assert torch.allclose(first, stock(model, ROWS[1:2], **given, **behind_padding(NEGATIVE[1], 0)).scores[0], atol=2e-3) == (name == "OPT")
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "BART (its decoder)"])
+def test_padding_before_a_negative_prompt_takes_up_positions(name):
+    """128 of them, of which 120 are padding and 3 negative prompt: 6 new tokens, or an end before, whatever is drafted."""
+    model, given = line_of(name).model("eager"), dict(guidance_scale=1.7, **behind_padding(NEGATIVE[1], 120))
+    always = ScriptedDraft(lambda row: [1] * 16)
+    text = texts(check(model, ROWS[1:2], always, 7, **given, max_new_tokens=6), ROWS[1:2])[0]
+    ended = speculate(model, ROWS[1:2], always, 7, **{**ONLY_HERE, **given, "max_new_tokens": 30, "eos_token_id": text[4]})
+    assert texts(ended, ROWS[1:2])[0] == text[: text.index(text[4]) + 1]
+    refuses("^max_new_tokens: a text has outgrown the 8 positions that .* has for it", ROWS[1:2], model, **given, max_new_tokens=7)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -134,7 +161,8 @@ def test_half_precision_is_processed_as_in_transformers(dtype):
                                      dict(min_new_tokens=6, eos_token_id=list(range(1, 20))), dict(eos_token_id=list(range(1, 12))), dict(use_cache=False),
                                      dict(prefill_chunk_size=4)], ids=lambda options: next(iter(options)))  # fmt: skip
 def test_other_options(options):
-    rows = [1] if "no_repeat_ngram_size" in options else [0, 1, 2]  # plain generate finds what is repeated in padding, too
+    alone = {"no_repeat_ngram_size"} | (set() if CACHE == "cache" else {"repetition_penalty"})  # plain generate finds what is repeated in padding, too
+    rows = [0, 1, 2] if alone.isdisjoint(options) else [1]
     check(tiny_llama(), [ROWS[i] for i in rows], **negative([NEGATIVE[i] for i in rows]), **options) if "eos_token_id" not in options else ends(options)
 
 
@@ -336,12 +364,21 @@ def test_processors_that_guide_elsewhere_are_refused():
     refuses("^logits_processor: .*ClassifierFreeGuidance.*Drop it", model=model, logits_processor=behind, repetition_penalty=1.2)
 
 
-@pytest.mark.parametrize("name", ["RWKV", "OpenAI GPT", "RoBERTa (as a decoder)", "Bamba"])
+@pytest.mark.parametrize("name", ["RWKV", "OpenAI GPT", "RoBERTa (as a decoder)", "Bamba", "Mamba", "Falcon-Mamba"])
 def test_families_that_are_not_guided(name):
-    line = next((line for line in FAMILIES if line.name == name), None)
-    if line is None:
-        pytest.skip(f"this transformers has no {name}")
-    refuses("^guidance_scale=1.5: guidance of .* is not there with speculative=True. Drop it", ROWS[:1], line.model("eager"), guidance_scale=1.5)
+    refuses("^guidance_scale=1.5: guidance of .* is not there with speculative=True. Drop it", ROWS[:1], line_of(name).model("eager"), guidance_scale=1.5)
+
+
+def test_a_model_whose_outputs_hold_no_cache_is_not_guided():
+    line = next((line for line in seeing.FAMILIES if line.name == "Granite 4 Vision"), None) or pytest.skip("this transformers has none")
+    refuses("^guidance_scale=1.5: guidance of .*reads a text otherwise in the passes that guide plain", [[7, 8, 9]], line.model(), guidance_scale=1.5)
+
+
+@pytest.mark.parametrize("name", ["GIT", "RoFormer (as a decoder)"])
+def test_models_that_look_at_the_padding_of_a_negative_prompt(name):
+    model = line_of(name).model("eager")
+    refuses("^negative_prompt_attention_mask: .* looks at the padding .*one row at a time", ROWS[:1], model, guidance_scale=1.5, **behind_padding(NEGATIVE[1]))
+    check(model, ROWS[:1], guidance_scale=1.5, **behind_padding(NEGATIVE[1], 0))
 
 
 def test_encoder_decoders_and_embeddings_are_not_guided():

@@ -42,10 +42,10 @@ def check_vocabulary(draft: Draft, traits: compat.ModelTraits) -> None:
                      f"translated where both are passed to generate(), tokenizer= and assistant_tokenizer=, and as a TranslatedDraft(model, tokenizer, draft_tokenizer).")
 
 
-def check_owners(target, draft, tokenizer, draft_tokenizer) -> None:
-    """ValueError where the two tokenizers plainly belong to the other model, by their names or by how many tokens they have, or one has many more tokens than its model."""
-    models, tokenizers = [compat.unwrap(model) for model in (target, draft)], (tokenizer, draft_tokenizer)
-    sizes, rooms = [max(one.get_vocab().values()) + 1 for one in tokenizers], [compat.traits_of(model, "model").vocab_size for model in models]
+def check_owners(target, draft, tokenizers: tuple, sizes: tuple[int, int]) -> None:
+    """ValueError where the two tokenizers plainly belong to the other model, by their names or by their `sizes`, or one has many more tokens than its model."""
+    models = [compat.unwrap(model) for model in (target, draft)]
+    rooms = [compat.traits_of(model, "model").vocab_size for model in models]
     names, owners = [getattr(one, "name_or_path", "") for one in tokenizers], [model.config.name_or_path for model in models]
     by_name = all(names) and names[0] != names[1] and names == owners[::-1]
     by_size = not (all(names) and names == owners) and any(map(int.__gt__, sizes, rooms)) and not any(map(int.__gt__, sizes, rooms[::-1]))
