@@ -174,10 +174,9 @@ static void pack(const void *context, int64_t chunk, int thread) {
 #endif
 }
 
-int mx_make_input(mx_input *in, const mx_layer *const *layers, int count, const void *x, int64_t m, int dtype, int path, int threads) {
-    const int64_t k = layers[0]->k;
-    const int integers = layers[0]->integers, whole = layers[0]->bits == 32; /* the same for all of them */
-    (void)count;
+int mx_make_input(mx_input *in, const mx_layer *layer, const void *x, int64_t m, int dtype, int path, int threads) {
+    const int64_t k = layer->k;
+    const int integers = layer->integers, whole = layer->bits == 32;
     if (path == MX_AVX512_BF16 && !integers && (whole || dtype != MX_DT_BF16 || mx_product_kind(path) != MX_DOTS)) path = MX_AVX512F;
     const int wide = path == MX_AVX512F && !whole, packs = integers ? path != MX_PORTABLE : wide || path == MX_AVX512_BF16;
     /* Rows that lie a power of two apart fall into few places of a cache; block by block they lie together. */
@@ -186,7 +185,7 @@ int mx_make_input(mx_input *in, const mx_layer *const *layers, int count, const 
     if (packs && (integers || m > 1 || (wide && dtype != MX_DT_F32))) {
         in->own = malloc((size_t)(integers ? m * k / MX_BLOCK * 40 : m * k * (wide ? 4 : 2)));
         if (!in->own) return 1;
-        const packing all = {x, in->own, m, k, dtype, integers ? layers[0] : NULL, path};
+        const packing all = {x, in->own, m, k, dtype, integers ? layer : NULL, path};
         mx_share(pack, &all, (m + 7) / 8, m > MANY_ROWS ? threads : 1);
     } else if (!packs && (dtype != MX_DT_F32 || integers || (apart && m > 1))) {
         in->own = widened(x, dtype, m, k, in->row, in->block, integers);
@@ -222,7 +221,7 @@ int mx_linears(const mx_layer *const *layers, void *const *outs, int count, cons
         return failed;
     }
     mx_input in;
-    if (mx_make_input(&in, layers, count, x, m, dtype, path, threads)) return 1;
+    if (mx_make_input(&in, layers[0], x, m, dtype, path, threads)) return 1;
     jobs all;
     int64_t groups = 0;
     for (int i = 0; i < count; i++) {

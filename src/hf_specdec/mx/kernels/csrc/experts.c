@@ -34,7 +34,7 @@ static void gather(const void *context, int64_t item, int thread) {
     const int64_t bytes = job->layer->k * w->size;
     for (int64_t i = e->first; i < e->first + e->rows; i++)
         memcpy(w->x + i * bytes, (const uint8_t *)job->x + w->pair[i] / job->share * bytes, (size_t)bytes);
-    e->failed = mx_make_input(&e->input, &layer, 1, w->x + e->first * bytes, e->rows, (int)job->dtype, (int)job->path, 1);
+    e->failed = mx_make_input(&e->input, layer, w->x + e->first * bytes, e->rows, (int)job->dtype, (int)job->path, 1);
     if (!e->failed) e->run = mx_make_job(&e->job, layer, &e->input, w->out + e->first * w->n * w->size, e->rows, (int)job->dtype);
 }
 

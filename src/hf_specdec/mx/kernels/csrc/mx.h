@@ -72,8 +72,8 @@ int mx_attention_rows(const mx_attention *a, int path, int threads);
 
 typedef void (*mx_run)(const mx_job *, int64_t first_group, int64_t last_group);
 
-/* The parts that products are made of: x [m, k] for layers that take it alike (1: no memory), what a layer does to it, and how many row groups make a piece of work. */
-int mx_make_input(mx_input *in, const mx_layer *const *layers, int count, const void *x, int64_t m, int dtype, int path, int threads);
+/* The parts that products are made of: x [m, k] for a layer, and others that take it alike (1: no memory), what a layer does to it, and how many row groups make a piece of work. */
+int mx_make_input(mx_input *in, const mx_layer *layer, const void *x, int64_t m, int dtype, int path, int threads);
 mx_run mx_make_job(mx_job *job, const mx_layer *layer, const mx_input *in, void *out, int64_t m, int dtype);
 int64_t mx_piece_groups(int64_t groups, int64_t m, int threads);
 

@@ -4,8 +4,7 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 
-/* Dot products of bfloat16 take Intel's processors four times as long as a fused multiply-add of as many numbers in float32, of which one stands for
- * half of them: two are the same, bit for bit, in half of the time. */
+/* A dot product of bfloat16 takes Intel's processors four times as long as a fused multiply-add of float32, two of which do the same, bit for bit. */
 static int slow_dots(void) {
     static int known = -1; /* asking takes long on a virtual machine */
     unsigned a, b, c, d;
