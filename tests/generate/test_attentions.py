@@ -2,19 +2,22 @@
 
 import copy
 import inspect
+from functools import partial
 
 import pytest
 import torch
 
 from hf_specdec import mx
 from hf_specdec.caches import CACHE
-from hf_specdec.drafts import MixtureDraft, ModelDraft, NGramRecyclingDraft
+from hf_specdec.drafts import ModelDraft, NGramRecyclingDraft
 from tests import seeing
 from tests.architectures import FAMILIES, OWN_CACHES
+from tests.generate import per_token
+from tests.generate.per_token import ROWS, SHARED, alone_and_in_a_batch, each_draft
 from tests.helpers import KnowingTreeDraft, build, enabled, padded, perturbed, repetitive, tiny_llama
 
-ROWS = [[1, 2, 3, 1, 2, 7, 8], [4, 3], [5, 4, 5, 4, 5, 4, 5]]
-WANTED = dict(max_new_tokens=15, do_sample=False, pad_token_id=0, eos_token_id=None, return_dict_in_generate=True, output_attentions=True)
+WANTED = SHARED | dict(output_attentions=True)
+both = partial(per_token.both, WANTED)
 SMALL = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
 WINDOWED = dict(SMALL, sliding_window=5, layer_types=["sliding_attention", "full_attention"], tie_word_embeddings=False)
 
@@ -33,16 +36,8 @@ def alike(ours, theirs, mask: torch.Tensor, lengths: list[int] | None = None) ->
             torch.testing.assert_close(part, torch.where(kept[:, None, :, None].bool(), wanted, 0.0), atol=1e-4, rtol=0)
 
 
-def both(model, rows, draft=None, k=4, **more):
-    inputs = padded(rows)
-    theirs = enabled(model).generate(**inputs, **WANTED | more)
-    ours = model.generate(**inputs, **WANTED | more, speculative=True, assistant_model=draft, num_assistant_tokens=k)
-    return ours, theirs, inputs["attention_mask"]
-
-
-@pytest.mark.parametrize("rows", [ROWS[:1], ROWS], ids=["alone", "batch"])
-@pytest.mark.parametrize("draft", [lambda model: None, lambda model: perturbed(model, 0.02), lambda model: MixtureDraft(), lambda model: NGramRecyclingDraft()],
-                         ids=["lookup", "model", "mixture", "tree"])
+@alone_and_in_a_batch
+@each_draft
 def test_they_are_those_of_plain_generate(rows, draft):
     model = eager_llama()
     ours, theirs, mask = both(model, rows, draft(model))
