@@ -1,6 +1,5 @@
 """output_attentions=True: what every token looked at, in the shapes of plain generate, whatever was drafted."""
 
-import copy
 import inspect
 from functools import partial
 
@@ -8,7 +7,6 @@ import pytest
 import torch
 
 from hf_specdec import mx
-from hf_specdec.caches import CACHE
 from hf_specdec.drafts import ModelDraft, NGramRecyclingDraft
 from tests import seeing
 from tests.architectures import FAMILIES, OWN_CACHES
@@ -102,31 +100,18 @@ def test_beside_what_is_shown(line):
 
 
 def test_rows_that_have_ended_have_zeros():
-    model = eager_llama()
-    free = enabled(model).generate(**padded(ROWS), **WANTED).sequences[:, len(ROWS[0]) :]
-    ours, theirs, mask = both(model, ROWS, perturbed(model, 0.02), eos_token_id=int(free[1, 5]))
-    lengths = [(row.tolist() + [int(free[1, 5])]).index(int(free[1, 5])) + 1 for row in free]
-    assert min(lengths) < max(lengths)
-    alike(ours, theirs, mask, lengths)
+    alike(*per_token.with_rows_that_end(WANTED, eager_llama()))
 
 
 @pytest.mark.parametrize("model", [lambda: eager_llama(), lambda: build("gemma3_text", attn="eager", **WINDOWED)], ids=["Llama", "Gemma 3"])
 def test_behind_a_filled_cache_the_first_are_those_of_what_is_new(model):
-    model = enabled(model())
-    first = model.generate(**padded(ROWS[:1]), **WANTED)
-    ids = torch.cat([first.sequences, torch.tensor([[9, 8, 7]])], dim=1)
-    own = copy.deepcopy(first[CACHE])
-    theirs = model.generate(ids, attention_mask=torch.ones_like(ids), **{CACHE: first[CACHE]}, **WANTED)
-    ours = model.generate(ids, attention_mask=torch.ones_like(ids), **{CACHE: own}, **WANTED, speculative=True, assistant_model=perturbed(model, 0.02))
-    alike(ours, theirs, torch.ones_like(ids))
-    assert ours.attentions[0][-1].shape[2:] == (4, len(ids[0]))
+    ours, theirs, mask = per_token.behind_a_filled_cache(WANTED, model())
+    alike(ours, theirs, mask)
+    assert ours.attentions[0][-1].shape[2:] == (4, mask.shape[1])
 
 
 def test_behind_a_prompt_of_embeddings():
-    model = enabled(eager_llama())
-    embeds = model.get_input_embeddings()(torch.tensor(ROWS[:1]))
-    theirs = model.generate(inputs_embeds=embeds, **WANTED)
-    alike(model.generate(inputs_embeds=embeds, **WANTED, speculative=True, num_assistant_tokens=4), theirs, torch.ones(1, 7))
+    alike(*per_token.behind_embeddings(WANTED, eager_llama()))
 
 
 def test_behind_a_mask_with_holes():

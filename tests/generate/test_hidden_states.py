@@ -80,30 +80,17 @@ def test_beside_what_is_shown(line):
 
 
 def test_rows_that_have_ended_have_zeros():
-    model = tiny_llama()
-    free = enabled(model).generate(**padded(ROWS), **WANTED).sequences[:, len(ROWS[0]) :]
-    ours, theirs, mask = both(model, ROWS, perturbed(model, 0.02), eos_token_id=int(free[1, 5]))
-    lengths = [(row.tolist() + [int(free[1, 5])]).index(int(free[1, 5])) + 1 for row in free]
-    assert min(lengths) < max(lengths)
-    alike(ours, theirs, mask, lengths)
+    alike(*per_token.with_rows_that_end(WANTED, tiny_llama()))
 
 
 def test_behind_a_filled_cache_the_first_are_those_of_what_is_new():
-    model = enabled(tiny_llama())
-    first = model.generate(**padded(ROWS[:1]), **WANTED)
-    ids = torch.cat([first.sequences, torch.tensor([[9, 8, 7]])], dim=1)
-    own = copy.deepcopy(first[CACHE])
-    theirs = model.generate(ids, attention_mask=torch.ones_like(ids), **{CACHE: first[CACHE]}, **WANTED)
-    ours = model.generate(ids, attention_mask=torch.ones_like(ids), **{CACHE: own}, **WANTED, speculative=True, assistant_model=perturbed(model, 0.02))
-    alike(ours, theirs, torch.ones_like(ids))
+    ours, theirs, mask = per_token.behind_a_filled_cache(WANTED, tiny_llama())
+    alike(ours, theirs, mask)
     assert ours.hidden_states[0][0].shape[1] == 4
 
 
 def test_behind_a_prompt_of_embeddings():
-    model = enabled(tiny_llama())
-    embeds = model.get_input_embeddings()(torch.tensor(ROWS[:1]))
-    theirs = model.generate(inputs_embeds=embeds, **WANTED)
-    alike(model.generate(inputs_embeds=embeds, **WANTED, speculative=True, num_assistant_tokens=4), theirs, torch.ones(1, 7))
+    alike(*per_token.behind_embeddings(WANTED, tiny_llama()))
 
 
 @pytest.mark.parametrize("change", [mx.compress, mx.to_tiles], ids=["mx", "tiles"])
