@@ -18,7 +18,7 @@ STORE_ROW(TARGET512, TO_BF16)
 DECODE_TWO(decode_two, TARGET512, SPLIT2, SPLIT7, BYTES)
 
 /* A block's sum, into the total: dense weights have no scale. */
-#define ADD_BLOCK(total, sum, scale, bits) ((bits) == 16 ? _mm512_add_ps(total, sum) : _mm512_fmadd_ps(sum, scale, total))
+#define ADD_BLOCK(total, sum, scale, scaled) ((scaled) ? _mm512_fmadd_ps(sum, scale, total) : _mm512_add_ps(total, sum))
 
 /* Row groups group .. group + groups - 1 times rows m0 .. m0 + rows - 1 of x. Every group and row is a chain of dependent sums: with too
  * few of them at once the multipliers wait, so that up to eight rows take two groups or more. */
@@ -67,7 +67,7 @@ MX_INLINE ROWS512 void multiply(const mx_job *job, int64_t group, int64_t m0, co
         }
         for (int g = 0; g < groups; g++) {
             const __m512 scale = bits == 16 ? _mm512_setzero_ps() : mx_load_scales(scales[g] + b * MX_ROWS);
-            for (int m = 0; m < rows; m++) total[m][g] = ADD_BLOCK(total[m][g], sum[m][g], scale, bits);
+            for (int m = 0; m < rows; m++) total[m][g] = ADD_BLOCK(total[m][g], sum[m][g], scale, bits < 16);
         }
     }
     for (int g = 0; g < groups; g++)
@@ -77,7 +77,7 @@ MX_INLINE ROWS512 void multiply(const mx_job *job, int64_t group, int64_t m0, co
 /* Many rows of x: stretches of PANEL blocks of one or two groups are decoded once, into the first-level cache, and multiplied by all rows.
  * The order of the sums is that of `multiply`. w: the weights of the first group, `apart` before those of the second. */
 MX_INLINE ROWS512 void panel_rows(const weights *w, const int64_t apart, const __m512 *scale, const pair *x, float *totals, int64_t blocks,
-                                  const int groups, const int rows, const int bits) {
+                                  const int groups, const int rows, const int scaled) {
     __m512 total[8][2];
     for (int m = 0; m < rows; m++)
         for (int g = 0; g < groups; g++) total[m][g] = _mm512_loadu_ps(totals + (m * groups + g) * MX_ROWS);
@@ -94,11 +94,26 @@ MX_INLINE ROWS512 void panel_rows(const weights *w, const int64_t apart, const _
             for (int m = 0; m < rows; m++) add_products(sum[m], ready, x + v * rows + m, groups);
         }
         for (int m = 0; m < rows; m++)
-            for (int g = 0; g < groups; g++) total[m][g] = ADD_BLOCK(total[m][g], sum[m][g], scale[PANEL * g + b], bits);
+            for (int g = 0; g < groups; g++) total[m][g] = ADD_BLOCK(total[m][g], sum[m][g], scale[PANEL * g + b], scaled);
     }
     for (int m = 0; m < rows; m++)
         for (int g = 0; g < groups; g++) _mm512_storeu_ps(totals + (m * groups + g) * MX_ROWS, total[m][g]);
 }
+
+/* panel_rows for 1 .. 8 rows, a function for each number of groups, with scales and without: whatever the codes were, what is decoded looks alike. */
+#define PANEL_ROWS(R) case R: panel_rows(w, apart, scale, x, totals, blocks, groups, R, scaled); break;
+#define PANELS(NAME, GROUPS, SCALED)                                                                                                                   \
+    static ROWS512 __attribute__((noinline)) void NAME(const weights *w, const int64_t apart, const __m512 *scale, const pair *x, float *totals,      \
+                                                       int64_t blocks, int64_t rows) {                                                                 \
+        const int groups = GROUPS, scaled = SCALED;                                                                                                    \
+        switch (rows) {                                                                                                                                \
+            PANEL_ROWS(1) PANEL_ROWS(2) PANEL_ROWS(3) PANEL_ROWS(4) PANEL_ROWS(5) PANEL_ROWS(6) PANEL_ROWS(7) PANEL_ROWS(8)                             \
+        }                                                                                                                                              \
+    }
+PANELS(dense_alone, 1, 0)
+PANELS(dense_two, 2, 0)
+PANELS(scaled_alone, 1, 1)
+PANELS(scaled_two, 2, 1)
 
 /* Row groups group .. group + groups - 1 times rows m0 .. m0 + m - 1 of x. totals: memory for their results. */
 MX_INLINE ROWS512 void multiply_wide(const mx_job *job, int64_t group, int64_t m0, int64_t m, float *totals, const int groups, const int bits,
@@ -133,10 +148,7 @@ MX_INLINE ROWS512 void multiply_wide(const mx_job *job, int64_t group, int64_t m
                 const uint8_t *next = b0 + count < blocks ? mx_group_codes(l, group + g) + (b0 + count) * 2 * half_bytes : mx_group_codes(l, group + groups + g);
                 ask(next + panel * r / m, next + panel * (r + rows) / m);
             }
-#define PANEL_ROWS(R) case R: panel_rows(w, apart, scale, x, totals + r * groups * MX_ROWS, count, groups, R, bits); break;
-            switch (rows) {
-                PANEL_ROWS(1) PANEL_ROWS(2) PANEL_ROWS(3) PANEL_ROWS(4) PANEL_ROWS(5) PANEL_ROWS(6) PANEL_ROWS(7) PANEL_ROWS(8)
-            }
+            (bits == 16 ? groups == 2 ? dense_two : dense_alone : groups == 2 ? scaled_two : scaled_alone)(w, apart, scale, x, totals + r * groups * MX_ROWS, count, rows);
         }
     }
     for (int64_t r = 0; r < m; r++)
