@@ -628,8 +628,8 @@ CALLS = {
                                                    ("attention_mask has the shape [1, 15] and input_ids [1, 12]", "one number per token")),
     "mask of other numbers": (lambda m: dict(inputs=dict(input_ids=torch.tensor(ROWS), attention_mask=torch.full((1, 12), 2))),
                               ("attention_mask holds other numbers", "1 for a token and 0 for padding")),
-    "attentions of beams": (lambda m: dict(output_attentions=True, return_dict_in_generate=True, num_beams=2), ("output_attentions", "Drop it")),
-    "hidden states of beams": (lambda m: dict(output_hidden_states=True, return_dict_in_generate=True, num_beams=2), ("output_hidden_states", "Drop it")),
+    "attentions of beams without a cache": (lambda m: dict(output_attentions=True, return_dict_in_generate=True, num_beams=2, use_cache=False), ("output_attentions", "num_beams=2", "Drop it")),
+    "hidden states of beams without a cache": (lambda m: dict(output_hidden_states=True, return_dict_in_generate=True, num_beams=2, use_cache=False), ("output_hidden_states", "num_beams=2", "Drop it")),
 }
 
 
