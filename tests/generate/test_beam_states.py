@@ -52,6 +52,7 @@ def mask_of(inputs: dict, beams: int = 3) -> torch.Tensor:
     return inputs["attention_mask"].repeat_interleave(beams, 0)
 
 
+@pytest.mark.share(1 / 2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("rows", [repetitive(13), repetitive(12, 7, 4)], ids=["alone", "ragged"])

@@ -43,6 +43,7 @@ def same_numbers(one: StaticCache, other: StaticCache, mask: torch.Tensor) -> No
             torch.testing.assert_close(part[:, :, :held] * kept, wanted[:, :, :held] * kept, atol=2e-3, rtol=0)
 
 
+@pytest.mark.share(1 / 2)
 @every_kind
 @pytest.mark.parametrize("rows", [ROWS[:1], ROWS], ids=["alone", "batch"])
 @pytest.mark.parametrize("draft", [lambda model: None, lambda model: perturbed(model, 0.02), lambda model: NGramRecyclingDraft()], ids=["lookup", "model", "tree"])
