@@ -588,17 +588,15 @@ CALLS = {
     "tokens that are True and False": (lambda m: dict(inputs=dict(input_ids=torch.tensor([[True, False]]))), ("input_ids", "int64", "torch.bool")),
     "one empty row": (lambda m: dict(inputs=a_row_of_padding()), ("input_ids", "at least one")),
     "prompt beyond the context": (lambda m: dict(inputs=padded(prompts(257))), ("input_ids", "257", "256", "Shorten the prompt")),
-    "static cache": (lambda m: {CACHE: StaticCache(config=m.config, max_cache_len=64)},
-                     (CACHE, "StaticCache", "Pass a DynamicCache")),
-    "static cache by name": (lambda m: dict(cache_implementation="static"), ("cache_implementation", "Leave cache_implementation unset", 'speculative={"compile": True}')),
+    "short static cache": (lambda m: {CACHE: StaticCache(config=m.config, max_cache_len=15)}, (CACHE, "StaticCache has room for 15 tokens", "max_cache_len=16")),
     "offloaded cache by name": (lambda m: dict(cache_implementation="offloaded"), ("cache_implementation", "Leave cache_implementation unset")),
     "quantised cache": (lambda m: {CACHE: quantised()}, (CACHE, "QuantizedCache", "Pass a DynamicCache")),
     "offloaded cache": (lambda m: {CACHE: offloaded()}, (CACHE, "offloaded DynamicCache", "Pass a DynamicCache")),
-    "static cache by config": (lambda m: dict(generation_config=GenerationConfig(cache_implementation="offloaded_static", max_new_tokens=5)),
+    "offloaded static cache by config": (lambda m: dict(generation_config=GenerationConfig(cache_implementation="offloaded_static", max_new_tokens=5)),
                                ("cache_implementation", "Leave cache_implementation unset")),
     "cache longer than the prompt": (lambda m: {CACHE: filled(m)}, (CACHE, "input_ids", "must be the whole conversation")),
     **{f"{name} cache by name": (lambda m, name=name: dict(cache_implementation=name), ("cache_implementation", name, "Leave cache_implementation unset"))
-       for name in ("sliding_window", "quantized", "paged", "dynamic_full")},
+       for name in ("quantized", "paged", "offloaded_hybrid")},
     "pieces of no tokens": (lambda m: dict(prefill_chunk_size=0), ("prefill_chunk_size=0", "1 or more", "Drop it")),
     "pieces of half a token": (lambda m: dict(prefill_chunk_size=0.5), ("prefill_chunk_size=0.5", "1 or more", "Drop it")),
     "contrastive search": (lambda m: dict(penalty_alpha=0.6, top_k=4), ("penalty_alpha=0.6", "contrastive search", "use speculative=False")),
@@ -630,8 +628,8 @@ CALLS = {
                                                    ("attention_mask has the shape [1, 15] and input_ids [1, 12]", "one number per token")),
     "mask of other numbers": (lambda m: dict(inputs=dict(input_ids=torch.tensor(ROWS), attention_mask=torch.full((1, 12), 2))),
                               ("attention_mask holds other numbers", "1 for a token and 0 for padding")),
-    "attentions of beams": (lambda m: dict(output_attentions=True, return_dict_in_generate=True, num_beams=2), ("output_attentions", "Drop it")),
-    "hidden states of beams": (lambda m: dict(output_hidden_states=True, return_dict_in_generate=True, num_beams=2), ("output_hidden_states", "Drop it")),
+    "attentions of beams without a cache": (lambda m: dict(output_attentions=True, return_dict_in_generate=True, num_beams=2, use_cache=False), ("output_attentions", "num_beams=2", "Drop it")),
+    "hidden states of beams without a cache": (lambda m: dict(output_hidden_states=True, return_dict_in_generate=True, num_beams=2, use_cache=False), ("output_hidden_states", "num_beams=2", "Drop it")),
 }
 
 
@@ -665,7 +663,7 @@ def test_a_call_that_cannot_be_served_is_refused(name):
         call(model, **options)
 
 
-@pytest.mark.parametrize("name", ["prompt beyond the context", "static cache", "classifier-free guidance",
+@pytest.mark.parametrize("name", ["prompt beyond the context", "short static cache", "classifier-free guidance",
                                   "contrastive search", "contrastive search by config", "stock prompt lookup", "DoLa", "forced words"])
 def test_the_hook_refuses_what_the_override_refuses(name):
     arguments, words = CALLS[name]
@@ -700,8 +698,8 @@ def test_arguments_by_position_are_arguments_all_the_same():
     model, config = enabled(tiny_llama()), GenerationConfig(max_new_tokens=5, do_sample=False, pad_token_id=0)
     ids = torch.tensor(ROWS)
     assert model.generate(ids, config, speculative=True)[0, 12:].tolist() == plain(model, ROWS, max_new_tokens=5)[0]
-    config.cache_implementation = "sliding_window"
-    with refused(model, words=("cache_implementation='sliding_window'",)):
+    config.cache_implementation = "quantized"
+    with refused(model, words=("cache_implementation='quantized'",)):
         model.generate(ids, config, speculative=True)
     with pytest.raises(TypeError, match="generation_config"):
         model.generate(ids, config, generation_config=config, speculative=True)
@@ -709,8 +707,8 @@ def test_arguments_by_position_are_arguments_all_the_same():
 
 def test_a_cache_that_the_model_s_own_config_asks_for_is_taken_away_there():
     model = enabled(tiny_llama())
-    model.generation_config.cache_implementation = "static"
-    with refused(model, words=("cache_implementation='static'", "model.generation_config.cache_implementation = None")):
+    model.generation_config.cache_implementation = "quantized"
+    with refused(model, words=("cache_implementation='quantized'", "model.generation_config.cache_implementation = None")):
         call(model)
 
 

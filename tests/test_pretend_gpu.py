@@ -310,3 +310,16 @@ def test_the_stand_in_counts_copies_to_the_device(gpu):
     with gpu.counted("sent") as sent:
         host.pin_memory().to("cuda:0", non_blocking=True), here + 1, here + torch.tensor(1), torch.zeros(3, device="cuda"), here[0], here[:, None]
     assert not sent
+
+
+def test_what_beams_look_at_and_a_static_cache(gpu):
+    model, inputs = tiny_llama(attn="eager"), padded(ROWS)
+    given = dict(max_new_tokens=8, do_sample=False, pad_token_id=0, return_dict_in_generate=True)
+    shown, static = dict(given, num_beams=3, output_hidden_states=True, output_attentions=True), dict(given, cache_implementation="static")
+    expected, other = model.generate(**inputs, **shown), model.generate(**inputs, **static)
+    model, inputs = gpu.put(model), gpu.put(inputs)
+    out = integration.generate(model, **inputs, **shown, num_assistant_tokens=4)
+    for own, wanted in zip(out.attentions, expected.attentions):
+        torch.testing.assert_close(own[1].held[:, :, -1], wanted[1][:, :, -1], atol=1e-5, rtol=0)
+    out = integration.generate(model, **inputs, **static, num_assistant_tokens=4)
+    assert torch.equal(out.sequences.held, other.sequences) and out[CACHE].layers[0].keys.device.type == "cuda"

@@ -21,7 +21,7 @@ LINES = [
     {"uploads", "devices", "lockstep", "recurrences", "fixed_cache", "positions", "kinds", "signatures", "steps"},
     {"tree", "registry", "theory", "noise", "compat", "kv_cache", "draft_stop", "head", "parts", "passes", "method", "memory", "budget", "round_cost",
      "law", "nucleus", "lazy_law", "caches", "states", "media", "checkpoint", "block", "hints", "flash", "assistants", "folders"},
-    {"proposal", "sequences", "tree_shapes", "distributions", "config", "schedule", "trace", "seq2seq", "tap", "masks", "layerwise", "kept", "own_cache", "hidden_states", "attentions"},
+    {"proposal", "sequences", "tree_shapes", "distributions", "config", "schedule", "trace", "seq2seq", "tap", "masks", "layerwise", "kept", "own_cache", "hidden_states", "attentions", "beam_states"},
     {"compiled", "following", "lengths", "outputs", "per_token"},
     {"forward"},
     {"cached_model", "acceptance.base", "acceptance.primitive"},

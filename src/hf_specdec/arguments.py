@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import fields
+from math import ceil
 from typing import Any
 
 import torch
 from transformers import GenerationMixin, PreTrainedModel
 
 from . import compat, lengths
-from .caches import cached_tokens, check_cache, read_cache, seeing
+from .caches import cached_tokens, check_cache, check_implementation, read_cache, seeing, static_in
 from .config import SpeculativeConfig, instead_of
 from .drafts.base import Draft
 from .hints import meant, nearest, what
@@ -127,7 +128,8 @@ def check_arguments(kwargs: dict[str, Any], model) -> None:
     config = kwargs.get("generation_config")
     for option in (kwargs.get, lambda name: getattr(config, name, None)):
         _check_way_of_decoding(option, own)
-    _check_cache_implementation(kwargs.get("cache_implementation") or getattr(config or own, "cache_implementation", None) or own.cache_implementation, own)
+    name = kwargs.get("cache_implementation") or getattr(config or own, "cache_implementation", None) or own.cache_implementation
+    check_implementation(name, _in_own_config("cache_implementation", name, own))
     _check_way_of_decoding(lambda name: None if name in kwargs or getattr(config, name, None) is not None else getattr(own, name, None), own)
 
 
@@ -154,13 +156,6 @@ def _check_processors(processors, generation, own) -> None:
                      f"speculative=False.{_in_own_config(argument, value, own)}")
 
 
-def _check_cache_implementation(name: str | None, own) -> None:
-    if name not in (None, "dynamic", "hybrid"):  # transformers makes None of "hybrid"
-        compiled = 'For compiled passes over fixed shapes, as with a static one, pass speculative={"compile": True}. ' if name == "static" else ""
-        raise ValueError(f"cache_implementation={name!r}: the speculative loop keeps a cache of its own, which can roll back. {compiled}Leave "
-                         f"cache_implementation unset.{_in_own_config('cache_implementation', name, own)}")
-
-
 def check_draft_stop(draft: Draft, config: SpeculativeConfig) -> None:
     """ValueError for a `draft_stop` by confidence where the draft does not go token by token, with a probability of each."""
     if config.draft_stop in ("confidence", "expected_gain") and not draft.stops:
@@ -177,13 +172,13 @@ def check_call(model, input_ids, processors, generation, model_kwargs: dict, tra
     if input_ids.ndim != 2 or 0 in input_ids.shape:
         raise ValueError("input_ids: the prompt is empty; give at least one row, and at least one token per row.")
     _check_way_of_decoding(lambda name: getattr(generation, name, None), own)
-    _check_cache_implementation(generation.cache_implementation, own)
-    check_per_token(generation, traits, len(input_ids))
+    check_implementation(generation.cache_implementation, _in_own_config("cache_implementation", generation.cache_implementation, own))
     cache, cached = model_kwargs.get(compat.CACHE), 0
+    check_per_token(generation, traits, len(input_ids), static_in(cache) is not None)
     if cache is not None and traits.encoder != "own":
         if generation.use_cache is False:
             raise ValueError(f"use_cache=False beside {compat.CACHE}: plain generate() would read the whole text anew for every token, behind what is cached. Pass one of the two.")
-        check_cache(cache, model.config, input_ids.shape[0])
+        check_cache(cache, model.config, input_ids.shape[0], ceil(generation.max_length) - 1)
         cached = cached_tokens(cache)
     shown = _check_inputs(model.config, model_kwargs, traits, cached)
     mask, positions = model_kwargs.get(traits.mask_name), model_kwargs.get("position_ids")

@@ -16,10 +16,12 @@ import torch
 from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateBeamEncoderDecoderOutput
 
 from . import compat
+from .beam_states import BeamStates
 from .cached_model import CachedModel
 from .call import Call
 from .lockstep import alone
 from .outputs import WithTrace
+from .per_token import asked_for
 from .distributions import Sampler
 from .drafts.base import Context, Draft
 from .probe import check_batch
@@ -43,13 +45,14 @@ class ScoredBeams:
     """Answers for the logits after beams, out of as few target passes as the draft allows.
 
     A beam is the number of the prompt whose source or images it reads (0 where nothing but its text is read), and its tokens. A row is a distinct beam of
-    some prompt. rows: those of the last pass; places: what it has scored, beam -> (row, node). alike: whether the first pass has a row for each of the beams
+    some prompt. rows: those of the last pass; places: what it has scored, beam -> (row, node). shown: hidden states and attentions of the last step, by name. alike: whether the first pass has a row for each of the beams
     of a prompt although they are still alike, as what transformers has prepared for it has.
     """
 
     def __init__(self, target: CachedModel, draft: Draft, schedule, context: Context, trace: SpeculationTrace, alike: bool = False):
         self.target, self.draft, self.schedule, self.context, self.trace, self.alike = target, draft, schedule, context, trace, alike
         self.places: dict[tuple[int, ...], tuple[int, int]] = {}
+        self.shown: dict[str, tuple | None] = {}
         self.proposal: Proposal | None = None
         self.steps, self.k, self.begin = 0, 0, perf_counter()
 
@@ -59,6 +62,8 @@ class ScoredBeams:
             self._end_round()
             self._pass(list(beams if self.alike and self.proposal is None else dict.fromkeys(beams)))
         self.steps += 1
+        if self.target.per_token is not None:
+            self.shown = self.target.per_token.step([self.places[beam] for beam in beams], self.proposal.tree, list(map(len, self.context.rows)))
         rows, nodes = upload([self.places[beam] for beam in beams], self.logits.device).unbind(-1)
         return self.logits[rows, nodes]
 
@@ -66,6 +71,8 @@ class ScoredBeams:
         """One target pass over `beams` and the candidates of the draft."""
         begin = perf_counter()
         self._follow(beams)
+        if self.target.per_token is not None:
+            self.target.per_token.begin()
         left = self.target.room(self.context.rows, [self.context.max_length - len(row) for row in self.context.rows])
         evidence = self.draft.evidence(self.context)
         self.k = self.schedule.next_k([max(evidence)], [min(left)])[0]
@@ -136,6 +143,8 @@ class BeamCall(Call):
             self.source.keep(list(range(0, len(self.input_ids), generation.num_beams)))  # transformers has repeated it for every beam
         target = CachedModel(self.model, limit, "target", self.traits, self.source)
         target.look(self.media)
+        if asked := asked_for(generation):
+            target.per_token = BeamStates(asked, target.cache.plan, self.columns, self.input_ids.shape[1], self.max_new, self.windows, "" if self.source is None else "decoder_")
         context = Context([], longest, self.traits.vocab_size, compat.device_of(self.model), Sampler.greedy(), _no_noise, self.source, self._stop(), target,
                           media=self.media, agree=self.agree)
         trace = SpeculationTrace(self.decoder.settings(self.rule_name))
@@ -147,7 +156,7 @@ class BeamCall(Call):
 
         with draft.in_use():
             self.decoder.began.set()
-            output = compat.beam_search(self.model, logits, self.ids, self.original_processors, criteria, self.asked)
+            output = compat.beam_search(self.model, logits, self.ids, self.original_processors, criteria, self.asked, lambda: scored.shown, self.read)
             scored.finish()
         if not generation.return_dict_in_generate:
             return output

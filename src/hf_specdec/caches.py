@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
+from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel, StaticCache
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer, StaticLayer
 
 CACHE = "cache" if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters else "past_key_values"  # "cache" since 5.24
 MADE = {"minimax": "cache", "openai-gpt": "", "rwkv": "state", "xlstm": "cache"}  # what they are given again, as they have made it themselves
@@ -21,6 +21,7 @@ _MAY_RECORD = _VERSION >= (5, 21)  # before, a window that records its past does
 INDEXED = "indexed_attention"
 _KNOWN_LAYERS, _KNOWN_BLOCKS = {"full_attention", "sliding_attention", "chunked_attention"}, {"attention"}
 _KNOWN_LAYERS |= {INDEXED} if hasattr(Cache, "update_indexer") else set()
+_ALIKE = (None, "dynamic", "dynamic_full", "static", "hybrid", "hybrid_chunked", "sliding_window")
 _PLAIN = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}  # DummyLayer is newer than 5.17
 
 
@@ -50,11 +51,26 @@ def states_of(model: PreTrainedModel, config: Any) -> tuple[int, ...]:
     return counts if any(counts) else ()
 
 
-def cached_tokens(cache: DynamicCache) -> int:
+def check_implementation(name: str | None, own: str) -> None:
+    """ValueError for a `cache_implementation` whose text would be another one. That of a static cache is a dynamic one's. own: what a refusal ends with."""
+    if name in _ALIKE:
+        return
+    why = "what is quantised, and when, goes by how many tokens a pass reads, so its text would not be plain generate()'s" if name == "quantized" else \
+        "keys and values would stay on the device" if "offloaded" in name else "the speculative loop keeps a cache of its own, which can roll back"
+    raise ValueError(f"cache_implementation={name!r}: {why}. Leave cache_implementation unset, or use speculative=False.{own}")
+
+
+def static_in(cache: Any) -> StaticCache | None:
+    """The static cache that this is, or that it has for the decoder's own text."""
+    cache = getattr(cache, "self_attention_cache", cache)
+    return cache if isinstance(cache, StaticCache) else None
+
+
+def cached_tokens(cache: DynamicCache | StaticCache) -> int:
     """How many tokens a cache of transformers holds; one of states alone does not count them, and holds 1 where it holds any."""
     if not counts_tokens(cache):
         return int(any(any(layer.has_previous_state.values()) for layer in cache.layers if isinstance(layer, LinearAttentionLayer)))
-    return cache.get_seq_length()
+    return int(cache.get_seq_length())  # a tensor, of a static cache
 
 
 def counts_tokens(cache: DynamicCache) -> bool:
@@ -69,18 +85,21 @@ def windows_of(cache: Any, config: Any, shown: bool) -> tuple[int | None, ...]:
     if seeing(config):
         return tuple(None if shown and i in seeing(config) else 0 for i in range(config.num_hidden_layers))
     layers = [layer for layer in getattr(getattr(cache, "self_attention_cache", cache), "layers", ()) if isinstance(layer, CacheLayerMixin)]
-    sizes, kinds = tuple(layer.sliding_window if layer.is_sliding else 0 for layer in layers), getattr(config, "layer_types", None) or ()
+    sizes, kinds = tuple(getattr(layer, "sliding_window", 0) if layer.is_sliding else 0 for layer in layers), getattr(config, "layer_types", None) or ()
     shared = kinds[len(sizes) :] if sizes and getattr(config, "num_kv_shared_layers", 0) else ()  # they read what others of their kind have
     begin, loops = getattr(config, "n_input_layers", 0), getattr(config, "n_recurrent_loops", 1)
     end = begin + getattr(config, "n_recurrent_layers", 0)
     return (*sizes[:begin], *sizes[begin:end] * loops, *sizes[end : len(kinds) or None], *(sizes[kinds.index(kind)] for kind in shared))
 
 
-def check_cache(cache: Any, config: Any, rows: int) -> None:
-    """Refuse a caller's cache that is not a plain `DynamicCache`, or was filled with other `rows` or by another model."""
+def check_cache(cache: Any, config: Any, rows: int, longest: int) -> None:
+    """Refuse a caller's cache that is neither a plain `DynamicCache` nor a `StaticCache`, was filled with other `rows` or by another model, or has no room for `longest` tokens."""
     offloaded = "offloaded " if getattr(cache, "offloading", False) else ""
-    if offloaded or not isinstance(cache, DynamicCache) or any("Quantized" in type(part).__name__ for part in (cache, *cache.layers)):
-        raise ValueError(f"{CACHE}: {offloaded}{type(cache).__name__} cannot be read and rolled back. Pass a DynamicCache, or none and no cache_implementation.")
+    if offloaded or not isinstance(cache, (DynamicCache, StaticCache)) or any("Quantized" in type(part).__name__ for part in (cache, *cache.layers)):
+        raise ValueError(f"{CACHE}: {offloaded}{type(cache).__name__} cannot be read and rolled back. Pass a DynamicCache or a StaticCache, or none and no cache_implementation.")
+    room = min([layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer) and not layer.is_sliding], default=longest)
+    if room < longest:
+        raise ValueError(f"{CACHE}: the StaticCache has room for {room} tokens and the call may need {longest}. Pass one with max_cache_len={longest}, or lower max_new_tokens.")
     layers = read_cache(cache)
     if any(index in seeing(config) for index, *_ in layers):
         raise ValueError(f"{CACHE} holds an image, which the text behind it goes on seeing: not with speculative=True here. Use speculative=False.")
@@ -116,12 +135,24 @@ def read_cache(cache: DynamicCache) -> list[tuple[int, torch.Tensor, torch.Tenso
     """Per layer: its number, keys and values [B, H, n, D], and the position of their first slot (sliding layers keep a tail only). A layer that reads
     another's keys and values is left out, and so is one of states alone."""
     length, layers = cached_tokens(cache), [(i, layer) for i, layer in enumerate(cache.layers) if getattr(layer, "keys", None) is not None]
-    return [(i, layer.keys, layer.values, length - layer.keys.shape[2]) for i, layer in layers if layer.keys.ndim == 4]
+    held = [(i, *(part[:, :, :length] if isinstance(layer, StaticLayer) else part for part in (layer.keys, layer.values))) for i, layer in layers if layer.keys.ndim == 4]
+    return [(i, keys, values, length - keys.shape[2]) for i, keys, values in held]
 
 
-def write_cache(config: Any, layers: list[tuple[torch.Tensor, torch.Tensor] | None], into: DynamicCache | None) -> DynamicCache:
+def refill(cache: StaticCache, layers: list[tuple[torch.Tensor, torch.Tensor] | None]) -> StaticCache:
+    """Write keys and values [B, H, n, D] per layer over what a static cache holds: compiled functions know where its tensors lie."""
+    cache.reset()
+    for layer, parts in zip(cache.layers, layers):
+        if parts is not None:
+            layer.update(*(part if layer.keys is None else part.to(layer.keys) for part in parts))
+    return cache
+
+
+def write_cache(config: Any, layers: list[tuple[torch.Tensor, torch.Tensor] | None], into: DynamicCache | StaticCache | None) -> DynamicCache | StaticCache:
     """A `DynamicCache` that holds keys and values [B, H, n, D] per layer, nothing where there are None; `into` is refilled in place if given. config: None
     for a decoder whose config counts the layers of its encoder."""
+    if isinstance(into, StaticCache):
+        return refill(into, layers)
     fresh = _empty_cache(config) if config is not None else DynamicCache()
     if _MAY_RECORD and not any(isinstance(layer, LinearAttentionLayer) for layer in fresh.layers):  # convolutions would go on over all that they have read
         fresh.activate_past_recording()

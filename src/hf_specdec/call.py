@@ -11,7 +11,7 @@ from transformers.generation import MaxLengthCriteria
 
 from . import compat, lengths, registry
 from .arguments import check_call, check_draft_stop
-from .caches import MADE, cached_tokens, counts_tokens, windows_of
+from .caches import MADE, cached_tokens, counts_tokens, static_in, windows_of
 from .cached_model import CachedModel
 from .config import MAX_ASSISTANT_TOKENS
 from .devices import seat_of
@@ -91,6 +91,7 @@ class Call:
                 held, text = type(self.cache).__name__, "decoder_input_ids for a text to be continued" if self.source else "the whole text as input_ids"
                 raise ValueError(f"{compat.CACHE}: the {held} of {self.closed} cannot be continued with speculative=True. Leave it out, and pass {text}.")
             self.cache = None  # transformers' own, made for nothing
+        self.made = model_kwargs.get(compat.CACHE)  # of an encoder-decoder, what it returns is of the kind that transformers has made
 
     def _why_no_cache(self) -> str:
         """Whose cache is neither taken nor handed back; "" where it is both."""
@@ -98,6 +99,8 @@ class Call:
             return "an encoder-decoder model"
         if (own := self.traits.own_cache) and compat.unwrap(self.model).config.model_type in MADE:
             return "a model that makes its cache itself"
+        if own and static_in(self.cache) is not None:
+            return "a model whose cache is of its own kind"
         if self.traits.indexed or own and len(self.columns[0]) < self.input_ids.shape[1]:
             return "a padded row of a model whose cache is of its own kind" if own else "a model that keeps the keys of an indexer"
         if not self.traits.states or len(self.prompts) == 1 and not (self.given and 0 < cached_tokens(self.cache) and not counts_tokens(self.cache)):
@@ -193,10 +196,10 @@ class Call:
             rows = [loop.cached_rows[row.index] for row in sequences.rows]
             columns = [[*own, *range(prompt, width)] for own in self.columns]
             config = None if self.source else self.model.config
-            cache = assemble_cache(config, rows, columns, width - 1, self.cache)
+            cache = assemble_cache(config, rows, columns, width - 1, static_in(self.made) if self.source else self.cache)
             if self.traits.states:
                 loop.target.states.store(cache)
-            cache = loop.target.run.with_cross(cache) if self.source else cache
+            cache = loop.target.run.with_cross(cache, self.made) if self.source else cache
         if not self.generation.return_dict_in_generate:
             return ids
         output = (SpeculativeSeq2SeqOutput if self.source else SpeculativeOutput)(

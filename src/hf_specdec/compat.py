@@ -264,16 +264,16 @@ def _masks(config: Any, states: bool = False) -> tuple[tuple[str | None, str, in
 # --- transformers' own beam search --------------------------------------------------------------------------------------
 
 class _Beams(GenerationMixin):
-    """A "model" for transformers' beam search that asks `logits` instead of running anything; there is no cache to reorder."""
+    """A "model" for transformers' beam search that asks `logits`, and what is `shown` beside them, instead of running anything; there is no cache to reorder."""
 
-    def __init__(self, model: PreTrainedModel, logits: Callable[[torch.Tensor], torch.Tensor]):
-        self.config, self.logits = unwrap(model).config, logits
+    def __init__(self, model: PreTrainedModel, logits: Callable[[torch.Tensor], torch.Tensor], shown: Callable[[], dict[str, Any]]):
+        self.config, self.logits, self.shown = unwrap(model).config, logits, shown
 
     def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **kwargs) -> dict[str, torch.Tensor]:
         return {"input_ids": input_ids}
 
     def __call__(self, input_ids: torch.Tensor, **kwargs) -> SimpleNamespace:
-        return SimpleNamespace(logits=self.logits(input_ids)[:, None])
+        return SimpleNamespace(logits=self.logits(input_ids)[:, None], **self.shown())
 
     def _prefill(self, input_ids: torch.Tensor, *args, **kwargs) -> SimpleNamespace:
         return self(input_ids)
@@ -282,9 +282,10 @@ class _Beams(GenerationMixin):
         return model_kwargs
 
 
-def beam_search(model: PreTrainedModel, logits: Callable[[torch.Tensor], torch.Tensor], input_ids: torch.Tensor, processors, criteria, generation):
-    """transformers' beam search over `logits`, int64 [B, L] -> [B, V], from prompts int64 [batch * num_beams, P]."""
-    return GenerationMixin._beam_search(_Beams(model, logits), input_ids, processors, criteria, generation, use_cache=True, encoder_outputs={})
+def beam_search(model: PreTrainedModel, logits: Callable[[torch.Tensor], torch.Tensor], input_ids: torch.Tensor, processors, criteria, generation, shown: Callable, read: Any):
+    """transformers' beam search over `logits`, int64 [B, L] -> [B, V], from prompts int64 [batch * num_beams, P]. shown: what else a step puts out; read: what an encoder has."""
+    read = read if isinstance(read, dict) else {}
+    return GenerationMixin._beam_search(_Beams(model, logits, shown), input_ids, processors, criteria, generation, use_cache=True, encoder_outputs=read)
 
 
 def compiled_decoding() -> dict[str, Any]:

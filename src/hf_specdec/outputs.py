@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from .caches import write_cache
@@ -34,7 +34,7 @@ def stacked(rows: list[list[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
     return tuple(torch.stack([row[i] if i < len(row) else blank for row in rows]) for i in range(width))
 
 
-def assemble_cache(config, rows: list[list], columns: list[list[int]], width: int, into: DynamicCache | None) -> DynamicCache:
+def assemble_cache(config, rows: list[list], columns: list[list[int]], width: int, into: DynamicCache | StaticCache | None) -> DynamicCache | StaticCache:
     """A plain `DynamicCache` in the coordinates of the returned sequences, `width` columns: slot s of row b (as `CachedModel.row`
     gives it) goes to column columns[b][s]; what has no slots, [1, H, n, D], stays as it is. `into` is refilled in place if given."""
     alike = len(rows) == 1 and columns[0][:width] == list(range(width))  # one row without padding: its slots are the columns

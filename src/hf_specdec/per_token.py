@@ -61,12 +61,13 @@ def asked_for(generation: Any) -> dict[str, bool]:
     return {name: True for name in ("output_hidden_states", "output_attentions") if generation.return_dict_in_generate and getattr(generation, name, None)}
 
 
-def check_per_token(generation: Any, traits: compat.ModelTraits, rows: int) -> None:
-    """ValueError for hidden states and attentions where they are not told apart by token; for those of rows that have ended, which Whisper's time stamps go by."""
+def check_per_token(generation: Any, traits: compat.ModelTraits, rows: int, static: bool) -> None:
+    """ValueError for hidden states and attentions where they are not told apart by token; for those of rows that have ended, which Whisper's time stamps go by; for attentions
+    over the empty columns of a `static` cache."""
     stamps, beams = bool(getattr(generation, "return_token_timestamps", None)), generation.num_beams or 1
-    why = f"of num_beams={beams} beams" if beams > 1 else "of a decoder that looks at what another model has read" if traits.encoder == "another's" else \
+    why = f"of num_beams={beams} beams with use_cache=False" if beams > 1 and generation.use_cache is False else "of a decoder that looks at what another model has read" if traits.encoder == "another's" else \
         "of several rows" if stamps and rows > 1 else ""
-    own = "of a model whose cache is of its own kind" if traits.own_cache else ""
+    own = "of a model whose cache is of its own kind" if traits.own_cache else "over all columns of a static cache" if static else ""
     for name in asked_for(generation):
         if reason := why or (own if name == "output_attentions" else ""):
             said = ", which return_token_timestamps asks for" if stamps else ""

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel, StaticCache
 from transformers.modeling_outputs import BaseModelOutput, ModelOutput
 
 from . import compat, parts
+from .caches import refill
 from .fixed_cache import Read
 from .kinds import READ_BEFORE, READ_BESIDE
 from .positions import blank
@@ -164,9 +165,10 @@ class Decoder:
         self.cross.layers = [copy.copy(layer) for layer in self.cross.layers]
         self.cross.batch_select_indices(upload(rows, self.source.outputs[0].device))
 
-    def with_cross(self, cache: DynamicCache) -> EncoderDecoderCache:
-        """The cache that plain generate returns: the decoder's own `cache`, and that of the source."""
-        return EncoderDecoderCache(cache, self.whole)
+    def with_cross(self, cache: DynamicCache | StaticCache, made: EncoderDecoderCache) -> EncoderDecoderCache:
+        """The cache that plain generate returns: the decoder's own `cache`, and that of the source, of the kind that transformers has `made`."""
+        static = made.cross_attention_cache if isinstance(cache, StaticCache) else None
+        return EncoderDecoderCache(cache, self.whole if static is None else refill(static, [(layer.keys, layer.values) for layer in self.whole.layers]))
 
 
 def _beside(model: PreTrainedModel, encoder: torch.nn.Module, model_kwargs: dict[str, Any], batch: int, given: dict[str, Any] | None) -> dict[str, Any]:
