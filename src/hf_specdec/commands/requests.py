@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor
 
-NOT_DONE = {"logprobs": "", "top_logprobs": "", "suffix": "", "audio": "", "web_search_options": "", "background": "", "conversation": ": send the whole of it as input",
+from .logprobs import check_logprobs
+
+NOT_DONE = {"suffix": "", "audio": "", "web_search_options": "", "background": "", "conversation": ": send the whole of it as input",
             "previous_response_id": ": send the whole conversation as input", "functions": ": say tools"}  # and what to do instead
 COUNTS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n", "best_of")
 RANGES = {"temperature": (0, float("inf")), "top_p": (0, 1), "presence_penalty": (-2, 2), "frequency_penalty": (-2, 2)}
@@ -38,10 +40,10 @@ def check(body: dict[str, Any], template: Any) -> None:
         raise ValueError("best_of: this server does not choose among answers; leave it out, or make it n.")
     if not all(isinstance(text, str) and text for text in stops_of(body)):
         raise ValueError(f"stop: expected a text or a list of texts, none of them empty, got {body['stop']!r}.")
-    bias_of(body), schema_of(body)
+    if not isinstance(body.get("stream_options") or {}, dict):
+        raise ValueError(f"stream_options: expected an object, got {body['stream_options']!r}.")
+    bias_of(body), schema_of(body), check_logprobs(body)
     check_tools(body, template)
-    if body.get("stream") and (body.get("n", 1) or 1) * (len(body["prompt"]) if isinstance(body.get("prompt"), list) else 1) > 1:
-        raise ValueError("stream: of one answer alone; ask once for each (n=1, one prompt), or without a stream.")
 
 
 def is_number(value: Any, *kinds: type) -> bool:
@@ -69,14 +71,27 @@ def check_messages(body: dict[str, Any]) -> None:
             raise ValueError("messages: a content is a text, or a list of parts, each an object with its type.")
 
 
-def check_prompt(body: dict[str, Any]) -> None:
-    """ValueError for what is no prompt of /v1/completions: a text, or a list of texts."""
-    prompt = body.get("prompt")
-    if not prompt or not all(isinstance(each, str) and each for each in (prompt if isinstance(prompt, list) else [prompt])):
-        raise ValueError("prompt: expected a text, or a list of texts, none of them empty; token ids are not taken.")
+def check_prompt(body: dict[str, Any], size: int) -> None:
+    """ValueError for what is no prompt of /v1/completions: a text, one of token ids below `size`, or a list of either."""
+    prompts = prompts_of(body)
+    if not prompts or not all(prompts) or not (all(isinstance(each, str) for each in prompts) or all(is_ids(each) for each in prompts)):
+        raise ValueError("prompt: expected a text, a list of token ids, or a list of either, none of them empty.")
+    for token in (token for each in prompts if isinstance(each, list) for token in each):
+        if not 0 <= token < size:
+            raise ValueError(f"prompt: token id {token} is not from 0 to {size - 1}, as this model's are.")
+
+
+def is_ids(prompt: Any) -> bool:
+    return isinstance(prompt, list) and all(is_number(token, int) for token in prompt)
 
 
 # --- what is asked for ------------------------------------------------------------------------------------------------
+
+
+def prompts_of(body: dict[str, Any]) -> list[Any]:
+    """One or more prompts of /v1/completions; [None] of a request that has another kind."""
+    prompt = body.get("prompt")
+    return prompt if isinstance(prompt, list) and not (prompt and is_ids(prompt)) else [prompt]
 
 
 def stops_of(body: dict[str, Any]) -> list[Any]:
@@ -120,9 +135,8 @@ def configured(config: Any, body: dict[str, Any]) -> Any:
 
 def singles(body: dict[str, Any]) -> list[dict[str, Any]]:
     """One request for each of the answers that are asked for: n to every prompt, each with a seed of its own."""
-    prompts = body["prompt"] if isinstance(body.get("prompt"), list) else [body.get("prompt")]
     shared, seed, count = {name: value for name, value in body.items() if name not in ("n", "best_of")}, body.get("seed"), body.get("n") or 1
-    return [shared | ({} if prompt is None else {"prompt": prompt}) | ({} if seed is None else {"seed": seed + place}) for prompt in prompts for place in range(count)]
+    return [shared | ({} if prompt is None else {"prompt": prompt}) | ({} if seed is None else {"seed": seed + place}) for prompt in prompts_of(body) for place in range(count)]
 
 
 class Penalties(LogitsProcessor):
@@ -162,35 +176,3 @@ def processors_of(body: dict[str, Any], prompt: int, grammars: Grammars) -> list
     return ([Penalties(prompt, presence, frequency)] if presence or frequency else []) + ([] if schema is None else [grammars(schema)])
 
 
-class Pieces:
-    """A queue of what is streamed, in which texts end before the first stop string: what may begin one is held back until it is known. echo: comes first."""
-
-    def __init__(self, queue: Any, stops: list[str], echo: str = ""):
-        self.queue, self.stops, self.held, self.over, self.ready = queue, stops, "", False, [echo] if echo else []
-
-    async def get(self) -> Any:
-        while not self.ready:
-            self.take(await self.queue.get())
-        return self.ready.pop(0)
-
-    def get_nowait(self) -> Any:
-        while not self.ready:
-            self.take(self.queue.get_nowait())
-        return self.ready.pop(0)
-
-    def take(self, item: Any) -> None:
-        if type(item) is not str:  # the end, an error, reasoning, a tool call
-            self.ready += ([self.held] if self.held else []) + [item]
-            self.held = ""
-        elif not self.over:
-            text = self.held + item
-            kept = before(text, self.stops)
-            self.over = len(kept) < len(text)
-            open_ = 0 if self.over else max((size for stop in self.stops for size in range(1, len(stop)) if text.endswith(stop[:size])), default=0)
-            self.held = text[len(text) - open_ :] if open_ else ""
-            self.ready += [ready] if (ready := kept[: len(kept) - open_]) else []
-
-
-def before(text: str, stops: list[str]) -> str:
-    """What of a text comes before the first stop string."""
-    return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]
