@@ -13,7 +13,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 
 import hf_specdec
 from hf_specdec.commands import requests
-from hf_specdec.commands.requests import Grammars, Penalties, bias_of, check, check_messages, check_prompt, configured, processors_of, schema_of, singles
+from hf_specdec.commands.requests import Grammars, Penalties, bias_of, check, check_input, check_messages, check_prompt, configured, processors_of, schema_of, singles
 from hf_specdec.commands.streams import Pieces, before
 
 from ..bench.conftest import byte_tokenizer, tiny_model
@@ -32,7 +32,7 @@ OF_SCHEMA = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEM
     ({"temperature": -1}, "temperature: expected a number of 0 or more"), ({"top_p": 1.5}, "top_p: expected a number from 0 to 1"), ({"presence_penalty": 3}, "from -2 to 2"),
     ({"seed": "one"}, "seed: expected an int"), ({"stop": [""]}, "stop"), ({"stop": 5}, "stop"), ({"stop": {"a": 1}}, "stop"), ({"logit_bias": {"the": 1}}, "logit_bias"), ({"logit_bias": [5]}, "logit_bias"),
     ({"suffix": "."}, "suffix"), ({"functions": [{}]}, "functions: this server does not do that: say tools"),
-    ({"previous_response_id": "1"}, "send the whole conversation"), ({"tools": [{}], "tool_choice": "required"}, "tool_choice"), ({"tools": [{}]}, "tools: the chat template of this model"),
+    ({"previous_response_id": "1"}, "send the whole conversation"), ({"tools": [{}]}, "tools: the chat template of this model"),
     ({"response_format": {"type": "xml"}}, "response_format"), ({"response_format": "json"}, "response_format"), ({"response_format": {"type": "json_schema"}}, "response_format"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}}, "response_format")], ids=str)
 def test_what_cannot_be_done_is_refused_by_name(said, message):
@@ -53,7 +53,8 @@ def test_tools_are_for_templates_that_show_them():
     check({"tools": [{}]}, {"default": TEMPLATE})  # several templates: which one is meant is not known
 
 
-@pytest.mark.parametrize("messages", [None, [], "hello", ["hello"], [{"content": "hello"}], [{"role": "user", "content": 5}], [{"role": "user", "content": [{"text": "hello"}]}]], ids=str)
+@pytest.mark.parametrize("messages", [None, [], "hello", ["hello"], [{"content": "hello"}], [{"role": "user", "content": 5}], [{"role": "user", "content": [{"text": "hello"}]}], [{"role": "assistant", "tool_calls": ["f"]}],
+                                      [{"role": "assistant", "tool_calls": [{"id": "1"}]}], [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]], ids=str)
 def test_what_is_no_conversation_is_refused(messages):
     with pytest.raises(ValueError, match="messages: "):
         check_messages({"messages": messages})
@@ -65,7 +66,15 @@ def test_what_is_no_prompt_is_refused(prompt):
         check_prompt({"prompt": prompt}, 8)
 
 
+@pytest.mark.parametrize("said", [None, "", [], 5, ["hello"]], ids=str)
+def test_what_is_no_input_is_refused(said):
+    with pytest.raises(ValueError, match="input: "):
+        check_input({"input": said})
+
+
 def test_conversations_and_prompts_pass():
+    check_input({"input": "a"}), check_input({"input": [{"role": "user", "content": "a"}]})
+    check_messages({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": said}} for said in ("{}", {})]}]})
     check_messages({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}, {"role": "user", "content": [{"type": "text", "text": "b"}]}]})
     for prompt in ("a", ["a", "b"], [0, 7], [[5], [6, 7]]):
         check_prompt({"prompt": prompt}, 8)
@@ -107,7 +116,7 @@ def test_penalties_are_those_of_the_api():
 def test_penalties_give_plain_generates_text_and_another_than_without(said):
     model, ids = hf_specdec.enable(tiny_model()), torch.tensor([[5, 6, 7, 5, 6, 7, 5]])
     arguments = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
-    processors = LogitsProcessorList(processors_of(said, ids.shape[1], None))
+    processors = LogitsProcessorList(processors_of(said, ids[0], None))
     out = model.generate(ids, speculative=True, num_assistant_tokens=3, logits_processor=processors, **arguments)
     assert torch.equal(out, model.generate(ids, logits_processor=processors, **arguments)) and not torch.equal(out, model.generate(ids, **arguments))
 
@@ -119,12 +128,12 @@ def test_an_answer_follows_a_schema_and_is_plain_generates(said):
     inputs = tokenizer("abcabc", return_tensors="pt")
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     grammars = Grammars(model, tokenizer)
-    out, plain = (model.generate(**inputs, max_new_tokens=120, do_sample=False, logits_processor=LogitsProcessorList(processors_of(said, 6, grammars)), **each)
+    out, plain = (model.generate(**inputs, max_new_tokens=120, do_sample=False, logits_processor=LogitsProcessorList(processors_of(said, inputs["input_ids"][0], grammars)), **each)
                   for each in ({"speculative": True, "num_assistant_tokens": 3}, {}))
     text = tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     assert torch.equal(out, plain) and text.replace(" ", "").replace("\n", "").startswith('{"n":')
     with pytest.raises(ValueError, match="response_format: xgrammar makes no grammar"):
-        grammars('{"type": "frob"}')
+        grammars.of_schema('{"type": "frob"}')
 
 
 @pytest.mark.parametrize("stops", [["cab"], ["abx", "bcabc"], ["zz"], ["abcabcab"], ["a"], []], ids=str)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from transformers import LogitsProcessor
 
 from .logprobs import check_logprobs
+from .tools import check_tools, tag_of
 
 NOT_DONE = {"suffix": "", "audio": "", "web_search_options": "", "background": "", "conversation": ": send the whole of it as input",
             "previous_response_id": ": send the whole conversation as input", "functions": ": say tools"}  # and what to do instead
@@ -23,8 +25,8 @@ OURS = ("frequency_penalty", "logit_bias")  # which transformers' server reads o
 # --- bad requests -----------------------------------------------------------------------------------------------------
 
 
-def check(body: dict[str, Any], template: Any) -> None:
-    """ValueError for a request that cannot be answered as it is meant. template: the model's chat template, or None."""
+def check(body: dict[str, Any], template: Any, form: str | None = None) -> None:
+    """ValueError for a request that cannot be answered as it is meant. template: the model's chat template, or None; form: in which it calls tools."""
     for name, instead in NOT_DONE.items():
         if body.get(name):
             raise ValueError(f"{name}: this server does not do that{instead or '; leave it out'}.")
@@ -43,22 +45,11 @@ def check(body: dict[str, Any], template: Any) -> None:
     if not isinstance(body.get("stream_options") or {}, dict):
         raise ValueError(f"stream_options: expected an object, got {body['stream_options']!r}.")
     bias_of(body), schema_of(body), check_logprobs(body)
-    check_tools(body, template)
+    check_tools(body, template, form)
 
 
 def is_number(value: Any, *kinds: type) -> bool:
     return isinstance(value, kinds) and not isinstance(value, bool)
-
-
-def check_tools(body: dict[str, Any], template: Any) -> None:
-    if body.get("tool_choice") == "none":
-        body.pop("tools", None)
-    if not body.get("tools"):
-        return
-    if body.get("tool_choice") not in (None, "auto"):
-        raise ValueError("tool_choice: 'auto' or 'none'; this server cannot make a model call one.")
-    if isinstance(template, str) and "tools" not in template:
-        raise ValueError("tools: the chat template of this model does not show it any; leave them out.")
 
 
 def check_messages(body: dict[str, Any]) -> None:
@@ -69,6 +60,24 @@ def check_messages(body: dict[str, Any]) -> None:
     for content in (each.get("content") for each in messages):
         if not (content is None or isinstance(content, str) or isinstance(content, list) and all(isinstance(part, dict) and "type" in part for part in content)):
             raise ValueError("messages: a content is a text, or a list of parts, each an object with its type.")
+    for call in (call for each in messages for call in each.get("tool_calls") or []):
+        if not is_call(call.get("function", call) if isinstance(call, dict) else None):
+            raise ValueError('messages: tool_calls are objects with {"function": {"name": ..., "arguments": ...}}, whose arguments are a JSON object as text.')
+
+
+def is_call(function: Any) -> bool:
+    try:
+        return isinstance(function["name"], str) and isinstance(json.loads(said) if isinstance(said := function["arguments"], str) else said, dict)
+    except (KeyError, TypeError, ValueError):
+        return False
+
+
+def check_input(body: dict[str, Any]) -> None:
+    """ValueError for what is no input of /v1/responses, of which a stream is made where one is asked for alone."""
+    body.setdefault("stream", False)
+    said = body.get("input")
+    if not said or not (isinstance(said, str) or isinstance(said, list) and all(isinstance(each, dict) for each in said)):
+        raise ValueError("input: expected a text, or a list of messages and other items, not an empty one.")
 
 
 def check_prompt(body: dict[str, Any], size: int) -> None:
@@ -152,12 +161,20 @@ class Penalties(LogitsProcessor):
 
 
 class Grammars:
-    """Makes a logits processor of a JSON schema, by xgrammar."""
+    """Makes logits processors of JSON schemas, and of calls of tools, by xgrammar. form: in which the model calls them; thinks: whether it may think before."""
 
-    def __init__(self, model: Any, tokenizer: Any):
-        self.model, self.tokenizer, self.compiler = model, tokenizer, None
+    def __init__(self, model: Any, tokenizer: Any, form: str | None = None, thinks: bool = False):
+        self.model, self.tokenizer, self.form, self.thinks, self.compiler = model, tokenizer, form, thinks, None
 
-    def __call__(self, schema: str) -> Any:
+    def of_schema(self, schema: str) -> Any:
+        return self._made("response_format: xgrammar makes no grammar of this schema", lambda compiler: compiler.compile_json_schema(schema, max_whitespace_cnt=WHITESPACE))
+
+    def of_calls(self, body: dict[str, Any], prompt: torch.Tensor) -> Any:
+        """prompt: int64 [P]. None where no call is forced."""
+        tag = self.form and tag_of(body, self.form, self.tokenizer.decode(prompt[-16:].tolist()), self.thinks, WHITESPACE)
+        return tag and self._made("tools: xgrammar makes no grammar of their parameters", lambda compiler: compiler.compile_structural_tag(tag))
+
+    def _made(self, failing: str, compile: Callable[[Any], Any]) -> Any:
         import xgrammar
 
         if self.compiler is None:
@@ -165,14 +182,14 @@ class Grammars:
             info = xgrammar.TokenizerInfo.from_huggingface(self.tokenizer, vocab_size=size, stop_token_ids=ends)
             self.compiler = xgrammar.GrammarCompiler(info)
         try:
-            return xgrammar.contrib.hf.LogitsProcessor(self.compiler.compile_json_schema(schema, max_whitespace_cnt=WHITESPACE))
+            return xgrammar.contrib.hf.LogitsProcessor(compile(self.compiler))
         except (RuntimeError, ValueError) as error:
-            raise ValueError(f"response_format: xgrammar makes no grammar of this schema: {error}") from error
+            raise ValueError(f"{failing}: {error}") from error
 
 
-def processors_of(body: dict[str, Any], prompt: int, grammars: Grammars) -> list[LogitsProcessor]:
-    """Those of a request to a prompt of so many tokens."""
+def processors_of(body: dict[str, Any], ids: torch.Tensor, grammars: Grammars) -> list[LogitsProcessor]:
+    """Those of a request to a prompt ids, int64 [P]."""
     presence, frequency, schema = body.get("presence_penalty") or 0, body.get("frequency_penalty") or 0, schema_of(body)
-    return ([Penalties(prompt, presence, frequency)] if presence or frequency else []) + ([] if schema is None else [grammars(schema)])
-
-
+    found = [Penalties(len(ids), presence, frequency)] if presence or frequency else []
+    found += [] if schema is None else [grammars.of_schema(schema)]
+    return found + ([] if not body.get("tools") or (calls := grammars.of_calls(body, ids)) is None else [calls])

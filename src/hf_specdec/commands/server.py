@@ -18,8 +18,9 @@ from transformers.cli.serving.utils import GenerateManager
 from .. import compat
 from ..hints import many
 from .logprobs import Entry, Places, Tap, Words, of_chat, of_text, wanted
-from .requests import OURS, Grammars, check, check_messages, check_prompt, configured, processors_of, singles, stops_of
+from .requests import OURS, Grammars, check, check_input, check_messages, check_prompt, configured, processors_of, singles, stops_of
 from .streams import Pieces, Raising, Streamed, before, finished, in_turn
+from .tools import THINK, calls_one, forgiving, form_of
 
 RECEIVE: ContextVar[Any] = ContextVar("receive")  # of the connection whose request is answered
 ASKED: ContextVar[Asked] = ContextVar("asked")
@@ -67,16 +68,19 @@ class Around:
     def __init__(self, model, processor, speculation: Any):
         self.tokenizer = getattr(processor, "tokenizer", processor)
         self.template, self.speculation, self.words = processor.chat_template, speculation, Words(self.tokenizer)
-        self.size = model.get_input_embeddings().num_embeddings
-        self.manager = Manager(compat.traits_of(compat.unwrap(model), "model").max_positions, Grammars(model, self.tokenizer), self.tokenizer, self.words)
+        self.form = form_of(processor, model)
+        self.tokenizer.parse_response = forgiving(self.tokenizer)
+        traits = compat.traits_of(compat.unwrap(model), "model")
+        self.size, grammars = traits.vocab_size, Grammars(model, self.tokenizer, self.form, THINK in str(self.template))
+        self.manager = Manager(traits.max_positions, grammars, self.tokenizer, self.words)
 
     def lay(self, serve: Any) -> None:
         from fastapi.exceptions import RequestValidationError
         from starlette.exceptions import HTTPException
 
         chats, completions, responses = serve._chat_handler, serve._completion_handler, serve._response_handler
-        for handler, check_input in ((chats, check_messages), (completions, partial(check_prompt, size=self.size)), (responses, lambda body: body.setdefault("stream", False))):
-            handler.handle_request = partial(self.answer, handler.handle_request, check_input, handler is not responses)
+        for handler, check_own in ((chats, check_messages), (completions, partial(check_prompt, size=self.size)), (responses, check_input)):
+            handler.handle_request = partial(self.answer, handler.handle_request, check_own, handler is not responses)
             handler._build_generation_config = partial(self.config_of, handler._build_generation_config)
         build = chats._build_completion  # of a text that may have been parsed anew
         chats._build_completion = lambda request, text, *args, **kwargs: build(request, before(text or "", stops_of(ASKED.get().body)), *args, **kwargs)
@@ -93,7 +97,7 @@ class Around:
             config.speculative = dataclasses.replace(self.speculation, seed=body["seed"] % 2**63)
         return config
 
-    async def answer(self, handle: Callable[..., Any], check_input: Callable[[dict], Any], openai: bool, body: dict[str, Any], request_id: str) -> Any:
+    async def answer(self, handle: Callable[..., Any], check_own: Callable[[dict], Any], openai: bool, body: dict[str, Any], request_id: str) -> Any:
         """The answer of a handler to a request that can be answered, or to several that one asks for."""
         from fastapi import HTTPException
         from fastapi.responses import JSONResponse, StreamingResponse
@@ -101,7 +105,7 @@ class Around:
 
         askeds: list[Asked] = []
         try:
-            check_input(body), check(body, self.template)
+            check_own(body), check(body, self.template, self.form)
             askeds += [Asked.of(single, openai) for single in singles(body)]
             replies = []
             for asked in askeds:
@@ -118,19 +122,22 @@ class Around:
         if isinstance(replies[0], StreamingResponse):
             replies[0].body_iterator = self.streamed(replies, askeds, body) if openai else replies[0].body_iterator
             return replies[0]
-        if len(replies) == 1 and askeds[0].tap is None:
+        if len(replies) == 1 and askeds[0].tap is None and not calls_one(body):
             return replies[0]
         answers = [json.loads(reply.body) for reply in replies]
         for answer, asked in zip(answers, askeds):
             if asked.tap is not None:
                 answer["choices"][0]["logprobs"] = self.logprobs(asked)([*asked.tap.prompt, *asked.tap.answer])
+            if calls_one(body):
+                answer["choices"][0]["message"] |= {"tool_calls": calls[:1]} if (calls := answer["choices"][0]["message"].get("tool_calls")) else {}
         return JSONResponse(joined(answers, body.get("n") or 1))
 
     def streamed(self, replies: list[Any], askeds: list[Asked], body: dict[str, Any]) -> Any:
         """The events of one answer as transformers' server makes them, or those of several, with what it leaves out."""
         stream, usage = replies[0].body_iterator, bool((body.get("stream_options") or {}).get("include_usage"))
-        if len(replies) > 1 or usage or askeds[0].tap is not None:
-            answers = [Streamed(reply.body_iterator, asked.told, asked.tap and self.logprobs(asked), asked.leave) for reply, asked in zip(replies, askeds)]
+        if len(replies) > 1 or usage or askeds[0].tap is not None or calls_one(body):
+            answers = [Streamed(reply.body_iterator, asked.told, asked.tap and self.logprobs(asked), asked.leave, calls_one(body))
+                       for reply, asked in zip(replies, askeds)]
             stream = in_turn(answers, body.get("n") or 1, usage)
         return finished(stream, partial(described, 400))
 
@@ -180,7 +187,7 @@ class Manager(GenerateManager):
             if (room := self.context - prompt) < 1:
                 raise ValueError(f"the prompt has {many(prompt, 'token')}, and this model reads {self.context} with its answer. Shorten the prompt.")
             config.max_new_tokens = min(config.max_new_tokens or room, room)
-        processors = processors_of(asked.body, prompt, self.grammars)
+        processors = processors_of(asked.body, inputs["input_ids"][0], self.grammars)
         return {**inputs} | ({"logits_processor": processors} if processors else {}) | ({} if asked.tap is None else {"tap": asked.tap})
 
 

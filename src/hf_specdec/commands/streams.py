@@ -90,12 +90,13 @@ async def finished(stream: AsyncIterator[str], error_of: Callable[[str], dict]) 
 
 @dataclass(frozen=True)
 class Streamed:
-    """An answer's events, what `Pieces` told of them, what makes a choice's `logprobs` of that (None: there are none), and what ends it."""
+    """An answer's events, what `Pieces` told of them, what makes a choice's `logprobs` of that (None: there are none), what ends it, and whether it calls one tool alone."""
 
     events: AsyncIterator[str]
     told: deque
     logprobs: Callable[[list[Entry]], Any] | None
     leave: Callable[[], None]
+    one_call: bool = False
 
 
 async def in_turn(answers: list[Streamed], of_a_prompt: int, usage: bool) -> AsyncIterator[str]:
@@ -112,6 +113,8 @@ async def in_turn(answers: list[Streamed], of_a_prompt: int, usage: bool) -> Asy
                         spent["completion_tokens"] += took.get("completion_tokens", 0)
                         for choice in last["choices"]:
                             choice["index"] = place
+                            if answer.one_call and "tool_calls" in (delta := choice.get("delta", {})):
+                                delta["tool_calls"] = delta["tool_calls"] if delta["tool_calls"][0]["index"] == 0 else []
                             entries = [] if "role" in choice.get("delta", ()) or not answer.told else answer.told.popleft()
                             choice |= {"logprobs": answer.logprobs(entries)} if answer.logprobs and entries else {}
                         yield f"data: {json.dumps(last)}\n\n"
