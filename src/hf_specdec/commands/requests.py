@@ -174,7 +174,7 @@ class Grammars:
         tag = self.form and tag_of(body, self.form, self.tokenizer.decode(prompt[-16:].tolist()), self.thinks, WHITESPACE)
         return tag and self._made("tools: xgrammar makes no grammar of their parameters", lambda compiler: compiler.compile_structural_tag(tag))
 
-    def _made(self, failing: str, compile: Callable[[Any], Any]) -> Any:
+    def _made(self, failing: str, grammar_by: Callable[[Any], Any]) -> Any:
         import xgrammar
 
         if self.compiler is None:
@@ -182,7 +182,7 @@ class Grammars:
             info = xgrammar.TokenizerInfo.from_huggingface(self.tokenizer, vocab_size=size, stop_token_ids=ends)
             self.compiler = xgrammar.GrammarCompiler(info)
         try:
-            return xgrammar.contrib.hf.LogitsProcessor(compile(self.compiler))
+            return xgrammar.contrib.hf.LogitsProcessor(grammar_by(self.compiler))
         except (RuntimeError, ValueError) as error:
             raise ValueError(f"{failing}: {error}") from error
 
