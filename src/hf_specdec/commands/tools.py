@@ -15,11 +15,11 @@ def form_of(processor: Any, model: Any) -> str | None:
     """How a model's calls are written, as transformers' server reads them: "json", the calls of Hermes and Qwen; "xml", those of Qwen 3.5; None for another form or none."""
     from transformers.cli.serving import utils
 
-    read = getattr(utils, "get_response_template", None) or utils.get_tool_call_config  # until transformers 5.12
-    said = json.dumps(read(processor, model), default=str)
-    if "<tool_call>" not in said:
-        return None
-    return "xml" if "<function=" in said else "json"
+    read = getattr(utils, "get_response_template", None)
+    said = json.dumps((read or utils.get_tool_call_config)(processor, model), default=str)
+    if "<function=" in said and ("<tool_call>" in said or read is None):  # until transformers 5.12: Qwen's alone, without its marks
+        return "xml"
+    return "json" if "<tool_call>" in said else None
 
 
 def forgiving(tokenizer: Any) -> Callable[..., Any]:
