@@ -17,7 +17,7 @@ def form_of(processor: Any, model: Any) -> str | None:
 
     read = getattr(utils, "get_response_template", None)
     said = json.dumps((read or utils.get_tool_call_config)(processor, model), default=str)
-    if "<function=" in said and ("<tool_call>" in said or read is None):  # until transformers 5.12: Qwen's alone, without its marks
+    if "<function=" in said and ("<tool_call>" in said or read is None):  # older versions of transformers: Qwen's alone, without its marks
         return "xml"
     return "json" if "<tool_call>" in said else None
 
@@ -30,7 +30,7 @@ def forgiving(tokenizer: Any) -> Callable[..., Any]:
         try:
             return parse(response, *args, **kwargs)
         except ValueError:
-            return {"content": tokenizer.decode(response, skip_special_tokens=True)} if "prefix" in kwargs else []  # until transformers 5.12: of calls alone
+            return {"content": tokenizer.decode(response, skip_special_tokens=True)} if "prefix" in kwargs else []  # of older versions of transformers: of calls alone
 
     return parsed
 
