@@ -54,7 +54,8 @@ class Sequences:
 
     max_new:  tokens that every row may still get, counted from its prompt.
     criteria: stopping criteria; evaluated per committed token, prefix by prefix and in order, on the row's own tokens.
-    streamer: a text streamer (batch 1; one `put` per token, `end` at the end) or a callable(row, tokens, drafted).
+    streamer: a text streamer (batch 1; one `put` per token, `end` at the end) or a callable(row, tokens, drafted). One with `put_logits` gets, before the `put`s of a
+              round, its tokens and their logits, float32 [n, V], where there are any; they are not kept then.
     hidden:   the prompts stand for embeddings, which criteria do not see.
     """
 
@@ -112,6 +113,9 @@ class Sequences:
             return
         tokens = row.tokens[-count:]
         if hasattr(self.streamer, "put"):
+            if row.logits and hasattr(self.streamer, "put_logits"):
+                self.streamer.put_logits(tokens, torch.stack(row.logits))
+                row.logits.clear()
             for token in tokens:
                 self.streamer.put(torch.tensor([token]))
         else:

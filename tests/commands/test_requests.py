@@ -13,7 +13,8 @@ from transformers import GenerationConfig, LogitsProcessorList
 
 import hf_specdec
 from hf_specdec.commands import requests
-from hf_specdec.commands.requests import Grammars, Penalties, Pieces, before, bias_of, check, check_messages, check_prompt, configured, processors_of, schema_of, singles
+from hf_specdec.commands.requests import Grammars, Penalties, bias_of, check, check_input, check_messages, check_prompt, configured, processors_of, schema_of, singles
+from hf_specdec.commands.streams import Pieces, before
 
 from ..bench.conftest import byte_tokenizer, tiny_model
 from .test_serve import TEMPLATE, asked, body, content, serving, streamed
@@ -27,11 +28,11 @@ OF_SCHEMA = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEM
 
 @pytest.mark.parametrize("said, message", [
     ({"max_tokens": 0}, "max_tokens: expected a number of 1 or more, got 0"), ({"max_completion_tokens": "many"}, "max_completion_tokens"), ({"max_tokens": True}, "max_tokens"),
-    ({"n": 0}, "n: expected"), ({"n": 2, "stream": True}, "stream: of one answer alone"), ({"prompt": ["a", "b"], "stream": True}, "stream: of one answer alone"), ({"best_of": 3}, "best_of"),
+    ({"n": 0}, "n: expected"), ({"stream_options": 5}, "stream_options"), ({"best_of": 3}, "best_of"),
     ({"temperature": -1}, "temperature: expected a number of 0 or more"), ({"top_p": 1.5}, "top_p: expected a number from 0 to 1"), ({"presence_penalty": 3}, "from -2 to 2"),
     ({"seed": "one"}, "seed: expected an int"), ({"stop": [""]}, "stop"), ({"stop": 5}, "stop"), ({"stop": {"a": 1}}, "stop"), ({"logit_bias": {"the": 1}}, "logit_bias"), ({"logit_bias": [5]}, "logit_bias"),
-    ({"logprobs": True}, "logprobs: this server does not do that"), ({"suffix": "."}, "suffix"), ({"functions": [{}]}, "functions: this server does not do that: say tools"),
-    ({"previous_response_id": "1"}, "send the whole conversation"), ({"tools": [{}], "tool_choice": "required"}, "tool_choice"), ({"tools": [{}]}, "tools: the chat template of this model"),
+    ({"suffix": "."}, "suffix"), ({"functions": [{}]}, "functions: this server does not do that: say tools"),
+    ({"previous_response_id": "1"}, "send the whole conversation"), ({"tools": [{}]}, "tools: the chat template of this model"),
     ({"response_format": {"type": "xml"}}, "response_format"), ({"response_format": "json"}, "response_format"), ({"response_format": {"type": "json_schema"}}, "response_format"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}}, "response_format")], ids=str)
 def test_what_cannot_be_done_is_refused_by_name(said, message):
@@ -52,21 +53,31 @@ def test_tools_are_for_templates_that_show_them():
     check({"tools": [{}]}, {"default": TEMPLATE})  # several templates: which one is meant is not known
 
 
-@pytest.mark.parametrize("messages", [None, [], "hello", ["hello"], [{"content": "hello"}], [{"role": "user", "content": 5}], [{"role": "user", "content": [{"text": "hello"}]}]], ids=str)
+@pytest.mark.parametrize("messages", [None, [], "hello", ["hello"], [{"content": "hello"}], [{"role": "user", "content": 5}], [{"role": "user", "content": [{"text": "hello"}]}], [{"role": "assistant", "tool_calls": ["f"]}],
+                                      [{"role": "assistant", "tool_calls": [{"id": "1"}]}], [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]], ids=str)
 def test_what_is_no_conversation_is_refused(messages):
     with pytest.raises(ValueError, match="messages: "):
         check_messages({"messages": messages})
 
 
-@pytest.mark.parametrize("prompt", [None, "", [], [""], [5, 6], [[5, 6]]], ids=str)
+@pytest.mark.parametrize("prompt", [None, "", [], [""], [[]], [5, "a"], [[5], "a"], [[5], 6], [True], [5, 8], [[5], [-1]], [5.0], {"a": 1}], ids=str)
 def test_what_is_no_prompt_is_refused(prompt):
     with pytest.raises(ValueError, match="prompt: "):
-        check_prompt({"prompt": prompt})
+        check_prompt({"prompt": prompt}, 8)
+
+
+@pytest.mark.parametrize("said", [None, "", [], 5, ["hello"]], ids=str)
+def test_what_is_no_input_is_refused(said):
+    with pytest.raises(ValueError, match="input: "):
+        check_input({"input": said})
 
 
 def test_conversations_and_prompts_pass():
+    check_input({"input": "a"}), check_input({"input": [{"role": "user", "content": "a"}]})
+    check_messages({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": said}} for said in ("{}", {})]}]})
     check_messages({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}, {"role": "user", "content": [{"type": "text", "text": "b"}]}]})
-    check_prompt({"prompt": "a"}), check_prompt({"prompt": ["a", "b"]})
+    for prompt in ("a", ["a", "b"], [0, 7], [[5], [6, 7]]):
+        check_prompt({"prompt": prompt}, 8)
 
 
 def test_json_needs_xgrammar(monkeypatch):
@@ -105,7 +116,7 @@ def test_penalties_are_those_of_the_api():
 def test_penalties_give_plain_generates_text_and_another_than_without(said):
     model, ids = hf_specdec.enable(tiny_model()), torch.tensor([[5, 6, 7, 5, 6, 7, 5]])
     arguments = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
-    processors = LogitsProcessorList(processors_of(said, ids.shape[1], None))
+    processors = LogitsProcessorList(processors_of(said, ids[0], None))
     out = model.generate(ids, speculative=True, num_assistant_tokens=3, logits_processor=processors, **arguments)
     assert torch.equal(out, model.generate(ids, logits_processor=processors, **arguments)) and not torch.equal(out, model.generate(ids, **arguments))
 
@@ -117,12 +128,12 @@ def test_an_answer_follows_a_schema_and_is_plain_generates(said):
     inputs = tokenizer("abcabc", return_tensors="pt")
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     grammars = Grammars(model, tokenizer)
-    out, plain = (model.generate(**inputs, max_new_tokens=120, do_sample=False, logits_processor=LogitsProcessorList(processors_of(said, 6, grammars)), **each)
+    out, plain = (model.generate(**inputs, max_new_tokens=120, do_sample=False, logits_processor=LogitsProcessorList(processors_of(said, inputs["input_ids"][0], grammars)), **each)
                   for each in ({"speculative": True, "num_assistant_tokens": 3}, {}))
     text = tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     assert torch.equal(out, plain) and text.replace(" ", "").replace("\n", "").startswith('{"n":')
     with pytest.raises(ValueError, match="response_format: xgrammar makes no grammar"):
-        grammars('{"type": "frob"}')
+        grammars.of_schema('{"type": "frob"}')
 
 
 @pytest.mark.parametrize("stops", [["cab"], ["abx", "bcabc"], ["zz"], ["abcabcab"], ["a"], []], ids=str)
@@ -178,6 +189,7 @@ def test_a_server_does_what_clients_of_the_api_expect(tmp_path):
         assert [choice["index"] for choice in first["choices"]] == [0, 1, 2] and first["usage"]["completion_tokens"] > first["usage"]["prompt_tokens"]
         two = json.loads(asked(port, completions, {"prompt": ["abc", "abcd"], "echo": True, "max_tokens": 4, "temperature": 0.0}))
         assert [choice["text"][:4] for choice in two["choices"]][1] == "abcd" and two["usage"]["completion_tokens"] == 8
+        streams_of_several(port, name, texts, sampled), log_probabilities(port, name, model, tokenizer)
         assert "messages: " in told(port, chats, {"messages": []}) and "max_tokens" in told(port, chats, body(name, "abc", max_tokens=0) | {"stream": True})
         assert f"and this model reads {context} with its answer" in told(port, completions, {"prompt": "a" * (context + 1)})
         filled = json.loads(asked(port, completions, {"prompt": "a" * (context - 5), "max_tokens": 500, "temperature": 0.0}))
@@ -188,6 +200,48 @@ def test_a_server_does_what_clients_of_the_api_expect(tmp_path):
             assert error.code == 500 and "cache_write_tokens" in json.loads(error.read())["error"]["message"]
         else:
             assert "Traceback" not in end(process)
+
+
+def events_of(answer: str) -> list[dict]:
+    assert answer.endswith("data: [DONE]\n\n")
+    return [json.loads(line.removeprefix("data: ")) for line in answer.splitlines() if line.startswith("data: {")]
+
+
+def streams_of_several(port: int, name: str, texts: list[str], sampled: dict) -> None:
+    """Choices with their own index, text and end, and what all took once, where it is asked for."""
+    events = events_of(asked(port, "/v1/chat/completions", sampled | {"stream": True, "stream_options": {"include_usage": True}}))
+    choices = [choice for each in events for choice in each["choices"]]
+    for place, text in enumerate(texts):
+        own = [choice for choice in choices if choice["index"] == place]
+        assert "".join(choice["delta"].get("content") or "" for choice in own).rstrip("\ufffd") == text.rstrip("\ufffd")
+        assert [bool(choice.get("finish_reason")) for choice in own] == [False] * (len(own) - 1) + [True]
+    assert ["usage" in each for each in events] == [False] * (len(events) - 1) + [True] and events[-1]["choices"] == [] and events[-1]["usage"]["total_tokens"] > 3
+
+
+def log_probabilities(port: int, name: str, model, tokenizer) -> None:
+    """Those of a plain forward, of a prompt of token ids, too, and in streams those of answers that are not streamed."""
+    ids = tokenizer("abcabc")["input_ids"]
+    said = {"model": name, "prompt": [ids, ids[:3]], "max_tokens": 4, "temperature": 0.0, "logprobs": 1}
+    answer = json.loads(asked(port, "/v1/completions", said | {"echo": True}))
+    found = answer["choices"][0]["logprobs"]
+    text = torch.tensor([ids + tokenizer(answer["choices"][0]["text"][6:])["input_ids"]])
+    assert len(found["tokens"]) == 10 and found["tokens"][:6] == list("abcabc") and found["text_offset"][:7] == list(range(7)) and answer["usage"]["prompt_tokens"] == 9
+    with torch.no_grad():
+        law = model(text).logits[0, :5].log_softmax(-1).gather(1, text[0, 1:6, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(found["token_logprobs"][1:6]), law, rtol=0, atol=1e-4)
+    events = events_of(asked(port, "/v1/completions", said | {"stream": True}))
+    for place, whole in enumerate(answer["choices"]):
+        pieces = [choice["logprobs"] for each in events for choice in each["choices"] if choice["index"] == place and "logprobs" in choice]
+        of_prompt = len(said["prompt"][place])
+        assert [each for piece in pieces for each in piece["tokens"]] == whole["logprobs"]["tokens"][of_prompt:]
+        assert [each for piece in pieces for each in piece["token_logprobs"]] == pytest.approx(whole["logprobs"]["token_logprobs"][of_prompt:], abs=1e-4)
+        assert [at + of_prompt for each in pieces for at in each["text_offset"]] == whole["logprobs"]["text_offset"][of_prompt:]
+    chat = body(name, "abcabcabc", logprobs=True, top_logprobs=2)
+    whole = json.loads(asked(port, "/v1/chat/completions", chat))["choices"][0]["logprobs"]["content"]
+    pieces = [choice["logprobs"]["content"] for each in events_of(asked(port, "/v1/chat/completions", chat | {"stream": True})) for choice in each["choices"] if "logprobs" in choice]
+    streamed_ = [each for piece in pieces for each in piece]
+    assert [each["token"] for each in streamed_] == [each["token"] for each in whole] and len(whole) == 24 and all(len(each["top_logprobs"]) == 2 for each in whole)
+    assert "token id 257" in told(port, "/v1/completions", said | {"prompt": [257]}) and "logprobs" in told(port, "/v1/completions", said | {"logprobs": 50})
 
 
 def end(process) -> str:

@@ -4,13 +4,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from transformers import LogitsProcessor
 
-NOT_DONE = {"logprobs": "", "top_logprobs": "", "suffix": "", "audio": "", "web_search_options": "", "background": "", "conversation": ": send the whole of it as input",
+from .logprobs import check_logprobs
+from .tools import check_tools, tag_of
+
+NOT_DONE = {"suffix": "", "audio": "", "web_search_options": "", "background": "", "conversation": ": send the whole of it as input",
             "previous_response_id": ": send the whole conversation as input", "functions": ": say tools"}  # and what to do instead
 COUNTS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n", "best_of")
 RANGES = {"temperature": (0, float("inf")), "top_p": (0, 1), "presence_penalty": (-2, 2), "frequency_penalty": (-2, 2)}
@@ -21,8 +25,8 @@ OURS = ("frequency_penalty", "logit_bias")  # which transformers' server reads o
 # --- bad requests -----------------------------------------------------------------------------------------------------
 
 
-def check(body: dict[str, Any], template: Any) -> None:
-    """ValueError for a request that cannot be answered as it is meant. template: the model's chat template, or None."""
+def check(body: dict[str, Any], template: Any, form: str | None = None) -> None:
+    """ValueError for a request that cannot be answered as it is meant. template: the model's chat template, or None; form: in which it calls tools."""
     for name, instead in NOT_DONE.items():
         if body.get(name):
             raise ValueError(f"{name}: this server does not do that{instead or '; leave it out'}.")
@@ -38,25 +42,14 @@ def check(body: dict[str, Any], template: Any) -> None:
         raise ValueError("best_of: this server does not choose among answers; leave it out, or make it n.")
     if not all(isinstance(text, str) and text for text in stops_of(body)):
         raise ValueError(f"stop: expected a text or a list of texts, none of them empty, got {body['stop']!r}.")
-    bias_of(body), schema_of(body)
-    check_tools(body, template)
-    if body.get("stream") and (body.get("n", 1) or 1) * (len(body["prompt"]) if isinstance(body.get("prompt"), list) else 1) > 1:
-        raise ValueError("stream: of one answer alone; ask once for each (n=1, one prompt), or without a stream.")
+    if not isinstance(body.get("stream_options") or {}, dict):
+        raise ValueError(f"stream_options: expected an object, got {body['stream_options']!r}.")
+    bias_of(body), schema_of(body), check_logprobs(body)
+    check_tools(body, template, form)
 
 
 def is_number(value: Any, *kinds: type) -> bool:
     return isinstance(value, kinds) and not isinstance(value, bool)
-
-
-def check_tools(body: dict[str, Any], template: Any) -> None:
-    if body.get("tool_choice") == "none":
-        body.pop("tools", None)
-    if not body.get("tools"):
-        return
-    if body.get("tool_choice") not in (None, "auto"):
-        raise ValueError("tool_choice: 'auto' or 'none'; this server cannot make a model call one.")
-    if isinstance(template, str) and "tools" not in template:
-        raise ValueError("tools: the chat template of this model does not show it any; leave them out.")
 
 
 def check_messages(body: dict[str, Any]) -> None:
@@ -67,16 +60,47 @@ def check_messages(body: dict[str, Any]) -> None:
     for content in (each.get("content") for each in messages):
         if not (content is None or isinstance(content, str) or isinstance(content, list) and all(isinstance(part, dict) and "type" in part for part in content)):
             raise ValueError("messages: a content is a text, or a list of parts, each an object with its type.")
+    for call in (call for each in messages for call in each.get("tool_calls") or []):
+        if not is_call(call.get("function", call) if isinstance(call, dict) else None):
+            raise ValueError('messages: tool_calls are objects with {"function": {"name": ..., "arguments": ...}}, whose arguments are a JSON object as text.')
 
 
-def check_prompt(body: dict[str, Any]) -> None:
-    """ValueError for what is no prompt of /v1/completions: a text, or a list of texts."""
-    prompt = body.get("prompt")
-    if not prompt or not all(isinstance(each, str) and each for each in (prompt if isinstance(prompt, list) else [prompt])):
-        raise ValueError("prompt: expected a text, or a list of texts, none of them empty; token ids are not taken.")
+def is_call(function: Any) -> bool:
+    try:
+        return isinstance(function["name"], str) and isinstance(json.loads(said) if isinstance(said := function["arguments"], str) else said, dict)
+    except (KeyError, TypeError, ValueError):
+        return False
+
+
+def check_input(body: dict[str, Any]) -> None:
+    """ValueError for what is no input of /v1/responses, of which a stream is made where one is asked for alone."""
+    body.setdefault("stream", False)
+    said = body.get("input")
+    if not said or not (isinstance(said, str) or isinstance(said, list) and all(isinstance(each, dict) for each in said)):
+        raise ValueError("input: expected a text, or a list of messages and other items, not an empty one.")
+
+
+def check_prompt(body: dict[str, Any], size: int) -> None:
+    """ValueError for what is no prompt of /v1/completions: a text, one of token ids below `size`, or a list of either."""
+    prompts = prompts_of(body)
+    if not prompts or not all(prompts) or not (all(isinstance(each, str) for each in prompts) or all(is_ids(each) for each in prompts)):
+        raise ValueError("prompt: expected a text, a list of token ids, or a list of either, none of them empty.")
+    for token in (token for each in prompts if isinstance(each, list) for token in each):
+        if not 0 <= token < size:
+            raise ValueError(f"prompt: token id {token} is not from 0 to {size - 1}, as this model's are.")
+
+
+def is_ids(prompt: Any) -> bool:
+    return isinstance(prompt, list) and all(is_number(token, int) for token in prompt)
 
 
 # --- what is asked for ------------------------------------------------------------------------------------------------
+
+
+def prompts_of(body: dict[str, Any]) -> list[Any]:
+    """One or more prompts of /v1/completions; [None] of a request that has another kind."""
+    prompt = body.get("prompt")
+    return prompt if isinstance(prompt, list) and not (prompt and is_ids(prompt)) else [prompt]
 
 
 def stops_of(body: dict[str, Any]) -> list[Any]:
@@ -120,9 +144,8 @@ def configured(config: Any, body: dict[str, Any]) -> Any:
 
 def singles(body: dict[str, Any]) -> list[dict[str, Any]]:
     """One request for each of the answers that are asked for: n to every prompt, each with a seed of its own."""
-    prompts = body["prompt"] if isinstance(body.get("prompt"), list) else [body.get("prompt")]
     shared, seed, count = {name: value for name, value in body.items() if name not in ("n", "best_of")}, body.get("seed"), body.get("n") or 1
-    return [shared | ({} if prompt is None else {"prompt": prompt}) | ({} if seed is None else {"seed": seed + place}) for prompt in prompts for place in range(count)]
+    return [shared | ({} if prompt is None else {"prompt": prompt}) | ({} if seed is None else {"seed": seed + place}) for prompt in prompts_of(body) for place in range(count)]
 
 
 class Penalties(LogitsProcessor):
@@ -138,12 +161,20 @@ class Penalties(LogitsProcessor):
 
 
 class Grammars:
-    """Makes a logits processor of a JSON schema, by xgrammar."""
+    """Makes logits processors of JSON schemas, and of calls of tools, by xgrammar. form: in which the model calls them; thinks: whether it may think before."""
 
-    def __init__(self, model: Any, tokenizer: Any):
-        self.model, self.tokenizer, self.compiler = model, tokenizer, None
+    def __init__(self, model: Any, tokenizer: Any, form: str | None = None, thinks: bool = False):
+        self.model, self.tokenizer, self.form, self.thinks, self.compiler = model, tokenizer, form, thinks, None
 
-    def __call__(self, schema: str) -> Any:
+    def of_schema(self, schema: str) -> Any:
+        return self._made("response_format: xgrammar makes no grammar of this schema", lambda compiler: compiler.compile_json_schema(schema, max_whitespace_cnt=WHITESPACE))
+
+    def of_calls(self, body: dict[str, Any], prompt: torch.Tensor) -> Any:
+        """prompt: int64 [P]. None where no call is forced."""
+        tag = self.form and tag_of(body, self.form, self.tokenizer.decode(prompt[-16:].tolist()), self.thinks, WHITESPACE)
+        return tag and self._made("tools: xgrammar makes no grammar of their parameters", lambda compiler: compiler.compile_structural_tag(tag))
+
+    def _made(self, failing: str, grammar_by: Callable[[Any], Any]) -> Any:
         import xgrammar
 
         if self.compiler is None:
@@ -151,46 +182,14 @@ class Grammars:
             info = xgrammar.TokenizerInfo.from_huggingface(self.tokenizer, vocab_size=size, stop_token_ids=ends)
             self.compiler = xgrammar.GrammarCompiler(info)
         try:
-            return xgrammar.contrib.hf.LogitsProcessor(self.compiler.compile_json_schema(schema, max_whitespace_cnt=WHITESPACE))
+            return xgrammar.contrib.hf.LogitsProcessor(grammar_by(self.compiler))
         except (RuntimeError, ValueError) as error:
-            raise ValueError(f"response_format: xgrammar makes no grammar of this schema: {error}") from error
+            raise ValueError(f"{failing}: {error}") from error
 
 
-def processors_of(body: dict[str, Any], prompt: int, grammars: Grammars) -> list[LogitsProcessor]:
-    """Those of a request to a prompt of so many tokens."""
+def processors_of(body: dict[str, Any], ids: torch.Tensor, grammars: Grammars) -> list[LogitsProcessor]:
+    """Those of a request to a prompt ids, int64 [P]."""
     presence, frequency, schema = body.get("presence_penalty") or 0, body.get("frequency_penalty") or 0, schema_of(body)
-    return ([Penalties(prompt, presence, frequency)] if presence or frequency else []) + ([] if schema is None else [grammars(schema)])
-
-
-class Pieces:
-    """A queue of what is streamed, in which texts end before the first stop string: what may begin one is held back until it is known. echo: comes first."""
-
-    def __init__(self, queue: Any, stops: list[str], echo: str = ""):
-        self.queue, self.stops, self.held, self.over, self.ready = queue, stops, "", False, [echo] if echo else []
-
-    async def get(self) -> Any:
-        while not self.ready:
-            self.take(await self.queue.get())
-        return self.ready.pop(0)
-
-    def get_nowait(self) -> Any:
-        while not self.ready:
-            self.take(self.queue.get_nowait())
-        return self.ready.pop(0)
-
-    def take(self, item: Any) -> None:
-        if type(item) is not str:  # the end, an error, reasoning, a tool call
-            self.ready += ([self.held] if self.held else []) + [item]
-            self.held = ""
-        elif not self.over:
-            text = self.held + item
-            kept = before(text, self.stops)
-            self.over = len(kept) < len(text)
-            open_ = 0 if self.over else max((size for stop in self.stops for size in range(1, len(stop)) if text.endswith(stop[:size])), default=0)
-            self.held = text[len(text) - open_ :] if open_ else ""
-            self.ready += [ready] if (ready := kept[: len(kept) - open_]) else []
-
-
-def before(text: str, stops: list[str]) -> str:
-    """What of a text comes before the first stop string."""
-    return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]
+    found = [Penalties(len(ids), presence, frequency)] if presence or frequency else []
+    found += [] if schema is None else [grammars.of_schema(schema)]
+    return found + ([] if not body.get("tools") or (calls := grammars.of_calls(body, ids)) is None else [calls])

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
+import torch
 import typer
 from transformers.cache_utils import DynamicLayer
 
@@ -24,6 +25,7 @@ from ..hints import first_line, many
 from ..kinds import BOTH_WAYS
 from .common import apply_mx
 from .leaving import PROGRAM
+from .logprobs import Tap, Tapped
 from .speculation import Work
 
 COMPILED = 2048  # tokens of the longest text that compiled passes are made for beforehand
@@ -33,8 +35,6 @@ NEEDED = ("fastapi", "uvicorn", "openai", "pydantic")
 
 
 def serve(work: Work, host: str, port: int, tiles: bool, compile: bool, threads: int | None, keep: int) -> None:
-    import torch
-
     from .. import enable, warmup
 
     work.check()
@@ -107,8 +107,6 @@ def check_port(host: str, port: int) -> None:
 
 def to_tiles(model) -> None:
     """The weights of a dense model on a CPU in the kernels' tiles; others as they are."""
-    import torch
-
     from ..mx import to_tiles as tiled
 
     if model.device.type == "cpu" and model.dtype in (torch.bfloat16, torch.float32) and getattr(model.config, "quantization_config", None) is None:
@@ -146,27 +144,46 @@ class Conversation:
 
 class Answering:
     """What takes the place of an enabled model's `generate`, for one call at a time: the part of a text that it has read or written before is not read again, and
-    of every answer `say` is told what speculation did for it. keep: that many conversations, the last ones, are held in memory."""
+    of every answer `say` is told what speculation did for it. keep: that many conversations, the last ones, are held in memory. A call's `tap` reads its logits."""
 
     def __init__(self, model, keep: int, say: Callable[[str], None]):
         self.model, self.generate, self.say = model, model.generate, say
         self.kept: deque[Conversation] = deque(maxlen=keep)
 
-    def __call__(self, **kwargs):
+    def __call__(self, tap: Tap | None = None, **kwargs):
         ids, apart = kwargs["input_ids"][0].tolist(), self.model.config.model_type in BOTH_WAYS  # what it has read goes by what came behind, and marks say how
         kwargs = kwargs if apart else without_marks(kwargs)
         alone = not apart and not is_shown(kwargs) and is_alone(kwargs.get("generation_config"), self.model.generation_config)
+        if tap is not None:
+            if not is_alone(kwargs.get("generation_config"), self.model.generation_config):
+                raise ValueError("logprobs: of a text that is decoded the ordinary way alone, without beams, say; leave out generation_config.")
+            kwargs |= {"streamer": Tapped(kwargs.get("streamer"), tap)}
+            self.tell(tap, kwargs["input_ids"], alone)
         cache, known = self.take(ids) if alone else (None, 0)
         try:
-            out = self.generate(**kwargs | in_full(kwargs.get("generation_config")), **({CACHE: cache} if known else {}))
+            out = self.generate(**kwargs | in_full(kwargs.get("generation_config"), tap is not None), **({CACHE: cache} if known else {}))
         except BaseException:  # a client has gone: the next turn finds what was known
             if known and (held := Conversation(ids, cache)).cut(known):
                 self.kept.append(held)
             raise
+        if tap is not None and out.logits:  # of plain generate(), which hands no streamer logits
+            tap.read(out.sequences[0, len(ids) :].tolist(), torch.cat(out.logits))
         if alone and (cache := getattr(out, CACHE, None)) is not None and counts_tokens(cache):  # one of states alone says nothing of its text
             self.kept.append(Conversation(out.sequences[0].tolist(), cache))
         self.say(line_of(out, len(ids), known))
         return out.sequences
+
+    def tell(self, tap: Tap, ids: torch.Tensor, alone: bool) -> None:
+        """Of a prompt ids [1, P] what the model gave its tokens; what was read for it is not read again."""
+        if not tap.echo:
+            return
+        if self.model.config.model_type in BOTH_WAYS:
+            raise ValueError("echo: without logprobs alone; this model reads a prompt in both directions, and gives its tokens none.")
+        with torch.no_grad():
+            out = self.model(input_ids=ids, use_cache=True)
+        tap.read_prompt(ids[0].tolist(), out.logits[0])
+        if alone and (cache := getattr(out, CACHE, None)) is not None and counts_tokens(cache):
+            self.kept.append(Conversation(ids[0].tolist(), cache))
 
     def take(self, ids: list[int]) -> tuple[Any, int]:
         """The cache of what `ids` begins with, and its number of tokens; (None, 0) for none, and where more than half of a conversation would be lost."""
@@ -178,12 +195,14 @@ class Answering:
         return cache, known
 
 
-def in_full(config: Any) -> dict[str, Any]:
-    """The argument that has a call return its cache: in a copy of the config, beside which transformers wants no other, or without one by its name."""
+def in_full(config: Any, logits: bool = False) -> dict[str, Any]:
+    """The argument that has a call return its cache, and logits: in a copy of the config, beside which transformers wants no other, or without one by its name."""
+    said = {"return_dict_in_generate": True} | ({"output_logits": True} if logits else {})
     if config is None:
-        return {"return_dict_in_generate": True}
+        return said
     config = copy.copy(config)
-    config.return_dict_in_generate = True
+    for name, value in said.items():
+        setattr(config, name, value)
     return {"generation_config": config}
 
 

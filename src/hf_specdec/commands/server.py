@@ -5,18 +5,22 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing
+from collections import deque
+from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
 from threading import Event
 from typing import Any
 
+import torch
 from transformers.cli.serving.utils import GenerateManager
 
 from .. import compat
 from ..hints import many
-from .requests import OURS, Grammars, Pieces, before, check, check_messages, check_prompt, configured, processors_of, singles, stops_of
+from .logprobs import Entry, Places, Tap, Words, of_chat, of_text, wanted
+from .requests import OURS, Grammars, check, check_input, check_messages, check_prompt, configured, processors_of, singles, stops_of
+from .streams import Pieces, Raising, Streamed, before, finished, in_turn
+from .tools import THINK, calls_one, forgiving, form_of
 
 RECEIVE: ContextVar[Any] = ContextVar("receive")  # of the connection whose request is answered
 ASKED: ContextVar[Asked] = ContextVar("asked")
@@ -24,23 +28,38 @@ ASKED: ContextVar[Asked] = ContextVar("asked")
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """A request, and whether its client has gone."""
+    """A request for one answer, and whether its client has gone. openai: of an API whose errors in streams `finished` writes; tap: where log-probabilities go, or None;
+    told: what `Pieces` tells of them; cancel: what ends a streamed answer."""
 
     body: dict[str, Any]
-    streams_errors: bool = False  # in the API's form, which `finished` writes
+    openai: bool = False
     gone: Event = dataclasses.field(default_factory=Event)
+    tap: Tap | None = None
+    told: deque = dataclasses.field(default_factory=deque)
+    cancel: list[Callable[[], None]] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def of(cls, body: dict[str, Any], openai: bool) -> Asked:
+        top = wanted(body)
+        return cls(body, openai, tap=None if top is None else Tap(top, bool(body.get("echo"))))
 
     @property
-    def echo(self) -> str:
-        return self.body["prompt"] if self.body.get("echo") else ""
+    def ids(self) -> list[int] | None:
+        """A prompt of token ids."""
+        return prompt if isinstance(prompt := self.body.get("prompt"), list) else None
+
+    @property
+    def text(self) -> dict[str, Any]:
+        """As transformers' server, which takes no token ids, is told; `Manager.prepared` puts them into the place of this text's."""
+        return self.body if self.ids is None else self.body | {"prompt": "a"}
+
+    def leave(self) -> None:
+        for cancel in self.cancel:
+            cancel()
 
 
 class Gone(Exception):
     """The client has closed the connection: nobody waits for the answer."""
-
-
-class Failed(Exception):
-    """An answer that breaks off while it is streamed."""
 
 
 class Around:
@@ -48,16 +67,20 @@ class Around:
 
     def __init__(self, model, processor, speculation: Any):
         self.tokenizer = getattr(processor, "tokenizer", processor)
-        self.template, self.speculation = processor.chat_template, speculation
-        self.manager = Manager(compat.traits_of(compat.unwrap(model), "model").max_positions, Grammars(model, self.tokenizer))
+        self.template, self.speculation, self.words = processor.chat_template, speculation, Words(self.tokenizer)
+        self.form = form_of(processor, model)
+        self.tokenizer.parse_response = forgiving(self.tokenizer)
+        traits = compat.traits_of(compat.unwrap(model), "model")
+        self.size, grammars = traits.vocab_size, Grammars(model, self.tokenizer, self.form, THINK in str(self.template))
+        self.manager = Manager(traits.max_positions, grammars, self.tokenizer, self.words)
 
     def lay(self, serve: Any) -> None:
         from fastapi.exceptions import RequestValidationError
         from starlette.exceptions import HTTPException
 
         chats, completions, responses = serve._chat_handler, serve._completion_handler, serve._response_handler
-        for handler, check_input in ((chats, check_messages), (completions, check_prompt), (responses, lambda body: body.setdefault("stream", False))):
-            handler.handle_request = partial(self.answer, handler.handle_request, check_input, handler is not responses)
+        for handler, check_own in ((chats, check_messages), (completions, partial(check_prompt, size=self.size)), (responses, check_input)):
+            handler.handle_request = partial(self.answer, handler.handle_request, check_own, handler is not responses)
             handler._build_generation_config = partial(self.config_of, handler._build_generation_config)
         build = chats._build_completion  # of a text that may have been parsed anew
         chats._build_completion = lambda request, text, *args, **kwargs: build(request, before(text or "", stops_of(ASKED.get().body)), *args, **kwargs)
@@ -74,56 +97,98 @@ class Around:
             config.speculative = dataclasses.replace(self.speculation, seed=body["seed"] % 2**63)
         return config
 
-    async def answer(self, handle: Callable[..., Any], check_input: Callable[[dict], Any], openai: bool, body: dict[str, Any], request_id: str) -> Any:
+    async def answer(self, handle: Callable[..., Any], check_own: Callable[[dict], Any], openai: bool, body: dict[str, Any], request_id: str) -> Any:
         """The answer of a handler to a request that can be answered, or to several that one asks for."""
         from fastapi import HTTPException
         from fastapi.responses import JSONResponse, StreamingResponse
         from pydantic import ValidationError
 
+        askeds: list[Asked] = []
         try:
-            check_input(body), check(body, self.template)
+            check_own(body), check(body, self.template, self.form)
+            askeds += [Asked.of(single, openai) for single in singles(body)]
             replies = []
-            for single in singles(body):
-                ASKED.set(asked := Asked(single, openai))
-                replies.append(await heeding(handle(single, request_id), asked.gone))
-        except ValidationError:  # of the answer: a ValueError, but none of the client's
+            for asked in askeds:
+                ASKED.set(asked)
+                replies.append(await heeding(handle(asked.text, request_id), asked.gone))
+        except BaseException as error:
+            for asked in askeds:  # streams that wait for their turn
+                asked.leave()
+            if isinstance(error, ValueError) and not isinstance(error, ValidationError):  # which is of the answer: none of the client's
+                raise HTTPException(400, str(error)) from error
+            if isinstance(error, Gone):
+                raise HTTPException(499, "the client has gone.") from None
             raise
-        except ValueError as error:
-            raise HTTPException(400, str(error)) from error
-        except Gone:
-            raise HTTPException(499, "the client has gone.") from None
-        if isinstance(replies[0], StreamingResponse) and openai:
-            replies[0].body_iterator = finished(replies[0].body_iterator)
-        return replies[0] if len(replies) == 1 else JSONResponse(joined([json.loads(reply.body) for reply in replies], body.get("n") or 1))
+        if isinstance(replies[0], StreamingResponse):
+            replies[0].body_iterator = self.streamed(replies, askeds, body) if openai else replies[0].body_iterator
+            return replies[0]
+        if len(replies) == 1 and askeds[0].tap is None and not calls_one(body):
+            return replies[0]
+        answers = [json.loads(reply.body) for reply in replies]
+        for answer, asked in zip(answers, askeds):
+            if asked.tap is not None:
+                answer["choices"][0]["logprobs"] = self.logprobs(asked)([*asked.tap.prompt, *asked.tap.answer])
+            if calls_one(body):
+                answer["choices"][0]["message"] |= {"tool_calls": calls[:1]} if (calls := answer["choices"][0]["message"].get("tool_calls")) else {}
+        return JSONResponse(joined(answers, body.get("n") or 1))
+
+    def streamed(self, replies: list[Any], askeds: list[Asked], body: dict[str, Any]) -> Any:
+        """The events of one answer as transformers' server makes them, or those of several, with what it leaves out."""
+        stream, usage = replies[0].body_iterator, bool((body.get("stream_options") or {}).get("include_usage"))
+        if len(replies) > 1 or usage or askeds[0].tap is not None or calls_one(body):
+            answers = [Streamed(reply.body_iterator, asked.told, asked.tap and self.logprobs(asked), asked.leave, calls_one(body))
+                       for reply, asked in zip(replies, askeds)]
+            stream = in_turn(answers, body.get("n") or 1, usage)
+        return finished(stream, partial(described, 400))
+
+    def logprobs(self, asked: Asked) -> Callable[[list[Entry]], dict[str, Any]]:
+        """What tells those of an answer's next tokens as the API does that was asked."""
+        return partial(of_text, places=Places(self.words)) if "prompt" in asked.body else partial(of_chat, words=self.words)
 
 
 class Manager(GenerateManager):
     """Runs one request after the other. context: the longest text of the model, or None."""
 
-    def __init__(self, context: int | None, grammars: Grammars):
+    def __init__(self, context: int | None, grammars: Grammars, tokenizer: Any, words: Words):
         super().__init__()
-        self.context, self.grammars = context, grammars
+        self.context, self.grammars, self.tokenizer, self.words = context, grammars, tokenizer, words
 
     def generate_streaming(self, model, processor, inputs, gen_config, request_id, **parsing):
         asked = ASKED.get()
         queue, streamer = super().generate_streaming(model, processor, self.prepared(inputs, gen_config), gen_config, request_id, **parsing)
-        return (Raising if asked.streams_errors else Pieces)(queue, stops_of(asked.body), asked.echo), streamer
+        asked.cancel.append(streamer.cancel)
+        return (Raising if asked.openai else Pieces)(queue, stops_of(asked.body), self.echo(asked), asked.told), streamer
 
     async def generate_non_streaming(self, model, processor, inputs, gen_config, request_id):
         asked = ASKED.get()
         watched = {"streamer": Watching(asked.gone)} if (gen_config.num_beams or 1) == 1 else {}  # with beams there is no streamer
         text, *rest = await super().generate_non_streaming(model, processor, self.prepared(inputs, gen_config) | watched, gen_config, request_id)
-        return asked.echo + before(text, stops_of(asked.body)), *rest
+        kept = before(text, stops_of(asked.body))
+        if asked.tap is not None and len(kept) < len(text):
+            places = Places(self.words)(asked.tap.answer)
+            asked.tap.answer = [entry for entry, place in zip(asked.tap.answer, places) if place < len(kept)]
+        return self.echo(asked) + kept, *rest
+
+    def echo(self, asked: Asked) -> str:
+        """What an answer begins with: its prompt, where that is asked for."""
+        if not asked.body.get("echo"):
+            return ""
+        return asked.body["prompt"] if asked.ids is None else self.tokenizer.decode(asked.ids, skip_special_tokens=True)
 
     def prepared(self, inputs: Any, config: Any) -> dict[str, Any]:
-        """The arguments of `generate()`; ValueError for a prompt that leaves no room for an answer, for which there is no more than the context has."""
+        """The arguments of `generate()`, and `Answering`'s; ValueError for a prompt that leaves no room for an answer, for which there is no more than the context has."""
+        asked = ASKED.get()
+        if asked.ids is not None:  # in their place, where the lengths of prompts are read
+            ids = inputs["input_ids"].new_tensor([asked.ids])
+            for name in list(inputs):
+                inputs[name] = ids if name == "input_ids" else torch.full_like(ids, name == "attention_mask")
         prompt = inputs["input_ids"].shape[-1]
         if self.context:
             if (room := self.context - prompt) < 1:
                 raise ValueError(f"the prompt has {many(prompt, 'token')}, and this model reads {self.context} with its answer. Shorten the prompt.")
             config.max_new_tokens = min(config.max_new_tokens or room, room)
-        processors = processors_of(ASKED.get().body, prompt, self.grammars)
-        return {**inputs} | ({"logits_processor": processors} if processors else {})
+        processors = processors_of(asked.body, inputs["input_ids"][0], self.grammars)
+        return {**inputs} | ({"logits_processor": processors} if processors else {}) | ({} if asked.tap is None else {"tap": asked.tap})
 
 
 class Watching:
@@ -138,13 +203,6 @@ class Watching:
 
     def end(self) -> None:
         pass
-
-
-class Raising(Pieces):
-    def take(self, item: Any) -> None:
-        if type(item).__name__ == "_StreamError":
-            raise Failed(item.msg)
-        super().take(item)
 
 
 def heard(app: Callable[..., Any]) -> Callable[..., Any]:
@@ -171,17 +229,6 @@ async def heeding(answer: Any, gone: Event) -> Any:
         gone.set()
     leaving.cancel()
     return await working
-
-
-async def finished(stream: AsyncIterator[str]) -> AsyncIterator[str]:
-    """A stream of events that ends as the API's do, if need be with an error that clients can read."""
-    async with aclosing(stream):
-        try:
-            async for event in stream:
-                yield event
-        except Failed as error:
-            yield f"data: {json.dumps(described(400, str(error)))}\n\n"
-        yield "data: [DONE]\n\n"
 
 
 def joined(answers: list[dict[str, Any]], of_a_prompt: int) -> dict[str, Any]:
