@@ -30,13 +30,13 @@ ENCODER_DECODERS = COMPOSED | frozenset(
     "pegasus_x pix2struct plbart seamless_m4t seamless_m4t_v2 speech_to_text speecht5 switch_transformers t5 t5gemma t5gemma2 udop umt5 whisper".split())
 GO_ON = frozenset(  # from a state over several tokens as they do token by token
     "bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid inkling2_text inkling_text jamba kimi_linear lara_mini lfm2 lfm2_moe lfm3 mamba mamba2 nemotron_h "
-    "olmo_hybrid qwen3_5_moe_text qwen3_5_text qwen3_next zamba zamba2 zaya".split())
+    "olmo_hybrid qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma zamba zamba2 zaya".split())
 WRITES_LIKE = {  # where nothing but text has positions
     "qwen2_5_vl_text": "qwen2", "qwen2_vl_text": "qwen2", "qwen3_vl_moe_text": "qwen3_moe", "qwen3_vl_text": "qwen3", "qwen2_5_omni_text": "qwen2", "qwen3_omni_moe_text": "qwen3_moe",
     "glm4v_text": "glm4", "glm4v_moe_text": "glm4_moe", "glm_ocr_text": "glm4", "granite_docling_text": "granite", "granite4_vision_text": "granite", "molmo2_text": "qwen3",
     "emu3_text_model": "llama", "paddleocr_vl_text": "llama", "hunyuan_vl_text": "hunyuan_v1_dense"}
 HARD_CODED = {"glm_ocr_text": {"attention_bias": False}, "qwen3_vl_moe_text": {"norm_topk_prob": True}, "qwen3_omni_moe_text": {"norm_topk_prob": True}}  # whatever the config says
-GUIDED_OTHERWISE = frozenset(  # whose passes that guide plain generate() read a text otherwise than its others: count positions otherwise, or lose the cache or the mask
-    "bamba camembert data2vec-text falcon_mamba granite4_vision mamba roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl xmod".split())
+GUIDED_OTHERWISE = frozenset(  # whose passes that guide plain generate() read a text otherwise than its others: count positions otherwise, or lose the cache, its states or the mask
+    "bamba camembert data2vec-text falcon_mamba granite4_vision mamba recurrent_gemma roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl xmod".split())
 COUNTS_BY_MASK = {"opt"}  # where it is given no positions, others count padding, too
 LOOKS_AT_PADDING = {"git", "roformer"}  # where they are given no positions
