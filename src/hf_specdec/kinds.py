@@ -5,7 +5,10 @@ from __future__ import annotations
 OWN_MASK = {"bloom", "mpt", "gpt_neo"}
 OWN_WAYS = {"cpmant": "puts a prompt of its own before every pass",
             "blt": "groups its text into patches anew in every pass",
-            "xlm": "puts a mask token behind every pass", "prophetnet": "reads one token at a time from a cache",
+            "xlm": "gives one next token per pass, at a mask token that it puts behind the text",
+            "xlnet": "gives one next token per pass, before which its whole text looks at itself in both directions",
+            "reformer": "goes on from what it keeps one token at a time, and hashes a whole text by all that is in it (LSH attention)",
+            "prophetnet": "reads one token at a time from a cache, and gives a token other logits among several",
             "fsmt": "masks nothing in a pass with a cache, so that a token would see those drafted behind it",
             "idefics": "is shown its images anew with every token",
             **dict.fromkeys(("kyutai_speech_to_text", "voxtral_realtime"), "hears another piece of the sound with every token"),
