@@ -339,6 +339,7 @@ OWN_CACHES = [
     Family("MiniMax", "minimax", dict(_LLAMA, **_MOE, head_dim=8, block_size=8, layer_types=_DELTA["layer_types"])),
     Family("RWKV", "rwkv", dict(vocab_size=VOCAB, hidden_size=32, attention_hidden_size=32, num_hidden_layers=2, context_length=512)),
     Family("xLSTM", "xlstm", dict(vocab_size=VOCAB, hidden_size=128, embedding_dim=128, num_hidden_layers=2, num_blocks=2, num_heads=2)),
+    Family("CPM-Ant", "cpmant", dict(vocab_size=VOCAB, hidden_size=32, num_attention_heads=4, dim_head=8, dim_ff=48, num_hidden_layers=2, prompt_length=3, prompt_types=3), spread=0.6),
     Family("OpenAI GPT", "openai-gpt", dict(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=512)),
 ]
 if torch.__version__ < "2.8":  # whose scatter takes no int32, which their own code gives it
@@ -359,7 +360,6 @@ _PART = dict(_GEMMA, hidden_size_per_layer_input=0, vocab_size_per_layer_input=0
 # What reads its text in a way of its own
 OWN_WAYS = [
     ("BLT", "blt", dict(encoder_hash_byte_group_vocab=8, patcher_config=_BYTES, encoder_config=_BYTES, decoder_config=_BYTES, global_config=_BYTES)),
-    ("CPM-Ant", "cpmant", dict(vocab_size=VOCAB, hidden_size=32, num_attention_heads=4, dim_head=8, dim_ff=48, num_hidden_layers=1)),
     ("Gemma 4 (assistant)", "gemma4_assistant", dict(text_config=_PART, backbone_hidden_size=32)),
     ("Gemma 4 Unified (assistant)", "gemma4_unified_assistant", dict(text_config=_PART, backbone_hidden_size=32)),
     ("ProphetNet (its decoder)", "prophetnet", dict(_UNSPECIAL, vocab_size=VOCAB, hidden_size=32, num_decoder_layers=1, num_decoder_attention_heads=4,

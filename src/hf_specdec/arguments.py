@@ -179,6 +179,9 @@ def check_call(model, input_ids, processors, generation, model_kwargs: dict, tra
     _check_way_of_decoding(lambda name: getattr(generation, name, None), own)
     _check_cache_implementation(generation.cache_implementation, own)
     check_per_token(generation, traits, len(input_ids))
+    if generation.use_cache is False and model.config.model_type == "cpmant":
+        raise ValueError(f"use_cache=False: without its cache {type(model).__name__} lets every token look at those behind it, in plain generate(), so its passes cannot be ours. "
+                         f"Drop it, or use speculative=False.")
     cache, cached = model_kwargs.get(compat.CACHE), 0
     if cache is not None and traits.encoder != "own":
         if generation.use_cache is False:

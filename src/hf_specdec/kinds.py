@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 OWN_MASK = {"bloom", "mpt", "gpt_neo"}
-OWN_WAYS = {"cpmant": "puts a prompt of its own before every pass",
-            "blt": "groups its text into patches anew in every pass",
+OWN_WAYS = {"blt": "groups its text into patches anew in every pass",
             "xlm": "gives one next token per pass, at a mask token that it puts behind the text",
             "xlnet": "gives one next token per pass, before which its whole text looks at itself in both directions",
             "reformer": "goes on from what it keeps one token at a time, and hashes a whole text by all that is in it (LSH attention)",
@@ -17,6 +16,7 @@ OWN_WAYS = {"cpmant": "puts a prompt of its own before every pass",
             **dict.fromkeys(("musicgen_decoder", "musicgen_melody_decoder"), "writes several codebooks by a generate of its own")}
 OWN_WAYS_BEFORE = {  # transformers 5.24
     **dict.fromkeys(("big_bird", "doge", "megatron-bert", "rembert", "roformer"), "may read its prompt in both directions before transformers 5.24"),
+    "cpmant": "puts a prompt of its own before every pass",
     "moshi": "keeps its window by a cache that forgets",
     "git": "may make its positions itself before transformers 5.24",
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "hy_v4"), "keeps keys of its own beside the cache before transformers 5.24"),
