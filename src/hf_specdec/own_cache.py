@@ -1,5 +1,5 @@
 """Models that keep what they have read in a way of their own: keys compressed by groups (DeepSeek-V4), keys of an indexer beside states (Qwen4-Exp, GLM-5.3, MiniMax-M3), layers
-that run several times (Inkling 2). Their cache is the one that plain generate gives them, or one that they make themselves (MiniMax, RWKV, xLSTM); OpenAI GPT has none and
+that run several times (Inkling 2). Their cache is the one that plain generate gives them, or one that they make themselves (MiniMax, RWKV, xLSTM, CPM-Ant); OpenAI GPT has none and
 reads its text again in every pass, as it does in plain generate.
 
 Nothing is taken out of it again. Passes go on from a copy, so that the cache as it was before is there still: after a rejected token it takes that one's place, and
