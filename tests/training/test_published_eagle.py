@@ -19,7 +19,7 @@ from hf_specdec.training.export import export
 from tests.conformance import law
 
 from ..helpers import FULL, OLD_TORCH, generated, plain, small_vocabulary_llama, speculate, tiny_llama
-from .test_published import HEADS, IDS, KV, ROWS, H, V, check_against, eagle, eagle3, layer, mlp, norm, part, random, rotated, write
+from .test_published import HEADS, IDS, KV, ROWS, THETA, H, V, check_against, eagle, eagle3, layer, mlp, norm, part, random, rotated, write
 
 D = H // HEADS
 
@@ -90,7 +90,7 @@ def test_windows_are_refused(deep, tmp_path):
 
 def test_rotary_embeddings_of_each_type_of_layers_and_of_parts_of_a_head(deep, tmp_path):
     """Speculators takes those of windows for all layers."""
-    tensors, rope = made(deep, 1, True), {"rope_type": "default", "rope_theta": 10000.0}
+    tensors, rope = made(deep, 1, True), {"rope_type": "default", "rope_theta": THETA}
     both = {"sliding_attention": rope, "full_attention": {**rope, "rope_theta": 7.0}}
     own = {"model_type": "qwen3", "hidden_size": H, "head_dim": D, "rope_theta": None, "rope_parameters": both}
     check_against(forward, deep, tensors, write(tmp_path / "both", tensors, speculators_model_type="eagle3", transformer_layer_config=own), (1, 3, 4))

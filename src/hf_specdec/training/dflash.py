@@ -180,8 +180,9 @@ def _refiner(folder: Path, config: dict, tensors: dict[str, torch.Tensor], head:
         raise ValueError(f"{folder}: config.json says xpress_mixer_format={config['xpress_mixer_format']}, which is not read.")
     own = _part(tensors, "refiner_head.") or {_renamed(name): tensor for name, tensor in _part(tensors, "xpress_head.").items()}
     _part(tensors, "candidate_selector.")
-    table, gate = own.get("token_embed.weight", torch.empty(0, 0)), own.get("mlp_gate.weight", torch.empty(0, 0))
-    made = Refiner(len(table), config["hidden_size"], table.shape[1], len(gate), int(config.get("block_size", 16)), None if head is None else head.ids)
+    table, gate = (own.get(f"{name}.weight", torch.empty(1, 1)) for name in ("token_embed", "mlp_gate"))
+    with torch.device("meta"):
+        made = Refiner(len(table), config["hidden_size"], table.shape[1], len(gate), int(config.get("block_size", 16)), None if head is None else head.ids)
     fit(folder, made, own, assign=True)
     return made.eval().requires_grad_(False)
 
