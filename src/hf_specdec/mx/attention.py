@@ -13,7 +13,7 @@ from .kernels import cpu
 
 NAME, FEW_NAME, EAGER_NAME = "hf_specdec_rows", "hf_specdec_few", "hf_specdec_few_eager"
 HARMLESS = ("position_ids", "cache_position")  # tensors that attention functions are passed and do not look at
-FEW = 64  # queries per row up to which the kernel is the faster one; of products of pairs, for any number
+FEW = 64  # queries per row up to which the kernel is the faster one; in bfloat16 on AVX-512, for any number
 
 
 def rows_attention(
@@ -134,7 +134,7 @@ def forward_few(module, query, key, value, attention_mask, dropout=0.0, scaling=
     """What "sdpa" computes: by the kernel on a CPU, for as many queries a row as it is the faster one for, by torch's
     `scaled_dot_product_attention` otherwise."""
     prompt = torch.compiler.is_compiling() and query.shape[2] == key.shape[2]  # one function serves every length: nothing may depend on it
-    few = kernel.by_pairs(query.dtype) or not prompt and query.shape[2] <= FEW
+    few = kernel.for_any_number(query.dtype) or not prompt and query.shape[2] <= FEW
     few = few and query.device.type == "cpu" and query.dtype in cpu.DTYPES
     if few and not dropout and kwargs.get("position_bias") is None and kwargs.get("cache") is None and not torch.is_grad_enabled():
         return forward(module, query, key, value, attention_mask, scaling=scaling, is_causal=is_causal)
@@ -143,7 +143,7 @@ def forward_few(module, query, key, value, attention_mask, dropout=0.0, scaling=
 
 def forward_eager(module, query, key, value, attention_mask, scaling=None, dropout=0.0, softcap=None, s_aux=None, **kwargs) -> tuple[torch.Tensor, Any]:
     """What the "eager" of a model without "sdpa" computes: by the kernel on a CPU (capped scores and sinks, too), else by the model's own function."""
-    few = kernel.by_pairs(query.dtype) or query.shape[2] <= FEW
+    few = kernel.for_any_number(query.dtype) or query.shape[2] <= FEW
     few = few and query.device.type == "cpu" and query.dtype in cpu.DTYPES and attention_mask is not None
     weights = kwargs.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False)  # the kernel has none to give
     told = all(name in HARMLESS for name, part in kwargs.items() if torch.is_tensor(part))  # LongT5 and Inkling add to the scores

@@ -13,11 +13,10 @@ _BYTES = 3
 MASKS = (*DTYPES, torch.bool)
 
 
-def by_pairs(dtype: torch.dtype) -> bool:
-    """Whether products are of bfloat16 pairs (csrc/attention_avx512_bf16.c): then the kernel is faster than torch's for any number of queries."""
-    if torch.compiler.is_compiling():  # the path has been chosen before
-        return dtype == torch.bfloat16 and current_path() == "avx512_bf16"
-    return dtype == torch.bfloat16 and library() is not None and PATHS[kernel_path()] == "avx512_bf16"
+def for_any_number(dtype: torch.dtype) -> bool:
+    """Whether the kernel is faster than torch's for any number of queries: in bfloat16 on AVX-512."""
+    path = current_path() if torch.compiler.is_compiling() or library() is None else PATHS[kernel_path()]  # chosen before anything is compiled
+    return dtype == torch.bfloat16 and path in ("avx512f", "avx512_bf16")
 
 
 def takes(*tensors: torch.Tensor) -> bool:
