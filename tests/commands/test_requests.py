@@ -35,7 +35,7 @@ OF_SCHEMA = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEM
     ({"previous_response_id": "1"}, "send the whole conversation"), ({"tools": [{}]}, "tools: the chat template of this model"),
     ({"response_format": {"type": "xml"}}, "response_format"), ({"response_format": "json"}, "response_format"), ({"response_format": {"type": "json_schema"}}, "response_format"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}}, "response_format"),
-    ({"n": 129}, "n: 129 answers"), ({"n": 10**9, "stream": True}, "n: "), ({"n": 3, "prompt": ["a"] * 700}, "n: 3 answers to each of 700 prompts"),
+    ({"stop": ["a" * 500, "b" * 501]}, "stop: texts of 1001 characters"), ({"n": 129}, "n: 129 answers"), ({"n": 10**9, "stream": True}, "n: "), ({"n": 3, "prompt": ["a"] * 700}, "n: 3 answers to each of 700 prompts"),
     ({"text": "a"}, "text: expected an object"), ({"tools": 5}, "tools: expected a list"), ({"include": 5}, "include"), ({"instructions": 5}, "instructions"),
     ({"chat_template_kwargs": 5}, "chat_template_kwargs"), ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs: tokenize is said by the server"),
     ({"generation_config": 5}, "generation_config"), ({"generation_config": "["}, "generation_config"), ({"generation_config": "[]"}, "generation_config: expected a JSON object"),

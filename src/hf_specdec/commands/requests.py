@@ -20,6 +20,7 @@ NOT_DONE = {"suffix": "", "audio": "", "web_search_options": "", "background": "
             "previous_response_id": ": send the whole conversation as input", "functions": ": say tools"}  # and what to do instead
 COUNTS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n", "best_of")
 RANGES = {"temperature": (0, float("inf")), "top_p": (0, 1), "presence_penalty": (-2, 2), "frequency_penalty": (-2, 2)}
+STOPS = 1000  # characters of stop strings: before it writes, transformers spends 7 s on so many and 49,000 tokens of a vocabulary
 WHITESPACE = 32  # between two signs of JSON: enough to indent it; small models write it without end where they may
 OURS = ("frequency_penalty", "logit_bias")  # which transformers' server reads otherwise than the API means them
 
@@ -45,6 +46,8 @@ def check(body: dict[str, Any], template: Any, form: str | None = None, size: in
         raise ValueError("best_of: this server does not choose among answers; leave it out, or make it n.")
     if not all(isinstance(text, str) and text for text in stops_of(body)):
         raise ValueError(f"stop: expected a text or a list of texts, none of them empty, got {body['stop']!r}.")
+    if (length := sum(map(len, stops_of(body)))) > STOPS:
+        raise ValueError(f"stop: texts of {length} characters, {STOPS} at most; every token of the vocabulary is compared with each place in them.")
     check_count(body.get("n") or 1, len(prompts_of(body)))
     for (token,) in bias_of(body) if size else ():
         if not 0 <= token < size:
