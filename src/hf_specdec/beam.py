@@ -145,7 +145,7 @@ class BeamCall(Call):
         target = CachedModel(self.model, limit, "target", self.traits, self.source)
         target.look(self.media)
         if asked := asked_for(generation):
-            target.per_token = BeamStates(asked, target.cache.plan, self.columns, self.input_ids.shape[1], self.max_new, self.windows, "" if self.source is None else "decoder_")
+            target.per_token = BeamStates(asked, target.cache.plan, self.columns, self.input_ids.shape[1], self.max_new, self.windows, "" if self.source is None else "decoder_", self.streams_first)
         context = Context([], longest, self.traits.vocab_size, compat.device_of(self.model), Sampler.greedy(), _no_noise, self.source, self._stop(), target,
                           media=self.media, agree=self.agree)
         trace = SpeculationTrace(self.decoder.settings(self.rule_name))

@@ -38,13 +38,14 @@ class BeamStates:
     """What is told of every pass in the place of a `PerToken`.
 
     asked: what a pass is told, so that it hands them out. columns, prompt: as of a `Step`, one row for every beam. windows: as of `Attentions`. role: what the names of
-    what a decoder puts out begin with.
+    what a decoder puts out begin with. first: as of `HiddenStates`.
     """
 
-    def __init__(self, asked: dict[str, bool], plan: SlotPlan, columns: list[list[int]], prompt: int, most: int, windows: Sequence[int | None] | None, role: str):
+    def __init__(self, asked: dict[str, bool], plan: SlotPlan, columns: list[list[int]], prompt: int, most: int, windows: Sequence[int | None] | None, role: str,
+                 first: bool = False):
         if windows is None and "output_attentions" in asked:
             raise ValueError("output_attentions=True: no layer of the target is attention. Drop it.")
-        self.asked, self.plan, self.windows, self.role = asked, plan, windows or (), role
+        self.asked, self.plan, self.windows, self.role, self.first = asked, plan, windows or (), role, first
         self.steps = steps(columns, prompt, 0, [most] * len(columns), whole=False)
         self.names = [f"{role}{name.removeprefix('output_')}" for name in asked] + ["cross_attentions"] * (bool(role) and "output_attentions" in asked)
         self.passes: list[Pass] = []
@@ -95,7 +96,7 @@ class BeamStates:
     def _states(self, name: str, layer: int, step: Step, found: list[Place]) -> torch.Tensor:
         """[beams, width, H], or with streams before or behind, as `HiddenStates` has them."""
         like = self.passes[-1].parts[name][layer]
-        at = 1 if like.ndim == 4 and like.shape[:2] != (len(self.passes[-1].starts), self.passes[-1].width) else 0  # where the rows are
+        at = 1 if like.ndim == 4 and self.first else 0  # where the rows are
         shape = [*like.shape]
         shape[at : at + 2] = len(found), step.width
         out = like.new_zeros(shape).movedim((at, at + 1), (0, 1))

@@ -21,6 +21,7 @@ from .drafts.base import Context, Draft
 from .drafts.vocabulary import check_vocabulary
 from .following import settle, that_follow
 from .guidance import Guided, guidance_of, without_guidance
+from .kinds import STREAMS_FIRST
 from .lockstep import agreement
 from .loop import SpeculativeLoop
 from .media import BY_COLUMNS, Embedded, Media, ahead, embedded
@@ -53,7 +54,7 @@ class Call:
         lengths.check_chunk(generation_config.prefill_chunk_size)
         shown = check_call(model, input_ids, processors, generation_config, model_kwargs, self.traits, self.config)
         self.source = Source.of(model, inputs_tensor, model_kwargs, len(input_ids), decoder.given) if self.traits.encoder == "own" else None
-        self.read = model_kwargs.get("encoder_outputs")
+        self.read, self.streams_first = model_kwargs.get("encoder_outputs"), compat.unwrap(model).config.get_text_config().model_type in STREAMS_FIRST
         mask = model_kwargs.get(self.traits.mask_name)
         mask = torch.ones_like(input_ids) if mask is None else mask[:, -input_ids.shape[1]:]
         self.columns = [keep.nonzero()[:, 0].tolist() for keep in mask.bool()]  # of every row, what is not padding
@@ -121,7 +122,7 @@ class Call:
         cached, asked = cached_tokens(self.cache) if self.given else 0, asked_for(generation)
         target = self._target(limit, False if asked else self.config.compile)
         anew = generation.use_cache is False or MADE.get(compat.unwrap(self.model).config.model_type) == ""
-        target.per_token = PerToken.of(asked, target.cache.plan, batch, cached, self.windows, self.source and self.read, anew)
+        target.per_token = PerToken.of(asked, target.cache.plan, batch, cached, self.windows, self.source and self.read, anew, self.streams_first)
         if cached:
             target.load(self.cache, self.columns, cached)
         if cached or self.by_columns:

@@ -18,20 +18,21 @@ _INSIDE, _FIRST = (0, 2, 1, 3), (1, 0, 2, 3)  # where rows, streams, places and 
 
 
 class HiddenStates:
-    """plan: of the target's cache. ended: by row, what is known of those that have left the call.
+    """plan: of the target's cache. first: whether streams come before rows in what a pass puts out, where there are several. ended: by row, what is known of those that
+    have left the call.
 
     layers: one for every tensor that transformers hands out for a pass; states [B, streams, slots, H], of nearly all models in one stream.
     """
 
-    def __init__(self, plan: SlotPlan, rows: int):
-        self.plan, self.rows, self.layers = plan, list(range(rows)), []
+    def __init__(self, plan: SlotPlan, rows: int, first: bool = False):
+        self.plan, self.rows, self.layers, self.order = plan, list(range(rows)), [], _FIRST if first else _INSIDE
         self.ended: dict[int, list[torch.Tensor]] = {}
         self.orders: list[tuple | None] = []  # per layer; None: there are no streams
 
     def update(self, states: tuple[torch.Tensor, ...], starts: list[int]) -> None:
         """Keep what the planned block put out, per layer [B, L, H], or [streams, B, L, H] (Gemma 3n), or [B, L, streams, H] (HY v4)."""
-        self.layers, block = self.layers or [SlotLayer(self.plan) for _ in states], (len(self.rows), self.plan.width)
-        self.orders = [None if own.ndim == 3 else _INSIDE if own.shape[:2] == block else _FIRST for own in states]
+        self.layers = self.layers or [SlotLayer(self.plan) for _ in states]
+        self.orders = [None if own.ndim == 3 else self.order for own in states]
         for layer, own, order in zip(self.layers, states, self.orders):
             own = own[:, None, -self.plan.width :] if order is None else own.permute(order)  # OpenAI GPT puts out its whole text
             layer.update(own, own[..., :0])

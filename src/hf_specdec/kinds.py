@@ -42,4 +42,5 @@ HARD_CODED = {"glm_ocr_text": {"attention_bias": False}, "qwen3_vl_moe_text": {"
 GUIDED_OTHERWISE = frozenset(  # whose passes that guide plain generate() read a text otherwise than its others: count positions otherwise, or lose the cache, its states or the mask
     "bamba camembert data2vec-text falcon_mamba granite4_vision mamba recurrent_gemma roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl xmod".split())
 COUNTS_BY_MASK = {"opt"}  # where it is given no positions, others count padding, too
+STREAMS_FIRST = {"gemma3n_text"}  # before rows, in their hidden states; where others have several streams, they come behind places
 LOOKS_AT_PADDING = {"git", "roformer"}  # where they are given no positions

@@ -21,15 +21,16 @@ class PerToken:
         self.parts, self.asked, self.cached, self.whole, self.read = parts, asked, cached, whole, read
 
     @classmethod
-    def of(cls, asked: dict[str, bool], plan: SlotPlan, rows: int, cached: int, windows: tuple[int | None, ...] | None, read: Any, whole: bool) -> PerToken | None:
+    def of(cls, asked: dict[str, bool], plan: SlotPlan, rows: int, cached: int, windows: tuple[int | None, ...] | None, read: Any, whole: bool,
+           first: bool = False) -> PerToken | None:
         """What a call asks for, as `asked_for` has it; None for nothing. windows: as of `Attentions`; None where no layer is attention. read: what an encoder has put out;
-        None without one. whole: as `PerToken` has it. ValueError for attentions where there are none."""
+        None without one. whole: as `PerToken` has it; first: as `HiddenStates`. ValueError for attentions where there are none."""
         if not asked:
             return None
         if windows is None and "output_attentions" in asked:
             raise ValueError("output_attentions=True: no layer of the target is attention. Drop it.")
         role = "" if read is None else "decoder_"
-        parts = {f"{role}hidden_states": HiddenStates(plan, rows)} if "output_hidden_states" in asked else {}
+        parts = {f"{role}hidden_states": HiddenStates(plan, rows, first)} if "output_hidden_states" in asked else {}
         if "output_attentions" in asked:
             parts |= {f"{role}attentions": Attentions(plan, rows, windows or ())} | ({"cross_attentions": Attentions(plan, rows, windows=None)} if role else {})
         found = read if isinstance(read, dict) else {}

@@ -34,14 +34,21 @@ OF_SCHEMA = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEM
     ({"suffix": "."}, "suffix"), ({"functions": [{}]}, "functions: this server does not do that: say tools"),
     ({"previous_response_id": "1"}, "send the whole conversation"), ({"tools": [{}]}, "tools: the chat template of this model"),
     ({"response_format": {"type": "xml"}}, "response_format"), ({"response_format": "json"}, "response_format"), ({"response_format": {"type": "json_schema"}}, "response_format"),
-    ({"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}}, "response_format")], ids=str)
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}}, "response_format"),
+    ({"stop": ["a" * 500, "b" * 501]}, "stop: texts of 1001 characters"), ({"n": 129}, "n: 129 answers"), ({"n": 10**9, "stream": True}, "n: "), ({"n": 3, "prompt": ["a"] * 700}, "n: 3 answers to each of 700 prompts"),
+    ({"text": "a"}, "text: expected an object"), ({"tools": 5}, "tools: expected a list"), ({"include": 5}, "include"), ({"instructions": 5}, "instructions"),
+    ({"chat_template_kwargs": 5}, "chat_template_kwargs"), ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs: tokenize is said by the server"),
+    ({"generation_config": 5}, "generation_config"), ({"generation_config": "["}, "generation_config"), ({"generation_config": "[]"}, "generation_config: expected a JSON object"),
+    ({"seed": 2**63}, "seed: expected an int of 64 bits"), ({"temperature": 1e-320}, "temperature"), ({"temperature": 10**400}, "temperature"), ({"prompt": "a\ud83d"}, "half a character"),
+    ({"logit_bias": {"5": float("nan")}}, "logit_bias: .*finite"), ({"logit_bias": {"5": 10**400}}, "logit_bias"), ({"logit_bias": {"300": 1}}, "logit_bias: token id 300 is not from 0 to 256")], ids=lambda each: str(each)[:50])
 def test_what_cannot_be_done_is_refused_by_name(said, message):
     with pytest.raises(ValueError, match=message):
-        check(said, TEMPLATE)
+        check(said, TEMPLATE, size=257)
 
 
 @pytest.mark.parametrize("said", [
-    {}, {"n": 1, "logprobs": False, "top_logprobs": 0, "suffix": None, "stop": None, "stream": True, "seed": 0, "logit_bias": None, "response_format": None, "text": None, "best_of": 1},
+    {}, {"tools": None, "text": None, "chat_template_kwargs": None, "generation_config": None}, {"n": 128, "prompt": ["a"] * 16}, {"chat_template_kwargs": {"thinking": True}, "generation_config": "{}"},
+    {"seed": -(2**63), "temperature": 1e-9, "logit_bias": {"256": -100}}, {"n": 1, "logprobs": False, "top_logprobs": 0, "suffix": None, "stop": None, "stream": True, "seed": 0, "logit_bias": None, "response_format": None, "text": None, "best_of": 1},
     {"temperature": 0, "top_p": 1, "presence_penalty": -2, "frequency_penalty": 2.0, "max_tokens": 1, "stop": "a", "logit_bias": {"5": -100}, "response_format": {"type": "text"}},
     {"tools": [{}], "tool_choice": "none"}, {"tools": [], "tool_choice": "required"}, {"n": 3, "stream": False}], ids=str)
 def test_what_means_nothing_or_can_be_done_is_not(said):
@@ -53,7 +60,7 @@ def test_tools_are_for_templates_that_show_them():
     check({"tools": [{}]}, {"default": TEMPLATE})  # several templates: which one is meant is not known
 
 
-@pytest.mark.parametrize("messages", [None, [], "hello", ["hello"], [{"content": "hello"}], [{"role": "user", "content": 5}], [{"role": "user", "content": [{"text": "hello"}]}], [{"role": "assistant", "tool_calls": ["f"]}],
+@pytest.mark.parametrize("messages", [None, [], "hello", ["hello"], [{"content": "hello"}], [{"role": "user", "content": 5}], [{"role": "user", "content": [{"text": "hello"}]}], [{"role": "user", "content": [{"type": "text"}]}], [{"role": "user", "content": [{"type": "text", "text": 5}]}], [{"role": "assistant", "tool_calls": 5}], [{"role": "assistant", "tool_calls": ["f"]}],
                                       [{"role": "assistant", "tool_calls": [{"id": "1"}]}], [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]], ids=str)
 def test_what_is_no_conversation_is_refused(messages):
     with pytest.raises(ValueError, match="messages: "):
@@ -66,7 +73,7 @@ def test_what_is_no_prompt_is_refused(prompt):
         check_prompt({"prompt": prompt}, 8)
 
 
-@pytest.mark.parametrize("said", [None, "", [], 5, ["hello"]], ids=str)
+@pytest.mark.parametrize("said", [None, "", [], 5, ["hello"], [{"role": "user", "content": 5}]], ids=str)
 def test_what_is_no_input_is_refused(said):
     with pytest.raises(ValueError, match="input: "):
         check_input({"input": said})

@@ -42,7 +42,7 @@ def test_whose_calls_can_be_forced():
 
 @pytest.mark.parametrize("said, form, message", [
     ({"tool_choice": "required"}, None, "tool_choice: 'auto' or 'none'"), ({"tool_choice": "any"}, "json", "tool_choice: \"none\""), ({"tool_choice": {"type": "function"}}, "json", "tool_choice"),
-    ({"tool_choice": {"function": 5}}, "json", "tool_choice"), ({"tool_choice": {"function": {"name": "rain"}}}, "json", "'rain' is none of the tools, which are 'weather', 'clock'"),
+    ({"tool_choice": {"function": 5}}, "json", "tool_choice"), ({"tool_choice": {"function": {"name": ["f"]}}}, "json", "tool_choice"), ({"tool_choice": {"function": {"name": "rain"}}}, "json", "'rain' is none of the tools, which are 'weather', 'clock'"),
     ({"tool_choice": "required", "tools": [{"type": "web_search"}]}, "json", "tools: a forced call"), ({"tool_choice": "required", "tools": ["weather"]}, "json", "tools: a forced call"),
     ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "json", "leave out response_format"),
     ({"input": "a", "parallel_tool_calls": False}, "json", "parallel_tool_calls")], ids=str)

@@ -79,6 +79,21 @@ def test_beside_what_is_shown(line):
     alike(model.generate(**inputs, **WANTED, speculative=True, assistant_model=ModelDraft(perturbed(model, 0.02))), theirs, inputs["attention_mask"])
 
 
+@pytest.mark.parametrize("beams", [1, 2])
+def test_of_as_many_streams_as_rows_and_places(beams):
+    """Shapes alone do not say which are which."""
+    line = next(line for line in FAMILIES if line.name == "Gemma 3n (text)")
+    model, options = enabled(line.model("eager")), WANTED | dict(num_beams=beams)
+    assert model.config.altup_num_inputs == 2
+    inputs = padded(repetitive(*[9] * (3 - beams)))
+    theirs = model.generate(**inputs, **options)
+    ours = model.generate(**inputs, **options, speculative=True, num_assistant_tokens=1)
+    assert torch.equal(ours.sequences, theirs.sequences) and ours.speculation.proposed
+    for own, other in zip(ours.hidden_states, theirs.hidden_states, strict=True):
+        for part, wanted in zip(own, other, strict=True):
+            torch.testing.assert_close(part, wanted, atol=2e-3, rtol=0)
+
+
 def test_rows_that_have_ended_have_zeros():
     alike(*per_token.with_rows_that_end(WANTED, tiny_llama()))
 
@@ -141,9 +156,9 @@ def test_behind_caches_of_their_own_kind(line):
         alike(ours, theirs, torch.ones_like(ids))
 
 
-def test_beams_and_attentions_of_caches_of_their_own_kind_are_refused_by_name():
-    with pytest.raises(ValueError, match="output_hidden_states=True: not available of num_beams=2 beams.*speculative=False"):
-        enabled(tiny_llama()).generate(**padded(ROWS[:1]), **WANTED, num_beams=2, speculative=True)
+def test_beams_without_a_cache_and_attentions_of_caches_of_their_own_kind_are_refused_by_name():
+    with pytest.raises(ValueError, match="output_hidden_states=True: not available of num_beams=2 beams with use_cache=False.*speculative=False"):
+        enabled(tiny_llama()).generate(**padded(ROWS[:1]), **WANTED, num_beams=2, use_cache=False, speculative=True)
     for line in OWN_CACHES[:1] if GOES_ON and CACHE == "cache" else ():
         with pytest.raises(ValueError, match="output_attentions=True: not available of a model whose cache is of its own kind.*speculative=False"):
             enabled(line.model("eager")).generate(**padded(ROWS[:1]), **WANTED, output_attentions=True, speculative=True)

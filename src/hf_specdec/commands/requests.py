@@ -6,18 +6,21 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from importlib.util import find_spec
+from math import inf, isfinite
 from typing import Any
 
 import torch
 from transformers import LogitsProcessor
 
 from .logprobs import check_logprobs
+from .shapes import check_content, check_count, check_shapes, is_number
 from .tools import check_tools, tag_of
 
 NOT_DONE = {"suffix": "", "audio": "", "web_search_options": "", "background": "", "conversation": ": send the whole of it as input",
             "previous_response_id": ": send the whole conversation as input", "functions": ": say tools"}  # and what to do instead
 COUNTS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n", "best_of")
 RANGES = {"temperature": (0, float("inf")), "top_p": (0, 1), "presence_penalty": (-2, 2), "frequency_penalty": (-2, 2)}
+STOPS = 1000  # characters of stop strings: before it writes, transformers spends 7 s on so many and 49,000 tokens of a vocabulary
 WHITESPACE = 32  # between two signs of JSON: enough to indent it; small models write it without end where they may
 OURS = ("frequency_penalty", "logit_bias")  # which transformers' server reads otherwise than the API means them
 
@@ -25,8 +28,9 @@ OURS = ("frequency_penalty", "logit_bias")  # which transformers' server reads o
 # --- bad requests -----------------------------------------------------------------------------------------------------
 
 
-def check(body: dict[str, Any], template: Any, form: str | None = None) -> None:
-    """ValueError for a request that cannot be answered as it is meant. template: the model's chat template, or None; form: in which it calls tools."""
+def check(body: dict[str, Any], template: Any, form: str | None = None, size: int | None = None) -> None:
+    """ValueError for a request that cannot be answered as it is meant. template: the model's chat template, or None; form: in which it calls tools; size: of its vocabulary."""
+    check_shapes(body)
     for name, instead in NOT_DONE.items():
         if body.get(name):
             raise ValueError(f"{name}: this server does not do that{instead or '; leave it out'}.")
@@ -42,14 +46,14 @@ def check(body: dict[str, Any], template: Any, form: str | None = None) -> None:
         raise ValueError("best_of: this server does not choose among answers; leave it out, or make it n.")
     if not all(isinstance(text, str) and text for text in stops_of(body)):
         raise ValueError(f"stop: expected a text or a list of texts, none of them empty, got {body['stop']!r}.")
-    if not isinstance(body.get("stream_options") or {}, dict):
-        raise ValueError(f"stream_options: expected an object, got {body['stream_options']!r}.")
-    bias_of(body), schema_of(body), check_logprobs(body)
+    if (length := sum(map(len, stops_of(body)))) > STOPS:
+        raise ValueError(f"stop: texts of {length} characters, {STOPS} at most; every token of the vocabulary is compared with each place in them.")
+    check_count(body.get("n") or 1, len(prompts_of(body)))
+    for (token,) in bias_of(body) if size else ():
+        if not 0 <= token < size:
+            raise ValueError(f"logit_bias: token id {token} is not from 0 to {size - 1}, as this model's are.")
+    schema_of(body), check_logprobs(body)
     check_tools(body, template, form)
-
-
-def is_number(value: Any, *kinds: type) -> bool:
-    return isinstance(value, kinds) and not isinstance(value, bool)
 
 
 def check_messages(body: dict[str, Any]) -> None:
@@ -57,11 +61,10 @@ def check_messages(body: dict[str, Any]) -> None:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) and isinstance(each.get("role"), str) for each in messages):
         raise ValueError("messages: expected a list of one message or more, each an object with a role and a content.")
-    for content in (each.get("content") for each in messages):
-        if not (content is None or isinstance(content, str) or isinstance(content, list) and all(isinstance(part, dict) and "type" in part for part in content)):
-            raise ValueError("messages: a content is a text, or a list of parts, each an object with its type.")
-    for call in (call for each in messages for call in each.get("tool_calls") or []):
-        if not is_call(call.get("function", call) if isinstance(call, dict) else None):
+    for each in messages:
+        check_content("messages", each.get("content"))
+    for calls in (each.get("tool_calls") or [] for each in messages):
+        if not isinstance(calls, list) or not all(is_call(call.get("function", call) if isinstance(call, dict) else None) for call in calls):
             raise ValueError('messages: tool_calls are objects with {"function": {"name": ..., "arguments": ...}}, whose arguments are a JSON object as text.')
 
 
@@ -78,6 +81,8 @@ def check_input(body: dict[str, Any]) -> None:
     said = body.get("input")
     if not said or not (isinstance(said, str) or isinstance(said, list) and all(isinstance(each, dict) for each in said)):
         raise ValueError("input: expected a text, or a list of messages and other items, not an empty one.")
+    for each in said if isinstance(said, list) else ():
+        check_content("input", each.get("content"))
 
 
 def check_prompt(body: dict[str, Any], size: int) -> None:
@@ -111,9 +116,12 @@ def stops_of(body: dict[str, Any]) -> list[Any]:
 def bias_of(body: dict[str, Any]) -> dict[tuple[int], float]:
     """`logit_bias` as generate()'s sequence_bias."""
     try:
-        return {(int(token),): float(value) for token, value in (body.get("logit_bias") or {}).items()}
-    except (AttributeError, TypeError, ValueError):
-        raise ValueError(f"logit_bias: expected an object of token ids and numbers, got {body['logit_bias']!r}.") from None
+        found = {(int(token),): float(value) for token, value in (body.get("logit_bias") or {}).items()}
+    except (AttributeError, OverflowError, TypeError, ValueError):
+        found = {(): inf}
+    if not all(map(isfinite, found.values())):
+        raise ValueError(f"logit_bias: expected an object of token ids and finite numbers, got {body['logit_bias']!r}.")
+    return found
 
 
 def schema_of(body: dict[str, Any]) -> str | None:

@@ -105,7 +105,7 @@ class Around:
 
         askeds: list[Asked] = []
         try:
-            check_own(body), check(body, self.template, self.form)
+            check_own(body), check(body, self.template, self.form, self.size)
             askeds += [Asked.of(single, openai) for single in singles(body)]
             replies = []
             for asked in askeds:

@@ -52,7 +52,7 @@ def forced(body: dict[str, Any]) -> list[dict[str, Any]] | None:
     if choice == "required":
         return list(functions.values())
     name = choice.get("function", choice).get("name") if isinstance(choice, dict) and isinstance(choice.get("function", choice), dict) else None
-    if name is None:
+    if not isinstance(name, str):
         raise ValueError(f'tool_choice: "none", "auto", "required", or {{"type": "function", "function": {{"name": ...}}}}, got {choice!r}.')
     if name not in functions:
         raise ValueError(f"tool_choice: {name!r} is none of the tools, which are {', '.join(map(repr, functions))}.")
