@@ -174,7 +174,8 @@ def _tensors(target: PreTrainedModel, source: str, layout: Layout) -> dict[str, 
 
 
 def _path(target: PreTrainedModel, source: str, name: str) -> str | None:
-    """That of a file of the checkpoint, fetched if need be, at the commit that the target was loaded from; None where it has none of that name."""
+    """That of a file of the checkpoint, fetched if need be, at the commit that the target was loaded from where its config says which (5.24's does not), else at its newest;
+    None where it has none of that name."""
     commit = getattr(target.config, "_commit_hash", None)
     try:
         return cached_file(source, name, revision=commit or "main", _raise_exceptions_for_missing_entries=False)
