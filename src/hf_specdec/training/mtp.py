@@ -1,5 +1,6 @@
 """The multi-token-prediction module that a checkpoint ships with (DeepSeek-V3, GLM-4-MoE and their kin; arXiv 2412.19437, section 2.2) as a feature
-drafter. transformers leaves these weights out when it loads the model, and reads them with `MtpModel`, in the versions that have it."""
+drafter. transformers leaves these weights out when it loads the model, and reads them with `MtpModel`, in the versions that have it. Those that it has no class for are
+read by `mtp_layouts`."""
 
 from __future__ import annotations
 
@@ -13,15 +14,15 @@ from transformers import PreTrainedModel
 from ..drafts.feature import FeatureDraft
 from ..hints import first_line
 from ..registry import MTP
-from . import shared
+from . import mtp_layouts, shared
 
 
 class Join(nn.Module):
     """The module's input [.., H] from a state and an embedding side by side [.., 2 H], each with a norm of its own."""
 
-    def __init__(self, layer: nn.Module, states_first: bool):
+    def __init__(self, hnorm: nn.Module, enorm: nn.Module, eh_proj: nn.Module, states_first: bool):
         super().__init__()
-        self.hnorm, self.enorm, self.eh_proj, self.states_first = layer.hnorm, layer.enorm, layer.eh_proj, states_first
+        self.hnorm, self.enorm, self.eh_proj, self.states_first = hnorm, enorm, eh_proj, states_first
 
     def forward(self, both: torch.Tensor) -> torch.Tensor:
         state, embedded = both.chunk(2, dim=-1)
@@ -40,11 +41,19 @@ def load(target: PreTrainedModel) -> FeatureDraft:
     it reads the target's last state and goes on from its own output. Embedding, head and dtype are the target's.
 
     Raises ValueError where the config speaks of none, where transformers has no `MtpModel`, where the checkpoint does not hold the weights,
-    and for modules of another make (none or a shared final norm).
+    and for modules of another make (none or a shared final norm); see `mtp_layouts.read`, too.
     """
+    if (layout := mtp_layouts.layout_of(target)) is not None:
+        draft, parts = mtp_layouts.read(target, layout)
+        return _made(draft, target, Join(parts.state, parts.embedding, parts.join, layout.states_first), layout.normed)
+    return _by_transformers(target)
+
+
+def _by_transformers(target: PreTrainedModel) -> FeatureDraft:
     config = target.config.get_text_config()
     if not getattr(config, "num_mtp_layers", None):
-        raise ValueError(f"{MTP}: the config of {type(target).__name__} speaks of no prediction module that transformers knows (num_mtp_layers).")
+        raise ValueError(f"{MTP}: the config of {type(target).__name__} speaks of no prediction module that transformers knows (num_mtp_layers), and the layout of one is not "
+                         f"known for {config.model_type}.")
     try:
         from transformers.modeling_layers import MtpModel
     except ImportError:
@@ -62,9 +71,15 @@ def load(target: PreTrainedModel) -> FeatureDraft:
             setattr(one, name, getattr(one, name)[:1])
     draft, layer = shared.empty(target, one), found.layers[0].to(target.device, target.dtype)
     draft.base_model.layers[0], draft.base_model.norm = layer.mtp_block, layer.post_norm
+    return _made(draft, target, Join(layer.hnorm, layer.enorm, layer.eh_proj, bool(getattr(config, "mtp_hidden_states_first", False))))
+
+
+def _made(draft: PreTrainedModel, target: PreTrainedModel, join: Join, normed: bool = True) -> FeatureDraft:
+    """The draft of one layer and a final norm that reads the target's last state, before or behind the target's final norm."""
+    width, count = join.eh_proj.out_features, target.config.get_text_config().num_hidden_layers
     shared.share(draft, target, None)
     draft.feature_fuse = nn.Linear(1, 1, bias=False, device="meta")
-    draft.feature_fuse.weight = nn.Parameter(torch.eye(config.hidden_size, dtype=target.dtype, device=target.device))
-    draft.feature_join = Join(layer, bool(getattr(config, "mtp_hidden_states_first", False)))
-    draft.reads, draft.scaled = (config.num_hidden_layers,), False
+    draft.feature_fuse.weight = nn.Parameter(torch.eye(width, dtype=target.dtype, device=target.device))
+    draft.feature_join = join
+    draft.reads, draft.scaled = (count if normed else count - 1,), False
     return FeatureDraft(draft.eval(), target)
