@@ -142,8 +142,8 @@ def test_behind_caches_of_their_own_kind(line):
 
 
 def test_beams_and_attentions_of_caches_of_their_own_kind_are_refused_by_name():
-    with pytest.raises(ValueError, match="output_hidden_states=True: not available of num_beams=2 beams.*speculative=False"):
-        enabled(tiny_llama()).generate(**padded(ROWS[:1]), **WANTED, num_beams=2, speculative=True)
+    with pytest.raises(ValueError, match="output_hidden_states=True: not available of num_beams=2 beams with use_cache=False.*speculative=False"):
+        enabled(tiny_llama()).generate(**padded(ROWS[:1]), **WANTED, num_beams=2, use_cache=False, speculative=True)
     for line in OWN_CACHES[:1] if GOES_ON and CACHE == "cache" else ():
         with pytest.raises(ValueError, match="output_attentions=True: not available of a model whose cache is of its own kind.*speculative=False"):
             enabled(line.model("eager")).generate(**padded(ROWS[:1]), **WANTED, output_attentions=True, speculative=True)
