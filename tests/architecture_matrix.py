@@ -32,10 +32,11 @@ and Moshi where it comes near its `sliding_window`.
 Models that read images or sounds, too, are run on texts here; what they are shown beside them is [further down](#images-videos-and-sounds).
 
 "states": layers that carry a state from token to token (state-space models, linear attention, short convolutions), alone or beside attention. They need transformers
-5.17 or newer (Mamba, Mamba 2, Falcon-Mamba: 5.24), and take no trees. A caller's cache goes in and out with one row, unless there are states alone, which do not say how many tokens they have seen.
+5.17 or newer (Mamba, Mamba 2, Falcon-Mamba, RecurrentGemma: 5.24), and take no trees. A caller's cache goes in and out with one row, unless there are states alone, which do not say how many
+tokens they have seen, or plain generate keeps them in the model's modules (RecurrentGemma).
 
 "own cache": the cache is plain generate's, because what is kept of a text is of a kind of its own (keys compressed by groups, keys of an indexer beside states, layers
-that run several times), or what the model makes itself (MiniMax, RWKV, xLSTM), or there is none and the text is read again in every pass, as in plain generate (OpenAI GPT).
+that run several times), or what the model makes itself (MiniMax, RWKV, xLSTM, CPM-Ant), or there is none and the text is read again in every pass, as in plain generate (OpenAI GPT).
 Passes go on from a copy; after a rejection the one before takes its place, and what was accepted is read again in front of the next candidates.
 They need transformers 5.24, and take chains and one row; a caller's cache goes in and out, but for those that make it themselves.
 

@@ -310,9 +310,11 @@ STATEFUL = [
     Family("Jamba", "jamba", dict(_LLAMA, **_MOE, mamba_d_state=8, mamba_dt_rank=4, attn_layer_period=2, attn_layer_offset=1)),
     Family("Zamba", "zamba", dict(_HEADS, num_hidden_layers=4, mamba_d_state=8, mamba_dt_rank=4, n_mamba_heads=2, attention_head_dim=16,
                                   layer_types=["linear_attention", "hybrid"] * 2)),
+    Family("RecurrentGemma", "recurrent_gemma", dict(_HEADS, num_hidden_layers=3, num_key_value_heads=1, lru_width=32, attention_window_size=8), spread=0.45),
     Family("Zaya", "zaya", {**_LLAMA, "head_dim": 8, "num_experts": 4, "moe_intermediate_size": 16, "router_hidden_size": 16}, spread=0.6),
 ]
-STATEFUL = [family for family in STATEFUL if family.kind not in ("mamba", "mamba2", "falcon_mamba") or CACHE == "cache"]  # before 5.24 their cache has another name
+STATEFUL = [family for family in STATEFUL if family.kind not in ("mamba", "mamba2", "falcon_mamba", "recurrent_gemma") or CACHE == "cache"]  # before 5.24 their cache has
+# another name, or none
 FAMILIES += [replace(family, ragged=not family.kind.startswith("inkling"), window="states") for family in STATEFUL if GOES_ON]
 # those whose cache is of a kind of their own: groups, blocks and windows that texts of this length fill and outgrow
 _QWEN4 = dict(_LLAMA, **_EXPERTS, head_dim=8, shared_expert_intermediate_size=16, hc_lowrank=4, ngram_vocab_size_base=64, split_ngram_parts=1,
@@ -337,6 +339,7 @@ OWN_CACHES = [
     Family("MiniMax", "minimax", dict(_LLAMA, **_MOE, head_dim=8, block_size=8, layer_types=_DELTA["layer_types"])),
     Family("RWKV", "rwkv", dict(vocab_size=VOCAB, hidden_size=32, attention_hidden_size=32, num_hidden_layers=2, context_length=512)),
     Family("xLSTM", "xlstm", dict(vocab_size=VOCAB, hidden_size=128, embedding_dim=128, num_hidden_layers=2, num_blocks=2, num_heads=2)),
+    Family("CPM-Ant", "cpmant", dict(vocab_size=VOCAB, hidden_size=32, num_attention_heads=4, dim_head=8, dim_ff=48, num_hidden_layers=2, prompt_length=3, prompt_types=3), spread=0.6),
     Family("OpenAI GPT", "openai-gpt", dict(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=512)),
 ]
 if torch.__version__ < "2.8":  # whose scatter takes no int32, which their own code gives it
@@ -349,9 +352,7 @@ _TOO_OLD = [line for line in FAMILIES if line.kind in compat._OWN_WAYS]
 FAMILIES = [line for line in FAMILIES if line not in _TOO_OLD]
 
 # What cannot be rolled back: (name, model_type, settings)
-REFUSED = [
-    ("RecurrentGemma", "recurrent_gemma", dict(_HEADS, lru_width=32)),
-]
+REFUSED = [] if CACHE == "cache" else [("RecurrentGemma", "recurrent_gemma", dict(_HEADS, lru_width=32))]
 REFUSED += [(family.name, family.kind, family.settings) for family in STATEFUL if not GOES_ON]
 REFUSED += [(family.name, family.kind, family.settings) for family in OWN_CACHES if CACHE != "cache" and not family.kind.startswith(("glm5", "openai", "qwen4"))]  # whose config was another, or which is below
 _BYTES = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, hidden_size_global=32)
@@ -359,7 +360,6 @@ _PART = dict(_GEMMA, hidden_size_per_layer_input=0, vocab_size_per_layer_input=0
 # What reads its text in a way of its own
 OWN_WAYS = [
     ("BLT", "blt", dict(encoder_hash_byte_group_vocab=8, patcher_config=_BYTES, encoder_config=_BYTES, decoder_config=_BYTES, global_config=_BYTES)),
-    ("CPM-Ant", "cpmant", dict(vocab_size=VOCAB, hidden_size=32, num_attention_heads=4, dim_head=8, dim_ff=48, num_hidden_layers=1)),
     ("Gemma 4 (assistant)", "gemma4_assistant", dict(text_config=_PART, backbone_hidden_size=32)),
     ("Gemma 4 Unified (assistant)", "gemma4_unified_assistant", dict(text_config=_PART, backbone_hidden_size=32)),
     ("ProphetNet (its decoder)", "prophetnet", dict(_UNSPECIAL, vocab_size=VOCAB, hidden_size=32, num_decoder_layers=1, num_decoder_attention_heads=4,

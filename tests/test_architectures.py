@@ -61,6 +61,9 @@ def test_models_that_read_their_text_in_ways_of_their_own_are_refused_when_they_
         hf_specdec.enable(model)
 
 
-def test_a_recurrent_draft_is_refused_by_its_argument():
-    with pytest.raises(ValueError, match="assistant_model: RecurrentGemma"):
-        hf_specdec.SpeculativeDecoder(build("recurrent_gemma", attn="eager", vocab_size=61, hidden_size=32, num_attention_heads=4, num_key_value_heads=1, lru_width=32, num_hidden_layers=3))
+def test_a_recurrent_draft_whose_layers_have_a_forward_of_their_own_is_refused_by_its_argument():
+    model = build("recurrent_gemma", attn="eager", vocab_size=61, hidden_size=32, num_attention_heads=4, num_key_value_heads=1, lru_width=32, num_hidden_layers=3)
+    part = model.model.layers[0].temporal_block.rg_lru
+    part.forward = part.forward
+    with pytest.raises(ValueError, match="assistant_model: RecurrentGemma.*cannot be rolled back"):
+        hf_specdec.SpeculativeDecoder(model)

@@ -93,7 +93,10 @@ def encoder_decoder():
 @lru_cache
 def recurrent():
     config = RecurrentGemmaConfig(vocab_size=VOCAB, hidden_size=32, lru_width=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=1)
-    return RecurrentGemmaForCausalLM(config).eval()
+    model = RecurrentGemmaForCausalLM(config).eval()
+    block = model.model.layers[0].temporal_block
+    block.forward = block.forward  # as accelerate gives it one
+    return model
 
 
 @lru_cache

@@ -3,6 +3,7 @@
 import copy
 import random
 import warnings
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import zip_longest
 
@@ -40,6 +41,14 @@ def tensors(part) -> list[torch.Tensor]:
     return [] if isinstance(part, type) else [tensor for one in inside for tensor in tensors(one)]
 
 
+def token_by_token(model, text: list[int], begin: int) -> torch.Tensor:
+    """Logits after the first `begin` tokens, and after every one that follows, as plain generate comes to them; of a model that is given its text anew beside its cache."""
+    cache, logits = DynamicCache(config=model.config), []
+    for end in range(begin, len(text) + 1):
+        logits.append(model(input_ids=torch.tensor([text[:end]]), use_cache=True, **{CACHE: cache}).logits[0, -1])
+    return torch.stack(logits)
+
+
 @pytest.mark.share(2)
 @every_kind
 @pytest.mark.parametrize("seed", range(6))
@@ -47,11 +56,12 @@ def tensors(part) -> list[torch.Tensor]:
 def test_whatever_is_drafted_kept_and_forgotten_the_logits_are_those_of_the_whole_text(kind, seed):
     model, rng = HERE[kind].model("eager", seed), random.Random(seed)
     cached, text = CachedModel(model, 300), prompts(rng.randint(2, 30), seed=seed)[0]
+    begin = len(text)
     assert isinstance(cached.cache, OwnCache) and isinstance(cached.states, Snapshots)
     for _ in range(14):
         drafted = [rng.randrange(1, VOCAB) for _ in range(rng.choice([0, 0, 1, 3, 7]))]
         logits = cached.score([text], Proposal.from_lists([drafted], CPU))[0]
-        wanted = model(input_ids=torch.tensor([text + drafted]), use_cache=False).logits[0, len(text) - 1 :]
+        wanted = token_by_token(model, text + drafted, begin)[len(text) - begin :] if kind == "CPM-Ant" else model(input_ids=torch.tensor([text + drafted]), use_cache=False).logits[0, len(text) - 1 :]
         torch.testing.assert_close(logits, wanted, atol=2e-3, rtol=0)
         kept = rng.randint(0, len(drafted))
         cached.commit([1 + kept])
@@ -150,6 +160,35 @@ def test_what_a_model_makes_itself_is_neither_taken_nor_handed_back(kind):
         padded, mask = torch.tensor([[0] * pad + row]), torch.tensor([[0] * pad + [1] * len(row)])
         out = model.generate(padded, attention_mask=mask, max_new_tokens=20, speculative=True, return_dict_in_generate=True, **PLAIN)
         assert torch.equal(out.sequences[:, pad:], wanted) and CACHE not in out
+
+
+def test_cpm_ant_reads_its_padding_token_by_itself_and_is_refused_without_its_cache():
+    family = HERE.get("CPM-Ant") or pytest.skip("this transformers does not have it")
+    model, row = enabled(family.model("eager", 0)), prompts(9, seed=1)[0]
+    cached, drafted = CachedModel(model, 40), [5, 0, 7, 0, 0, 3]
+    with torch.no_grad():
+        logits = cached.score([row], Proposal.from_lists([drafted], CPU))[0]
+        torch.testing.assert_close(logits, token_by_token(model, row + drafted, 9), atol=1e-3, rtol=0)
+    with pytest.raises(ValueError, match="use_cache=False: without its cache CpmAntForCausalLM lets every token look at those behind it.*Drop it"):
+        model.generate(torch.tensor([row]), max_new_tokens=4, speculative=True, use_cache=False, **PLAIN)
+
+
+@torch.no_grad()
+def test_cpm_ant_would_see_what_is_drafted_behind_a_token(monkeypatch):
+    """As the package keeps it from doing."""
+    family = HERE.get("CPM-Ant") or pytest.skip("this transformers does not have it")
+    model, text = family.model("eager", 0), prompts(14, seed=1)[0]
+
+    def off() -> float:
+        cached = CachedModel(model, 40)
+        cached.score([text[:9]])
+        cached.commit([1])
+        logits = cached.score([text[:10]], Proposal.from_lists([text[10:]], CPU))[0]
+        return float((logits - token_by_token(model, text, 9)[1:]).abs().max())
+
+    assert off() < 1e-3
+    monkeypatch.setattr("hf_specdec.own_cache._causal", lambda encoder: nullcontext())
+    assert off() > 0.05
 
 
 def test_the_cache_of_minimax_is_refused_by_name():
@@ -255,7 +294,7 @@ def test_drafters_made_of_a_layer_or_refused_by_name(kind):
     if type(model.config) not in AutoModelForCausalLM._model_mapping:
         pytest.skip("there is no such model that reads text alone")
     kinds = {"Qwen4-Exp": ("none of them is attention.*Name one that is", r"\(hc_count\)"), "Qwen4-Exp (text)": ("none of them is attention", r"\(hc_count\)"),
-             "MiniMax": ("none of them is attention",), "RWKV": ("RwkvForCausalLM has two layers or more",), "xLSTM": ("no list of its 1 layers found", "no list of its 1 layers"),
+             "MiniMax": ("none of them is attention",), "CPM-Ant": ("", "takes no inputs_embeds"), "RWKV": ("RwkvForCausalLM has two layers or more",), "xLSTM": ("no list of its 1 layers found", "no list of its 1 layers"),
              "DeepSeek-V4": ("of another kind than layer 0 .*Train heads", r"\(hc_mult\)")}
     for reads, words in zip_longest(((), (0, 1, 2)), kinds.get(kind, ()), fillvalue=""):
         if words:

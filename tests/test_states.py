@@ -23,16 +23,19 @@ from tests.helpers import ScriptedDraft, enabled, generated, padded, perturbed, 
 
 pytestmark = pytest.mark.skipif(not GOES_ON, reason="this transformers does not go on from a state over several tokens")
 HERE = {family.name for family in STATEFUL if family.kind in CONFIG_MAPPING}
-KINDS = ["Qwen3.5 (text)", "Mamba 2", "Falcon-H1", "LFM2", "Kimi Linear", "Mamba", "Zamba", "Zaya"]  # delta rule beside attention, no attention, both in a layer,
+KINDS = ["Qwen3.5 (text)", "Mamba 2", "Falcon-H1", "LFM2", "Kimi Linear", "Mamba", "Zamba", "Zaya", "RecurrentGemma"]  # delta rule beside attention, no attention, both in a layer,
 KINDS = [kind for kind in KINDS if kind in HERE]  # convolutions alone, one step, token by token, head by head, states of another kind
 every_kind = pytest.mark.parametrize("kind", KINDS)
 CPU = torch.device("cpu")
 RECURRENT, CONVOLUTIONS, UNKNOWN = "Qwen3.5 (text)", "LFM2", "Zaya"  # UNKNOWN: what makes its states of what a pass has read
+IN_MODULES = "RecurrentGemma"  # whose plain generate begins a text of one token where the last call ended, and sorts no states with its beams, if it keeps any
 needs_unknown = pytest.mark.skipif(UNKNOWN not in HERE, reason="this transformers has no Zaya")
 
 
 def model_of(kind: str, seed: int = 0):
-    return next(family for family in STATEFUL if family.name == kind).model("eager", seed)
+    model = next(family for family in STATEFUL if family.name == kind).model("eager", seed)
+    model.generation_config.use_cache = kind != IN_MODULES
+    return model
 
 
 @pytest.mark.share(2)
@@ -236,6 +239,8 @@ def test_a_conversation_goes_on_from_the_cache_of_the_turn_before(kind, ours):
 
 @every_kind
 def test_one_row_gets_its_cache_back_and_several_get_none(kind):
+    if kind == IN_MODULES:
+        pytest.skip("its cache holds no states")
     model = enabled(model_of(kind))
     for rows in (prompts(5), prompts(5, 5)):
         out = model.generate(**padded(rows), max_new_tokens=3, return_dict_in_generate=True, pad_token_id=0)

@@ -154,7 +154,7 @@ def test_every_row_gets_all_candidates_and_nothing_is_read_twice(kind):
         pytest.skip("see above")
     model = tried(kind)
     with measured(model) as cost:
-        trace = speculate(model, ROWS, ScriptedDraft(lambda row: [1] * 4), k=4, max_new_tokens=30).speculation
+        trace = speculate(model, ROWS, ScriptedDraft(lambda row: [56] * 4), k=4, max_new_tokens=30).speculation
     assert max(cost.target.widths[1:]) == 5 and {entry.proposed for entries in trace.rounds[:20] for entry in entries} == {4}
 
 

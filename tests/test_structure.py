@@ -18,7 +18,7 @@ SOURCE = Path(hf_specdec.__file__).parent
 LEAVES = {"__main__", "bench", "cli", "commands", "mx", "viz", "training"}
 # what may be imported by what comes after it; modules of one line know nothing of each other
 LINES = [
-    {"uploads", "devices", "lockstep", "recurrences", "fixed_cache", "positions", "kinds", "signatures", "steps"},
+    {"uploads", "devices", "lockstep", "rglru", "recurrences", "fixed_cache", "positions", "kinds", "signatures", "steps"},
     {"tree", "registry", "theory", "noise", "compat", "kv_cache", "draft_stop", "head", "parts", "passes", "method", "memory", "budget", "round_cost",
      "law", "nucleus", "lazy_law", "caches", "states", "media", "checkpoint", "block", "hints", "flash", "assistants", "folders"},
     {"proposal", "sequences", "tree_shapes", "distributions", "config", "schedule", "trace", "seq2seq", "tap", "masks", "layerwise", "kept", "own_cache", "hidden_states", "attentions", "beam_states"},
@@ -35,7 +35,7 @@ LINES = [
     {"integration"},
     {""},
 ]
-WITHIN = {("compat", "assistants"), ("compat", "caches"), ("compat", "flash"), ("media", "compat"), ("media", "caches"), ("states", "kv_cache"), ("states", "checkpoint"), ("lazy_law", "law"), ("lazy_law", "nucleus"), ("drafts.feature_tree", "drafts.feature"), ("drafts.feature_parallel", "drafts.feature"), ("drafts.feature_parallel", "drafts.features"), ("drafts.feature_tree", "drafts.model_tree"), ("drafts.feature", "drafts.features"),
+WITHIN = {("compat", "assistants"), ("compat", "caches"), ("compat", "flash"), ("media", "compat"), ("media", "caches"), ("states", "kv_cache"), ("states", "checkpoint"), ("rglru", "recurrences"), ("lazy_law", "law"), ("lazy_law", "nucleus"), ("drafts.feature_tree", "drafts.feature"), ("drafts.feature_parallel", "drafts.feature"), ("drafts.feature_parallel", "drafts.features"), ("drafts.feature_tree", "drafts.model_tree"), ("drafts.feature", "drafts.features"),
           ("drafts.feature", "drafts.model"), ("drafts.ngram", "drafts.ngram_table"), ("drafts", "drafts.base"),
           ("drafts.model_tree", "drafts.model"), ("acceptance.coupled", "acceptance.greedy"), ("acceptance.block", "acceptance.sampling"),
           ("acceptance.spectr", "acceptance.sampling"), ("acceptance.typical", "acceptance.threshold"), ("drafts.mixture", "drafts.choosing"), ("drafts.mixture", "drafts.merging"),

@@ -173,6 +173,9 @@ def check_call(model, input_ids, processors, generation, model_kwargs: dict, tra
         raise ValueError("input_ids: the prompt is empty; give at least one row, and at least one token per row.")
     _check_way_of_decoding(lambda name: getattr(generation, name, None), own)
     check_implementation(generation.cache_implementation, _in_own_config("cache_implementation", generation.cache_implementation, own))
+    if generation.use_cache is False and model.config.model_type == "cpmant":
+        raise ValueError(f"use_cache=False: without its cache {type(model).__name__} lets every token look at those behind it, in plain generate(), so its passes cannot be ours. "
+                         f"Drop it, or use speculative=False.")
     cache, cached = model_kwargs.get(compat.CACHE), 0
     check_per_token(generation, traits, len(input_ids), static_in(cache) is not None)
     if cache is not None and traits.encoder != "own":

@@ -24,7 +24,7 @@ def kind_of(model: Any) -> str | None:
 def is_dflash(config: dict[str, Any]) -> bool:
     """Whether that is the config of a drafter of DFlash's kind as it is published (`training.dflash`)."""
     names = (*(config.get("architectures") or ()), str(config.get("speculators_model_type")))
-    return "dflash_config" in config or any(word in name.lower() for name in names for word in ("dflash", "dspark"))
+    return "dflash_config" in config or any(word in name.lower() for name in names for word in ("dflash", "dspark", "xpress"))
 
 
 def refuse_foreign(model: Any) -> None:

@@ -18,6 +18,7 @@ from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateBeamE
 from . import compat
 from .beam_states import BeamStates
 from .cached_model import CachedModel
+from .caches import IN_MODULES
 from .call import Call
 from .lockstep import alone
 from .outputs import WithTrace
@@ -174,6 +175,9 @@ class BeamCall(Call):
             raise ValueError(f"{beams} with do_sample=True: the processes that run this model together would each draw other beams. Use do_sample=False, or num_beams=1.")
         if self.decoder.streamer is not None:
             raise ValueError(f"{beams}: beams cannot be streamed, which of them wins is known at the end. Drop streamer, or use num_beams=1.")
+        if compat.unwrap(self.model).config.model_type in IN_MODULES and self.generation.use_cache is not False:
+            raise ValueError(f"{beams}: plain generate() keeps the states of {type(compat.unwrap(self.model)).__name__} in its modules, where they do not follow the beams, so that "
+                             f"it finds others than without a cache. Pass use_cache=False, whose beams these are, or use num_beams=1.")
         if self.given:
             raise ValueError(f"{beams}: {compat.CACHE} cannot be given to a speculative beam search. Leave it out, or use speculative=False.")
         if draft.name not in (*AFRESH, *KEPT):

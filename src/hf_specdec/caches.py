@@ -12,9 +12,10 @@ from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel, 
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer, StaticLayer
 
 CACHE = "cache" if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters else "past_key_values"  # "cache" since 5.24
-MADE = {"minimax": "cache", "openai-gpt": "", "rwkv": "state", "xlstm": "cache"}  # what they are given again, as they have made it themselves
+MADE = {"cpmant": "cache", "minimax": "cache", "openai-gpt": "", "rwkv": "state", "xlstm": "cache"}  # what they are given again, as they have made it themselves
 OWN_CACHE = frozenset(  # go on over several tokens as they do token by token, from a cache of their own kind; not tried before transformers 5.24
     ["deepseek_v4", "glm5_next_text", "inkling2_loop_text", "minimax_m3_vl_text", "qwen4_exp_text", *MADE] if CACHE == "cache" else ())
+IN_MODULES = {"recurrent_gemma"}  # where plain generate keeps the states of these, so that no cache says them
 _VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 GOES_ON = _VERSION >= (5, 17)  # before, models do not go on from a state over several tokens, or not all of them
 _MAY_RECORD = _VERSION >= (5, 21)  # before, a window that records its past does not fit its mask after two passes

@@ -11,7 +11,7 @@ from transformers.generation import MaxLengthCriteria
 
 from . import compat, lengths, registry
 from .arguments import check_call, check_draft_stop
-from .caches import MADE, cached_tokens, counts_tokens, let_go, static_in, windows_of
+from .caches import IN_MODULES, MADE, cached_tokens, counts_tokens, let_go, static_in, windows_of
 from .cached_model import CachedModel
 from .config import MAX_ASSISTANT_TOKENS
 from .devices import seat_of
@@ -102,6 +102,8 @@ class Call:
             return "a model that makes its cache itself"
         if own and static_in(self.cache) is not None:
             return "a model whose cache is of its own kind"
+        if compat.unwrap(self.model).config.model_type in IN_MODULES:
+            return "a model that keeps its states in its modules"
         if self.traits.indexed or own and len(self.columns[0]) < self.input_ids.shape[1]:
             return "a padded row of a model whose cache is of its own kind" if own else "a model that keeps the keys of an indexer"
         if not self.traits.states or len(self.prompts) == 1 and not (self.given and 0 < cached_tokens(self.cache) and not counts_tokens(self.cache)):

@@ -189,8 +189,8 @@ def _refuse_what_cannot_roll_back(model: PreTrainedModel, config: Any, name: str
         return _refuse_decoder(own, config, f"{name} with a decoder {type(own).__name__}")
     states, strange = states_of(model, config), strange_layers(config)
     if states and (config.model_type not in GO_ON | OWN_CACHE or begins_with_nothing(model)):
-        raise ValueError(f"{name} carries a state from token to token, and nobody has seen it go on from there over several tokens as it does token by token (Mamba 1 "
-                         f"does in layers that run their own forward): it cannot be rolled back after a rejected token. Use speculative=False.")
+        raise ValueError(f"{name} carries a state from token to token, and nobody has seen it go on from there over several tokens as it does token by token (layers "
+                         f"of Mamba 1 and of RecurrentGemma do where they run their own forward): it cannot be rolled back after a rejected token. Use speculative=False.")
     own_way = "reads the cache of its last loop itself" if getattr(config, "recurrent_kv_cache_mode", "") == "last_loop" else _OWN_WAYS.get(kind)
     unknown = getattr(model, "_is_stateful", False) and not getattr(config, "layer_types", None)
     if not states and not own_way and (unknown or strange):

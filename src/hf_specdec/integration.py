@@ -72,7 +72,7 @@ def enable(model, *, speculative: bool | dict | SpeculativeConfig | None = None,
         without speculation, and a warning says why. False: such calls are stock again.
     assistant_model: the draft of speculative calls that pass none.
 
-    Raises ValueError for models that cannot be used (RecurrentGemma, for one), whose `generate` has been replaced, or whose MX weights were not loaded as such; TypeError
+    Raises ValueError for models that cannot be used (Reformer, for one), whose `generate` has been replaced, or whose MX weights were not loaded as such; TypeError
     for what is no model.
     """
     if not isinstance(compat.unwrap(model), GenerationMixin) or not hasattr(model, "generate"):

@@ -1,5 +1,5 @@
 """Models that keep what they have read in a way of their own: keys compressed by groups (DeepSeek-V4), keys of an indexer beside states (Qwen4-Exp, GLM-5.3, MiniMax-M3), layers
-that run several times (Inkling 2). Their cache is the one that plain generate gives them, or one that they make themselves (MiniMax, RWKV, xLSTM); OpenAI GPT has none and
+that run several times (Inkling 2). Their cache is the one that plain generate gives them, or one that they make themselves (MiniMax, RWKV, xLSTM, CPM-Ant); OpenAI GPT has none and
 reads its text again in every pass, as it does in plain generate.
 
 Nothing is taken out of it again. Passes go on from a copy, so that the cache as it was before is there still: after a rejected token it takes that one's place, and
@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from threading import get_ident
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionLayer
 
@@ -45,15 +47,17 @@ class OwnCache(DynamicCache):
 
 class Handed:
     """A model that makes what it keeps itself, and is given it in its next pass under a name of its own, called as one that is given an `OwnCache`. "": there is no such name,
-    and the text so far stands before the tokens of a pass."""
+    and the text so far stands before the tokens of a pass. prompt: how many tokens the first pass had."""
 
     def __init__(self, model: PreTrainedModel, config: Any):
-        self.model, self.name = model, MADE[config.model_type]
+        self.model, self.name, self.prompt = model, MADE[config.model_type], 0
         kinds = getattr(config, "layer_types", None) or ()
         self.attends = kinds.index("full_attention") if "full_attention" in kinds else 0
 
     def __call__(self, **inputs) -> Any:
         cache = inputs.pop(CACHE)
+        if hasattr(self.model, "cpmant"):
+            return self._behind_the_text(cache, inputs)
         if not self.name:
             return self._whole(cache, inputs)
         made = cache.layers[0] if cache.layers else None
@@ -71,6 +75,41 @@ class Handed:
         positions = torch.arange(text.shape[1], device=text.device)[None]
         cache.layers = [text]
         return self.model(**{**inputs, name: text, "position_ids": positions}, logits_to_keep=keep)
+
+    def _behind_the_text(self, cache: OwnCache, inputs: dict[str, Any]) -> Any:
+        """CPM-Ant is given its text anew beside the cache, to count by, and puts a prompt of its own before it. It hides nothing in a pass: so it is with the prompt in plain generate,
+        and later tokens are hidden here from those before them. Its token 0 is padding to all that is read with it, and is read by itself."""
+        made, text = cache.layers or (DynamicCache(config=self.model.config), inputs["input_ids"][:, :0])
+        ids, keep, logits = inputs["input_ids"], inputs.pop("logits_to_keep", 0), []
+        self.prompt = self.prompt or ids.shape[1]
+        first = 0 if text.shape[1] else min(self.prompt, ids.shape[1])
+        rest = ids.shape[1] - first
+        alone = rest > 1 and bool((ids[:, first:] == 0).any())
+        for block in ids.split([first] * bool(first) + ([1] * rest if alone else [rest] * bool(rest)), dim=1):
+            text = torch.cat([text, block], dim=1)
+            with _causal(self.model.cpmant.encoder) if text.shape[1] > block.shape[1] > 1 else nullcontext():
+                outputs = self.model(**{**inputs, "input_ids": text, CACHE: made})
+            made, logits = outputs[CACHE], [*logits, outputs.logits]
+        cache.layers, whole = [made, text], torch.cat(logits, dim=1)
+        outputs.logits = whole[:, keep] if isinstance(keep, torch.Tensor) else whole[:, -keep:]
+        return outputs
+
+
+@contextmanager
+def _causal(encoder: nn.Module) -> Iterator[None]:
+    """Inside, this thread's passes of `encoder` hide from every token those behind it."""
+    thread = get_ident()
+
+    def hide(module, args):
+        states, mask, *rest = args
+        if get_ident() == thread:
+            return states, mask & torch.ones_like(mask, dtype=torch.bool).tril(mask.shape[-1] - mask.shape[-2]), *rest
+
+    hook = encoder.register_forward_pre_hook(hide)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 class Snapshots:

@@ -24,6 +24,7 @@ from torch import nn
 
 MOST = 32  # tokens of a chunk on a CPU: work within chunks grows with their square
 SHORTEST = 16  # of a chunk elsewhere, where kernels want powers of two
+READERS: dict[str, tuple[Callable, Callable]] = {}  # by the class of blocks that have no such function: what makes their other forward, and whether a model's cannot be (`rglru`)
 
 
 class Block:
@@ -65,7 +66,9 @@ class Recurrences:
             found = {layer: other for layer in model.modules() if (other := _other(layer)) is not None}
         self.forwards = {layer: MethodType(function, layer) for layer, (function, _, _) in found.items()}
         self.forms = {layer.layer_idx: other[1:] for layer, other in found.items()}
-        self.layers = {*self.forms}
+        others = {index: block for kind in READERS for index, block in blocks(model, kind).items()}
+        self.forwards |= {block: READERS[type(block).__name__][0](index, block, _block.get) for index, block in others.items()}
+        self.layers = {*self.forms, *others}
 
     @contextmanager
     def reading(self, block: Block) -> Iterator[None]:
@@ -102,8 +105,13 @@ def telling(run: Callable, *args, **kwargs):
 
 
 def begins_with_nothing(model: nn.Module) -> bool:
-    """Whether layers of Mamba 1 are among those of `model` that cannot be helped."""
-    return any("mamba_selective_scan" in global_names(type(layer).forward) and _other(layer) is None for layer in model.modules())
+    """Whether layers of Mamba 1, or blocks of READERS, are among those of `model` that cannot be helped."""
+    return any(cannot(model) for _, cannot in READERS.values()) or any("mamba_selective_scan" in global_names(type(layer).forward) and _other(layer) is None for layer in model.modules())
+
+
+def blocks(model: nn.Module, kind: str) -> dict[int, nn.Module]:
+    """By the number of its layer, every block of `model` that is of this class."""
+    return {int(name.split(".")[-2]): module for name, module in model.named_modules() if type(module).__name__ == kind}
 
 
 # --- another forward ------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
+from . import rglru  # noqa: F401  (its blocks are among those that `Recurrences` finds)
 from .checkpoint import Checkpoint, State
 from .fixed_cache import Held
 from .kv_cache import SlotLayer, SlotPlan

@@ -11,7 +11,7 @@ from hf_specdec.drafts import (
     NGramRecyclingDraft, PromptLookupDraft, RecyclingDraft, RetrievalDraft, SuffixAutomatonDraft, TranslatedDraft, UniformDraft,
 )
 from hf_specdec.drafts.dflash import DFlashDraft
-from hf_specdec.drafts.layout import Layout, Markov, Selector
+from hf_specdec.drafts.layout import Layout, Markov, Refiner, Selector
 from hf_specdec.drafts.feature import FeatureDraft
 from hf_specdec.drafts.feature_parallel import ParallelFeatureDraft
 from hf_specdec.drafts.feature_tree import FeatureTreeDraft
@@ -183,6 +183,15 @@ def stepping(target) -> Layout:
     return Layout(selector=Markov(config.vocab_size, config.hidden_size, 5, "rnn").requires_grad_(False), first=0)
 
 
+def refining(target) -> Layout:
+    """As XPress has it: a token's bias is mixed of what the places before it say."""
+    config = target.config.get_text_config()
+    torch.manual_seed(7)
+    refiner = Refiner(config.vocab_size, config.hidden_size, 5, 7, masked_places(target).config.block_size).requires_grad_(False)
+    refiner.mix_l.normal_()
+    return Layout(selector=refiner, from_root=True)
+
+
 # name in the registry -> target -> draft
 BUILDERS = {
     "cascade": lambda target: CascadeDraft(perturbed(target, 0.1), PromptLookupDraft()),
@@ -223,6 +232,7 @@ VARIANTS = {
     "cascade, over a tree that is drawn": lambda target: CascadeDraft(perturbed(target, 0.1), TreeDraft()),
     "compressed, a cache of its own": lambda target: CompressedDraft(perturbed(target, 0.0), perturbed(target, 0.1)),
     "dflash, markov": lambda target: DFlashDraft(masked_places(target), layout=stepping(target)),
+    "dflash, refined": lambda target: DFlashDraft(masked_places(target), layout=refining(target)),
     "dflash, selected": lambda target: DFlashDraft(masked_places(target), layout=selecting(target)),
     "dflash, tree": lambda target: DFlashDraft(masked_places(target), tree=(3, 2)),
     "early_exit, a cache of its own": lambda target: early_exit(target, share=False),

@@ -49,7 +49,7 @@ def cases():
     for turn in range(max(4, -(-2 * len(drafts) // len(OPTIONS)))):
         for option in OPTIONS:
             yield option, next(order), next(ks), next(shapes)
-        if len(drafts) % len(OPTIONS) == 0:
+        if (turn + 1) * len(OPTIONS) % len(drafts) == 0:
             next(order)  # or an option would always meet the same drafts
 
 

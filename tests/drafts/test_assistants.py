@@ -349,7 +349,7 @@ def test_a_mixture_with_another_law_is_refused():
 
 
 def test_builders_make_both_kinds_for_the_batteries():
-    assert {name for name in VARIANTS if name.split(",")[0] in assistants.KINDS} == {"shared_kv", "dflash", "dflash, markov", "dflash, selected", "dflash, tree"}
+    assert {name for name in VARIANTS if name.split(",")[0] in assistants.KINDS} == {"shared_kv", "dflash", "dflash, markov", "dflash, refined", "dflash, selected", "dflash, tree"}
     assert make("dflash, tree", tiny_llama(), VARIANTS).may_branch
 
 

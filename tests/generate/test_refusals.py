@@ -84,8 +84,8 @@ def test_flex_attention_is_refused():
 
 
 @pytest.mark.parametrize("config, settings, why", [
-    ("xlnet", dict(vocab_size=VOCAB, d_model=32, n_layer=1, n_head=4, d_inner=48), "takes no cache"),
-    ("cpmant", dict(vocab_size=VOCAB, hidden_size=32, num_attention_heads=4, dim_head=8, dim_ff=48, num_hidden_layers=1), "puts a prompt of its own before every pass"),
+    ("xlnet", dict(vocab_size=VOCAB, d_model=32, n_layer=1, n_head=4, d_inner=48), "gives one next token per pass"),
+    ("xlm", dict(vocab_size=VOCAB, emb_dim=32, n_layers=1, n_heads=4, pad_token_id=0, bos_token_id=1, eos_token_id=2), "gives one next token per pass, at a mask token"),
 ])
 def test_models_with_ways_of_their_own_are_refused(config, settings, why):
     model = build(config, attn="eager", **settings)

@@ -35,10 +35,15 @@ SPARKS["DSpark of speculators"] = {**SPECULATORS, **HEADS_OF, "speculators_model
 SPARKS["DSpark of speculators, behind the root"] = {**SPARKS["DSpark of speculators"], "sample_from_anchor": False, "markov_head_type": "rnn"}
 SPARKS["DSpark of SpecForge"] = {**ZLAB, "architectures": ["DSparkDraftModel"], "dflash_config": {
     **ZLAB["dflash_config"], **HEADS_OF, "projector_type": "dspark", "markov_head_type": "vanilla", "confidence_head_with_markov": False}}
+XPRESS = {"XPress": {**ZLAB, "architectures": ["Qwen3XPressModel"], "xpress_rank": 6, "xpress_mlp_hidden": 10, "xpress_block_size": BLOCK, "xpress_num_passes": 6, "sample_from_anchor": False}}
+XPRESS["XPress of speculators"] = {**SPECULATORS, "speculators_model_type": "xpress", "architectures": ["XPressSpeculator"], "xpress_rank": 6, "xpress_mlp_ratio": 2, "num_jacobi_passes": 6}
+XPRESS["XPress of speculators, at the root's place"] = {**XPRESS["XPress of speculators"], "sample_from_anchor": True, "aux_hidden_state_layer_ids": [1, 4], "transformer_layer_config": {
+    **SPECULATORS["transformer_layer_config"], "layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True, "sliding_window": WINDOW}}
 ANCHORED = {**SPECULATORS, "sample_from_anchor": True}
 CONFIGS = {"z-lab": ZLAB, "with windows": WINDOWS, "causal": {**ZLAB, "is_causal": True}, "not causal in windows": UNCAUSAL,
            "with biases": {**ZLAB, "attention_bias": True}, "DFlash 2": TWO, "speculators": SPECULATORS, "DFlash 2 of speculators": BOTH, "at the root's place": ANCHORED,
-           **SPARKS}
+           **SPARKS, **XPRESS}
+NAMES = {"token_embed.weight": "w1.weight", "readout.weight": "w2.weight", "mix_l": "mix.L"} | {f"mlp_{name}.weight": f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
 
 
 def every(config) -> dict:
@@ -68,7 +73,12 @@ def checkpoint(config) -> dict[str, torch.Tensor]:
         shapes |= {"embed_tokens.weight": (V, H), "lm_head.weight": (V, H)}
         for name, shape in more.items():
             shapes |= {f"markov_head.{name}.weight": shape, f"markov_head.{name}.bias": shape[:1]}
-    tensors = {name: torch.randn(shape) * (0.6 if "candidate" in name or "markov" in name else 0.25) for name, shape in shapes.items()}
+    if "xpress_rank" in own:
+        inner = own.get("xpress_mlp_hidden", 12)
+        parts = {"token_embed.weight": (V, 6), "readout.weight": (kept, 6), "mix_l": (6, BLOCK, BLOCK), "down_h.weight": (6, H), "down_g.weight": (6, H), "in_proj.weight": (6, 18),
+                 "mlp_gate.weight": (inner, 6), "mlp_up.weight": (inner, 6), "mlp_down.weight": (6, inner)}  # fmt: skip
+        shapes |= {f"refiner_head.{name}" if "xpress_mlp_ratio" in own else f"xpress_head.{NAMES.get(name, name)}": shape for name, shape in parts.items()}
+    tensors = {name: torch.randn(shape) * (0.6 if any(word in name for word in ("candidate", "markov", "refiner", "xpress")) else 0.25) for name, shape in shapes.items()}
     norms = ["norm", "hidden_norm", *(f"layers.{i}.{name}" for i in range(LAYERS) for name in ("input_layernorm", "post_attention_layernorm"))]
     tensors |= {f"{name}.weight": 1 + 0.1 * torch.randn(H) for name in norms}
     tensors |= {f"layers.{i}.self_attn.{name}_norm.weight": 1 + 0.1 * torch.randn(D) for i in range(LAYERS) for name in "qk"}
@@ -103,15 +113,15 @@ def rotated(x, places):
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
-def attention(x, seen, w, window, causal):
-    """The block x [P, H] behind the states seen [n, H]."""
+def attention(x, seen, w, window, causal, from_root):
+    """The block x [P, H] behind the states seen [n, H]; windows reach back from the root for all of it, or from each place."""
     n, both = len(seen), torch.cat([seen, x])
     places = torch.arange(len(both)).float()
     q, k, v = (linear(x, w[f"{name}_proj.weight"], w.get(f"{name}_proj.bias")).view(len(x), -1, D) for name, x in (("q", x), ("k", both), ("v", both)))
     q, k = rotated(norm(q, w["q_norm.weight"]), places[n:]), rotated(norm(k, w["k_norm.weight"]), places).repeat_interleave(HEADS // KV, dim=1)
     v = v.repeat_interleave(HEADS // KV, dim=1)
     ahead = places[None] - places[n:, None]
-    visible = torch.ones_like(ahead, dtype=torch.bool) if window is None else ahead.abs() < window
+    visible = torch.ones_like(ahead, dtype=torch.bool) if window is None else (places >= n - window).expand_as(ahead) if from_root else ahead.abs() < window
     visible = visible & (ahead <= 0) if causal else visible
     scores = (torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(D)).masked_fill(~visible, -torch.inf)
     return linear(torch.einsum("hij,jhd->ihd", scores.softmax(-1), v).reshape(len(x), -1), w["o_proj.weight"], w.get("o_proj.bias"))
@@ -137,7 +147,7 @@ def part(tensors, prefix):
 def block(target, config, tensors, row):
     """States [P, H] and logits [P, V] of the block behind a row, whose last token is its root."""
     own = every(config)
-    with hidden_states(target, tuple(READS)) as shown:
+    with hidden_states(target, tuple(layer - 1 for layer in own.get("aux_hidden_state_layer_ids", [layer + 1 for layer in READS]))) as shown:
         target(input_ids=torch.tensor([row[:-1]]))
         seen = norm(linear(shown()[0], tensors["fc.weight"]), tensors["hidden_norm.weight"])
     tokens, embedding = torch.tensor([row[-1]] + [1] * (BLOCK - 1)), target.get_input_embeddings()
@@ -147,7 +157,8 @@ def block(target, config, tensors, row):
         w = part(tensors, f"layers.{i}.")
         slides = own.get("layer_types", ["full_attention"] * LAYERS)[i] == "sliding_attention"
         causal = own.get("is_causal", own.get("causal", slides))
-        x = x + convolved(norm(x, w["input_layernorm.weight"]), lambda x: attention(x, seen, part(w, "self_attn."), WINDOW if slides else None, causal), part(w, "attention_conv."))
+        x = x + convolved(norm(x, w["input_layernorm.weight"]), lambda x: attention(x, seen, part(w, "self_attn."), WINDOW if slides else None, causal, "speculators_model_type" in own),
+                          part(w, "attention_conv."))  # fmt: skip
         x = x + convolved(norm(x, w["post_attention_layernorm.weight"]), lambda x: linear(silu(linear(x, w["mlp.gate_proj.weight"])) * linear(x, w["mlp.up_proj.weight"]),
                           w["mlp.down_proj.weight"]), part(w, "mlp_conv."))  # fmt: skip
     x = norm(x, tensors["norm.weight"])
@@ -177,6 +188,28 @@ def stepping(kind, w, state, before, carried):
     return linear(bias, w["markov_w2.weight"]), carried
 
 
+def refined(tensors, states, before):
+    """The biases [P, V'] of XPress at the places of a block, which come after the tokens before, [P]; as the authors' module computes them, all at once."""
+    w = part(tensors, "refiner_head.") or {own: tensors[f"xpress_head.{NAMES.get(own, own)}"] for own in (*NAMES, "down_h.weight", "down_g.weight", "in_proj.weight")}
+    known = torch.cat([linear(states, w["down_h.weight"]), linear(states.mean(0), w["down_g.weight"]).expand(BLOCK, 6), w["token_embed.weight"][torch.tensor(before)]], -1)
+    x = linear(known, w["in_proj.weight"])
+    x = x + torch.stack([sum(w["mix_l"][:, k, j] * x[j] for j in range(k + 1)) for k in range(BLOCK)])
+    return linear(x + linear(silu(linear(x, w["mlp_gate.weight"])) * linear(x, w["mlp_up.weight"]), w["mlp_down.weight"]), w["readout.weight"])
+
+
+def jacobi(config, tensors, states, logits, row, passes):
+    """The tokens that XPress drafts greedily in so many passes, as its authors go about it: all places at once, each time after the tokens of the time before."""
+    first, tokens = first_place(config), logits.argmax(-1).tolist()
+    for _ in range(passes):
+        tokens = (logits + spread(refined(tensors, states, (row[-1 - first :] + tokens[first:])[:BLOCK]))).argmax(-1).tolist()
+    return tokens[first:]
+
+
+def spread(bias):
+    """Biases [.., V'] as [.., V]."""
+    return bias if bias.shape[-1] == V else torch.zeros(*bias.shape[:-1], V).index_copy(-1, torch.arange(30) * 2, bias)
+
+
 def first_place(config):
     """Of the block, the place that says what comes behind the root."""
     return 0 if every(config).get("sample_from_anchor", "markov_rank" in every(config)) else 1
@@ -192,10 +225,12 @@ def trusted(config, tensors, states, root, tokens):
     return out
 
 
-def laws(config, tensors, states, logits, root, tokens):
-    """Logits [V] of each place ahead whose forerunners are the root and these tokens, which may grow meanwhile."""
-    own_config, carried = every(config), torch.zeros(6)
+def laws(config, tensors, states, logits, row, tokens):
+    """Logits [V] of each place ahead whose forerunners are the row, the last of it the root, and these tokens, which may grow meanwhile."""
+    own_config, carried, root = every(config), torch.zeros(6), row[-1]
     first = first_place(config)
+    if first and own_config.get("markov_head_type") == "rnn":
+        carried = stepping("rnn", part(tensors, "markov_head."), states[0], root, carried)[1]
     for i, (state, own) in enumerate(zip(states[first:], logits[first:])):
         if i > len(tokens):
             return
@@ -204,14 +239,16 @@ def laws(config, tensors, states, logits, root, tokens):
             yield following(tensors, state, own, before)
         elif "markov_rank" in own_config:
             bias, carried = stepping(own_config["markov_head_type"], part(tensors, "markov_head."), state, before, carried)
-            yield own + (bias if len(bias) == V else torch.zeros(V).index_copy(0, torch.arange(30) * 2, bias))
+            yield own + spread(bias)
+        elif "xpress_rank" in own_config:
+            yield own + spread(refined(tensors, states, (row[-1 - first :] + tokens + [0] * BLOCK)[:BLOCK])[first + i])
         else:
             yield own
 
 
-def path(config, tensors, states, logits, root):
+def path(config, tensors, states, logits, row):
     """The tokens that are drafted greedily."""
     tokens = []
-    for scores in laws(config, tensors, states, logits, root, tokens):
+    for scores in laws(config, tensors, states, logits, row, tokens):
         tokens.append(int(scores.argmax()))
     return tokens

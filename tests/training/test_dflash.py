@@ -17,7 +17,7 @@ from hf_specdec.training import load_drafter
 from hf_specdec.training.drafter import is_drafter
 from tests.architectures import FAMILIES
 
-from .dflash_checkpoints import BLOCK, CONFIGS, H, READS, SPARKS, SPECULATORS, TWO, V, ZLAB, block, checkpoint, laws, path, write
+from .dflash_checkpoints import BLOCK, CONFIGS, H, READS, SPARKS, SPECULATORS, TWO, V, XPRESS, ZLAB, block, checkpoint, first_place, jacobi, laws, path, write
 from ..helpers import Logged, build, generated, plain, repetitive, speculate, tiny_llama
 
 pytestmark = pytest.mark.skipif("muse_glimmer_assistant" not in CONFIG_MAPPING, reason="this version of transformers has no assistant of the kind")
@@ -58,7 +58,7 @@ def drafts_as_published(target, tmp_path, config, rows):
     drafted = [(row, proposal.listed()[b][: proposal.sizes[b]]) for committed, proposal in draft.log for b, row in enumerate(committed) if proposal.sizes[b]]
     assert len(drafted) > 10
     for row, own in drafted:
-        assert own == path(config, tensors, *block(target, config, tensors, row), row[-1])[: len(own)]
+        assert own == path(config, tensors, *block(target, config, tensors, row), row)[: len(own)]
 
 
 @every_layout
@@ -72,10 +72,24 @@ def test_a_chain_is_drawn_where_the_target_samples(target, tmp_path, config):
     for committed, proposal in draft.log:
         for b, row in enumerate(committed):
             drafted = proposal.listed()[b][: proposal.sizes[b]]
-            for i, scores in enumerate(laws(config, tensors, *block(target, config, tensors, row), row[-1], drafted[:-1]) if drafted else ()):
+            for i, scores in enumerate(laws(config, tensors, *block(target, config, tensors, row), row, drafted[:-1]) if drafted else ()):
                 torch.testing.assert_close(proposal.probs[b, i], (scores / 1.3).softmax(-1), atol=1e-4, rtol=1e-3)
                 judged += 1
     assert judged > 20
+
+
+@pytest.mark.parametrize("config", XPRESS.values(), ids=XPRESS)
+def test_what_is_drafted_is_what_the_authors_passes_end_at(target, config):
+    """The n-th pass over all places settles the n-th token."""
+    tensors, changed = checkpoint(config), 0
+    for seed in range(8):
+        row = [5, *torch.randint(0, V, (9,), generator=torch.Generator().manual_seed(seed)).tolist()]
+        known = block(target, config, tensors, row)
+        tokens, places = path(config, tensors, *known, row), BLOCK - first_place(config)
+        for passes in range(1, places + 1):
+            assert jacobi(config, tensors, *known, row, passes)[:passes] == tokens[:passes]
+        changed += jacobi(config, tensors, *known, row, 1) != tokens
+    assert changed
 
 
 @every_layout
@@ -127,9 +141,12 @@ def test_its_layers_go_into_tiles_and_mx_formats(target, tmp_path):
     ({**SPECULATORS, "projector_type": "domino"}, "another kind.*domino"),
     ({**ZLAB, "shift_label": True}, "another kind.*at another place"),
     ({**SPARKS["DSpark, rnn"], "architectures": ["Gemma4DSparkModel"]}, "another kind.*Gemma4DSparkModel"),
+    ({**ZLAB, "architectures": ["Qwen3XPressModel"]}, "has no down_g.weight"),
+    ({**ZLAB, "architectures": ["Qwen3XPressModel"], "xpress_mixer_format": "folded"}, "xpress_mixer_format=folded, which is not read"),
+    ({**ZLAB, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5, which is not read"),
     ({**ZLAB, "rope_is_neox_style": False}, "rope_is_neox_style=False, which is not read"),
     ({**ZLAB, "dflash_config": {**ZLAB["dflash_config"], "use_swa": True}}, "use_swa=True, which is not read"),
-], ids=range(14))  # fmt: skip
+], ids=range(17))  # fmt: skip
 def test_what_does_not_map_is_named(target, tmp_path, config, message):
     with pytest.raises(ValueError, match=message):
         load_drafter(write(tmp_path, config, checkpoint(ZLAB)), target)
@@ -155,6 +172,31 @@ def test_a_hub_id_without_its_prefix_and_the_checkpoints_own_code_are_told_the_w
 
     with pytest.raises(ValueError, match=r"assistant_model: DFlashDraftModel is a DFlash drafter in code of its own. Pass load_drafter\("):
         speculate(target, repetitive(13), DFlashDraftModel(target.config), 3)
+
+
+def test_a_head_of_another_block_size_is_refused(target, tmp_path):
+    config, tensors = XPRESS["XPress"], checkpoint(XPRESS["XPress"])
+    with pytest.raises(ValueError, match=r"mix_l has shape \[6, 4, 4\]; its config and this target make it \[6, 5, 5\]"):
+        load_drafter(write(tmp_path, config, tensors | {"xpress_head.mix.L": torch.zeros(6, 4, 4)}), target)
+
+
+def test_what_xpress_begins_with_does_not_count(target, tmp_path):
+    """Neither the number of passes, nor a selector whose choices are the first ones, nor what the config says of convolutions that its backbone does not have."""
+    config, tensors = XPRESS["XPress of speculators"], checkpoint(XPRESS["XPress of speculators"])
+    selector = {f"candidate_selector.{name}": tensor for name, tensor in (("predecessor_codebook", torch.randn(V, 3)), ("successor_codebook", torch.randn(V, 3)),
+                                                                       ("hidden_projection.weight", torch.randn(3, H)))}  # fmt: skip
+    more = {**config, "num_jacobi_passes": 1, "xpress_backbone": "dflash", "conv_kernel_size": 2, "conv_group_size": 4, "xpress_selector": True}
+    drafts, rows, told = [load_drafter(write(tmp_path / str(i), *made), target) for i, made in enumerate([(config, tensors), (more, tensors | selector)])], repetitive(13), []
+    for draft in drafts:
+        draft = BlockLog(draft.model, layout=draft.layout)
+        speculate(target, rows, draft, BLOCK - 1)
+        told.append([proposal.listed() for _, proposal in draft.log])
+    assert told[0] == told[1] and any(told[0])
+
+
+def test_vllms_own_word_for_a_first_token_behind_the_root(target, tmp_path):
+    config = {**SPARKS["DSpark, vanilla"], "dspark_bonus_anchor": True}
+    assert load_drafter(write(tmp_path, config, checkpoint(config)), target).layout.first == 1
 
 
 def test_a_markov_head_of_another_kind_is_refused(target, tmp_path):

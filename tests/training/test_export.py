@@ -102,6 +102,9 @@ def test_block_drafters_are_named_where_they_are(tmp_path):
     anchored = dflash_checkpoints.write(tmp_path / "anchored", CONFIGS["at the root's place"], dflash_checkpoints.checkpoint(CONFIGS["at the root's place"]))
     with pytest.raises(ValueError, match="first token is drafted at the root's place"):
         export(str(anchored), deep, tmp_path / "not")
+    xpress = dflash_checkpoints.write(tmp_path / "xpress", CONFIGS["XPress"], dflash_checkpoints.checkpoint(CONFIGS["XPress"]))
+    with pytest.raises(ValueError, match="no method for .*xpress, an XPress drafter"):
+        export(str(xpress), deep, tmp_path / "not")
     masked_places(deep).save_pretrained(tmp_path / "glimmer")
     assert export(str(tmp_path / "glimmer"), deep, tmp_path / "muse") == {"method": "dflash", "model": str(tmp_path / "glimmer"), "num_speculative_tokens": 4}
 

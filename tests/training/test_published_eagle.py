@@ -19,7 +19,7 @@ from hf_specdec.training.export import export
 from tests.conformance import law
 
 from ..helpers import FULL, OLD_TORCH, generated, plain, small_vocabulary_llama, speculate, tiny_llama
-from .test_published import HEADS, IDS, KV, ROWS, H, V, check_against, eagle, eagle3, layer, mlp, norm, part, random, rotated, write
+from .test_published import HEADS, IDS, KV, ROWS, THETA, H, V, check_against, eagle, eagle3, layer, mlp, norm, part, random, rotated, write
 
 D = H // HEADS
 
@@ -83,6 +83,25 @@ def test_windows_are_refused(deep, tmp_path):
     for i, said in enumerate(({"use_sliding_window": True}, {"layer_types": ["sliding_attention"]})):
         with pytest.raises(ValueError, match="sliding windows, which are not read"):
             load_drafter(write(tmp_path / str(i), made(deep, 1, True), model_type="qwen3", head_dim=D, **said), deep)
+    llama = {"transformer_layer_config": {"model_type": "llama", "head_dim": D, "sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"]}}
+    with pytest.raises(ValueError, match="sliding windows, which are not read"):
+        load_drafter(write(tmp_path / "llama", made(deep, 2, False), speculators_model_type="eagle3", **llama), deep)
+
+
+def test_rotary_embeddings_of_each_type_of_layers_and_of_parts_of_a_head(deep, tmp_path):
+    """Speculators takes those of windows for all layers."""
+    tensors, rope = made(deep, 1, True), {"rope_type": "default", "rope_theta": THETA}
+    both = {"sliding_attention": rope, "full_attention": {**rope, "rope_theta": 7.0}}
+    own = {"model_type": "qwen3", "hidden_size": H, "head_dim": D, "rope_theta": None, "rope_parameters": both}
+    check_against(forward, deep, tensors, write(tmp_path / "both", tensors, speculators_model_type="eagle3", transformer_layer_config=own), (1, 3, 4))
+    with pytest.raises(ValueError, match="partial_rotary_factor=0.25, which is not read"):
+        own = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
+        load_drafter(write(tmp_path / "part", tensors, model_type="qwen3", head_dim=D, rope_parameters=own), deep)
+
+
+def test_a_prediction_module_of_speculators_is_refused_by_name(deep, tmp_path):
+    with pytest.raises(ValueError, match='a folder of its own .*"mtp".*load_drafter\\("mtp", target\\)'):
+        load_drafter(write(tmp_path, {"mtp_layers.0.input_proj.weight": torch.zeros(H, 2 * H)}, speculators_model_type="mtp"), deep)
 
 
 def test_a_layer_that_is_not_whole_is_named(deep, tmp_path):

@@ -20,7 +20,7 @@ from ..tree_shapes import DynamicTree
 from ..uploads import upload
 from .base import Context
 from .last_states import LastStates
-from .layout import Choices, Layout, Steps
+from .layout import Block, Choices, Layout, Refined, Steps
 from .one_pass import OnePassDraft
 from .vocabulary import fitted
 
@@ -82,7 +82,7 @@ class DFlashDraft(OnePassDraft):
             raise ValueError(f"model: {type(model).__name__} fills no masked places from a target's states; a model that reads text drafts by ModelDraft(model).")
         super().__init__(SimpleNamespace(depth=model.config.block_size - layout.first, ids=None, rates=()), tree)
         self.model, self.target, self.seen, self.layout = model, target, None, layout
-        self.choices: Choices | Steps | None = None
+        self.choices: Choices | Steps | Refined | None = None
         self.hidden: torch.Tensor | None = None  # [B, K, H] of the places ahead
         self.cache: SlotCache | None = None
 
@@ -119,9 +119,9 @@ class DFlashDraft(OnePassDraft):
                              f"it was made for another model. Pass the assistant that belongs to the target.")
 
     def _layers(self, target: PreTrainedModel) -> tuple[int, ...]:
-        """The layers whose outputs are read; of the last one, what comes after the final norm, as transformers counts hidden states."""
+        """The layers whose outputs are read; of the last one, what comes after the final norm, as transformers counts hidden states, unless the layout says otherwise."""
         count = target.config.get_text_config().num_hidden_layers
-        return tuple(count if layer == count - 1 else layer for layer in self.model.config.target_layer_ids)
+        return tuple(count if layer == count - 1 and self.layout.normed else layer for layer in self.model.config.target_layer_ids)
 
     # --- the target's states ------------------------------------------------------------------------------------------
 
@@ -150,17 +150,18 @@ class DFlashDraft(OnePassDraft):
         states, fresh = self.seen.take(like.new_zeros((0, len(config.target_layer_ids) * config.hidden_size)))
         self.cache.plan.lay(starts, states.shape[1] + config.block_size, like.device)
         positions, masks = self._places(starts, fresh, states.shape[1], like)
-        hidden = self.model(noise_embeds=self._noise(context).to(like), context_hidden_states=states, position_ids=positions, attention_mask=masks,
-                            **{compat.CACHE: self.cache}).last_hidden_state[:, self.layout.first : self.layout.first + max(k)]
-        logits = self._said(hidden).to(context.device)
+        block = self.model(noise_embeds=self._noise(context).to(like), context_hidden_states=states, position_ids=positions, attention_mask=masks,
+                           **{compat.CACHE: self.cache}).last_hidden_state
+        logits = self._said(block, max(k)).to(context.device)
         self.calls, self.forward_seconds = self.calls + 1, self.forward_seconds + perf_counter() - begin
         return fitted(logits, context.vocab_size)
 
-    def _said(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [B, K, V] of states [B, K, H]; where a selector is to choose, its choices are kept."""
-        logits = self.layout.capped(self.head(hidden.to(next(self.head.parameters()).device, self.embedding.weight.dtype)))
-        self.hidden = hidden
-        self.choices = self.layout.selector and self.layout.selector.ahead(hidden, fitted(logits, self.context.vocab_size).to(hidden.device))
+    def _said(self, block: torch.Tensor, k: int) -> torch.Tensor:
+        """Logits [B, k, V] of the places ahead in a block of states [B, P, H]; where a selector is to choose, its choices are kept."""
+        first, selector = self.layout.first, self.layout.selector
+        self.hidden = block[:, first : first + k]
+        logits = self.layout.capped(self.head(self.hidden.to(next(self.head.parameters()).device, self.embedding.weight.dtype)))
+        self.choices = selector and selector.ahead(Block(block, fitted(logits, self.context.vocab_size).to(block.device), first, self._known))
         return logits
 
     def _place(self, logits: torch.Tensor, step: int, tokens: list[torch.Tensor]) -> torch.Tensor:
@@ -170,7 +171,11 @@ class DFlashDraft(OnePassDraft):
 
     def _before(self, tokens: list[torch.Tensor]) -> torch.Tensor:
         """[B]: the last of the drafted tokens, or the roots."""
-        return tokens[-1] if tokens else upload([row[-1] for row in self.context.rows], self.context.device)
+        return tokens[-1] if tokens else self._known(0)
+
+    def _known(self, back: int) -> torch.Tensor:
+        """[B]: the tokens that many places before the roots; the roots stand for what would be before the text."""
+        return upload([row[-1 - back] if back < len(row) else row[-1] for row in self.context.rows], self.context.device)
 
     def _foretold(self, step: int, tokens: list[torch.Tensor]) -> list[float] | None:
         return self.layout.confidence and self.layout.confidence(self.hidden[:, step], self._before(tokens)).nan_to_num(0.0).tolist()
@@ -195,7 +200,8 @@ class DFlashDraft(OnePassDraft):
         at, queries = torch.where(blocks, slot - (width - own), slot), positions[:, width:]
         ahead, reach = at[:, None] - queries[:, :, None], self.layout.reach
         reach = (self.model.config.sliding_window or plan.visible) if reach is None else reach
-        visible = {"full_attention": seen[:, None].expand_as(ahead), "sliding_attention": seen[:, None] & (ahead.abs() <= reach)}
+        near = (blocks | (begin + own - at <= reach + 1))[:, None] if self.layout.from_root else ahead.abs() <= reach
+        visible = {"full_attention": seen[:, None].expand_as(ahead), "sliding_attention": seen[:, None] & near}
         low = torch.finfo(like.dtype).min
         for kind in self.layout.causal:
             visible[kind] = visible[kind] & (ahead <= 0)

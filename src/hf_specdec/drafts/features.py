@@ -64,6 +64,9 @@ def check_streams(target: PreTrainedModel, layers: tuple[int, ...]) -> None:
 
 def check_embedding(target: PreTrainedModel) -> None:
     """Refuse a target whose layers look tokens up themselves (Gemma 3n, Gemma 4's small ones): a drafter of such layers would have to be told more than states."""
+    if target.config.model_type == "cpmant":
+        raise ValueError(f"target: {type(target).__name__} takes no inputs_embeds, so none of its layers can be a drafter that reads hidden states. Make one that reads none, or use "
+                         f"another draft.")
     if getattr(target.config.get_text_config(), "hidden_size_per_layer_input", 0):
         raise ValueError(f"target: the layers of {type(target).__name__} read a second embedding of every token (hidden_size_per_layer_input), so none of them can be a drafter "
                          f"that reads hidden states. Make one that reads none, or use another draft.")

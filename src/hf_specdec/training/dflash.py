@@ -1,5 +1,6 @@
-"""Published DFlash drafters (Chen, Liang and Liu 2026, arXiv 2602.06036), as z-lab writes them, DFlash 2 among them, and as speculators does, and DSpark drafters as DeepSeek
-(DeepSpec, 2026), speculators and SpecForge write them. They are run by transformers' own assistant of the kind, which has the same layers under other names."""
+"""Published DFlash drafters (Chen, Liang and Liu 2026, arXiv 2602.06036), as z-lab writes them, DFlash 2 among them, and as speculators does, DSpark drafters as DeepSeek
+(DeepSpec, 2026), speculators and SpecForge write them, and XPress drafters (arXiv 2608.02438), as their authors and speculators write them. They are run by transformers' own
+assistant of the kind, which has the same layers under other names."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from ..drafts.dflash import DFlashDraft
-from ..drafts.layout import Confidence, Layout, Markov, Selector
+from ..drafts.layout import Confidence, Layout, Markov, Refiner, Selector
+from . import rope
 from .shared import PrunedHead
 from .storage import fit
 
@@ -20,7 +22,8 @@ SHAPE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention
 NAMES = {r"^fc\.": "encoder.fc.", r"^hidden_norm\.": "encoder.output_norm_enc."}
 CONVOLVED = {"attention_conv": "self_attn", "mlp_conv": "mlp"}
 NOT_READ = ("embed_tokens.", "rotary_emb.", "verifier_", "t2d")  # the target's own, or of use in training alone
-KINDS = (None, "dflash", "dflash2", "dspark")
+KINDS = (None, "dflash", "dflash2", "dspark", "xpress")
+REFINER = {"w1": "token_embed", "w2": "readout", "mix.L": "mix_l", "mlp.gate_proj": "mlp_gate", "mlp.up_proj": "mlp_up", "mlp.down_proj": "mlp_down"}  # what its authors call them
 ASSISTANT = "muse_glimmer_assistant"
 
 
@@ -40,12 +43,13 @@ def load(folder: Path, config: dict, tensors: dict[str, torch.Tensor], target: P
     _convolve(model, config)
     tensors = {name.removeprefix("logit_head."): tensor.to(target.device, None if name in ("d2t",) else target.dtype) for name, tensor in tensors.items() if not name.startswith(NOT_READ)}
     head = _head(folder, tensors, target)
-    selector = _selector(folder, config, tensors, head) or _markov(folder, config, tensors, head)
+    selector = _refiner(folder, config, tensors, head) or _selector(folder, config, tensors, head) or _markov(folder, config, tensors, head)
     confidence = _confidence(folder, config, tensors, selector)
     fit(folder, model, {_name(name, model): tensor for name, tensor in tensors.items()}, assign=True)
     model = model.to(target.device).eval().requires_grad_(False)
     layout = Layout(_causal(config), (own.sliding_window or 1) - 1, _scale(config), head, float(config.get("output_multiplier", 1.0)),
-                    float(config.get("final_logit_softcapping") or 0) or None, selector, 1 - _from_anchor(config), confidence)
+                    float(config.get("final_logit_softcapping") or 0) or None, selector, 1 - _from_anchor(config), confidence,
+                    not config.get("aux_hidden_state_layer_ids"), bool(config.get("speculators_model_type")))
     draft = DFlashDraft(model, target, layout=layout)
     draft.check(target)
     return draft
@@ -56,7 +60,7 @@ def _check(folder: Path, config: dict, target: PreTrainedModel) -> None:
     other = kind if kind not in KINDS else config.get("projector_type") if config.get("projector_type") not in KINDS else None
     other = next((name for name in config["architectures"] if "Gemma" in name), other)  # DSpark's for Gemma 4 has Gemma's layers
     if other or config.get("shift_label"):
-        raise ValueError(f"{folder} is a drafter of another kind than DFlash, DFlash 2 and DSpark ({other or 'it drafts its first token at another place'}), which is not read.")
+        raise ValueError(f"{folder} is a drafter of another kind than DFlash, DFlash 2, DSpark and XPress ({other or 'it drafts its first token at another place'}), which is not read.")
     width, count = text.hidden_size, text.num_hidden_layers
     if config.get("hidden_size") != width or config.get("num_target_layers", count) != count:
         raise ValueError(f"{folder} was made for a target of width {config.get('hidden_size')} with {config.get('num_target_layers', 'an unknown number of')} layers; this one has width "
@@ -93,9 +97,7 @@ def _layers(config: dict) -> list[int]:
 
 
 def _config(folder: Path, config: dict):
-    rope = config.get("rope_parameters") or {}
-    if "sliding_attention" in rope:  # of each type of layers; speculators takes these for all
-        config = {**config, "rope_parameters": rope["sliding_attention"]}
+    config = rope.of_one_kind(folder, config)
     shape = AutoConfig.for_model("qwen3", **{name: config[name] for name in SHAPE if config.get(name) is not None})
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "max_position_embeddings",
              "rope_parameters", "layer_types")
@@ -159,10 +161,35 @@ def is_dspark(config: dict) -> bool:
     return "dspark" in kinds or any("DSpark" in name for name in config.get("architectures") or ())
 
 
+def is_xpress(config: dict) -> bool:
+    """Whether that is the config of an XPress drafter."""
+    return config.get("speculators_model_type") == "xpress" or any("XPress" in name for name in config.get("architectures") or ())
+
+
 def _from_anchor(config: dict) -> bool:
-    """Whether the first token is drafted at the root's own place: DSpark does so where it does not say otherwise."""
+    """Whether the first token is drafted at the root's own place: DSpark does so where it does not say otherwise (vLLM's own word for that is `dspark_bonus_anchor`)."""
     said = config.get("sample_from_anchor")
-    return is_dspark(config) if said is None else bool(said)
+    return is_dspark(config) and not config.get("dspark_bonus_anchor") if said is None else bool(said)
+
+
+def _refiner(folder: Path, config: dict, tensors: dict[str, torch.Tensor], head: PrunedHead | None) -> Refiner | None:
+    """XPress. How often all places are drawn over (`num_jacobi_passes`, `xpress_num_passes`), and from which tokens that begins (a selector's), does not change what it ends at."""
+    if not is_xpress(config):
+        return None
+    if config.get("xpress_mixer_format", "raw") != "raw":
+        raise ValueError(f"{folder}: config.json says xpress_mixer_format={config['xpress_mixer_format']}, which is not read.")
+    own = _part(tensors, "refiner_head.") or {_renamed(name): tensor for name, tensor in _part(tensors, "xpress_head.").items()}
+    _part(tensors, "candidate_selector.")
+    table, gate = (own.get(f"{name}.weight", torch.empty(1, 1)) for name in ("token_embed", "mlp_gate"))
+    with torch.device("meta"):
+        made = Refiner(len(table), config["hidden_size"], table.shape[1], len(gate), int(config.get("block_size", 16)), None if head is None else head.ids)
+    fit(folder, made, own, assign=True)
+    return made.eval().requires_grad_(False)
+
+
+def _renamed(name: str) -> str:
+    stem = name.removesuffix(".weight")
+    return REFINER.get(name) or (f"{REFINER[stem]}.weight" if stem in REFINER else name)
 
 
 def _markov(folder: Path, config: dict, tensors: dict[str, torch.Tensor], head: PrunedHead | None) -> Markov | None:
@@ -178,7 +205,7 @@ def _markov(folder: Path, config: dict, tensors: dict[str, torch.Tensor], head: 
     return made.eval().requires_grad_(False)
 
 
-def _confidence(folder: Path, config: dict, tensors: dict[str, torch.Tensor], selector: Selector | Markov | None) -> Confidence | None:
+def _confidence(folder: Path, config: dict, tensors: dict[str, torch.Tensor], selector: Selector | Markov | Refiner | None) -> Confidence | None:
     """proj.{weight, bias} (DeepSpec, speculators, SpecForge) or {weight, bias} (the first ones of speculators), H or H + r wide: with what the Markov head knows of the token before
     or without, as `confidence_head_with_markov` says, too."""
     own = {name if name.startswith("proj.") else f"proj.{name}": tensor for name, tensor in _part(tensors, "confidence_head.").items()}
@@ -200,7 +227,7 @@ def _part(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tens
 
 def _convolve(model: nn.Module, config: dict) -> None:
     """Put the convolutions around attention and MLP of every layer, where the config speaks of any."""
-    kernel, group = config.get("conv_kernel_size"), config.get("conv_group_size")
+    kernel, group = config.get("conv_kernel_size") if config.get("xpress_backbone") != "dflash" else None, config.get("conv_group_size")
     for layer in model.layers if kernel else ():
         for name in CONVOLVED.values():
             setattr(layer, name, Convolved(getattr(layer, name), config["hidden_size"], int(kernel), int(group)))

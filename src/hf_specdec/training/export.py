@@ -88,9 +88,10 @@ def _config(name: str, target: PreTrainedModel, folder: Path, given: int | None)
     if isinstance(draft, (SequentialDraft, PrefixedDraft)):
         raise ValueError(f"draft: vLLM's engine runs no heads that read the tokens before (Hydra, MLP speculators), as those of {name} do; export another draft.")
     if isinstance(draft, DFlashDraft):
-        dspark = dflash.is_dspark(published.config_of(name))
-        if not dspark and not draft.layout.first:
-            raise ValueError(f"draft: vLLM has no method for {name}, a DFlash drafter whose first token is drafted at the root's place; export another draft.")
+        dspark = dflash.is_dspark(config := published.config_of(name))
+        if dflash.is_xpress(config) or not dspark and not draft.layout.first:
+            kind = "an XPress drafter" if dflash.is_xpress(config) else "a DFlash drafter whose first token is drafted at the root's place"
+            raise ValueError(f"draft: vLLM has no method for {name}, {kind}; export another draft.")
         return _block(name, "dspark" if dspark else "dflash", draft.heads.depth, given)
     if isinstance(draft, OnePassDraft) and type(draft) is not MedusaDraft:
         raise ValueError(f"draft: vLLM has no method for {name}, a {draft.name} drafter of this package; export Medusa heads or a drafter without hidden "

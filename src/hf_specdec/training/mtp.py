@@ -4,6 +4,7 @@ drafter. transformers leaves these weights out when it loads the model, and read
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -26,6 +27,12 @@ class Join(nn.Module):
         state, embedded = both.chunk(2, dim=-1)
         parts = [self.hnorm(state), self.enorm(embedded)]
         return self.eh_proj(torch.cat(parts if self.states_first else parts[::-1], dim=-1))
+
+
+def refuse(folder: Path, *_) -> FeatureDraft:
+    """ValueError for a prediction module in a folder of its own, as speculators trains one further."""
+    raise ValueError(f'{folder} holds a prediction module in a folder of its own (speculators_model_type "mtp"), which is not read. Pass load_drafter("{MTP}", target), which reads '
+                     f"the one in the target's own checkpoint, where transformers knows it.")
 
 
 def load(target: PreTrainedModel) -> FeatureDraft:

@@ -16,17 +16,17 @@ from ..assistants import is_dflash
 from ..drafts.base import Draft
 from ..drafts.medusa import MedusaDraft, MedusaHeads
 from ..folders import json_object
-from . import dflash, hydra, mlp_speculator, published_eagle, shared
+from . import dflash, hydra, mlp_speculator, mtp, published_eagle, shared
 from .storage import alike, fit
 
 HUB = "hub:"
 PICKLES = ("medusa_lm_head.pt", "hydra_lm_head.pt", "pytorch_model*.bin")
 EMBEDDING = "model.embed_tokens.weight"
-LOADERS = {"dflash": dflash.load, "eagle": published_eagle.eagle, "eagle3": published_eagle.eagle3, "hydra": hydra.load, "mlp_speculator": mlp_speculator.load}
+LOADERS = {"dflash": dflash.load, "eagle": published_eagle.eagle, "eagle3": published_eagle.eagle3, "hydra": hydra.load, "mlp_speculator": mlp_speculator.load, "mtp": mtp.refuse}
 
 
 def kind(name: str | Path) -> str:
-    """"medusa", "hydra", "mlp_speculator", "dflash", "eagle" or "eagle3" for a folder (or hub:NAME) that holds one, else ""."""
+    """"medusa", "hydra", "mlp_speculator", "dflash", "eagle", "eagle3" or "mtp" for a folder (or hub:NAME) that holds one, else ""."""
     folder = _folder(name)
     config = config_of(folder)
     if config is None:
@@ -37,8 +37,8 @@ def kind(name: str | Path) -> str:
         return "hydra" if "hydra_num_heads" in config else "mlp_speculator"
     if is_dflash(config):
         return "dflash"
-    if config.get("speculators_model_type") == "eagle":
-        return "eagle"
+    if config.get("speculators_model_type") in ("eagle", "mtp"):
+        return config["speculators_model_type"]
     names = _names(folder)
     if "fc.weight" not in names and "model.fc.weight" not in names:
         return ""

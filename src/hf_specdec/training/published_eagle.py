@@ -14,7 +14,7 @@ from transformers import AutoConfig, PreTrainedModel
 from ..drafts.feature import FeatureDraft
 from ..drafts.feature_parallel import ParallelFeatureDraft
 from ..drafts.features import EachNorm, JointNorm
-from . import shared
+from . import rope, shared
 from .storage import alike, fit
 
 LLAMA_KEYS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps",
@@ -209,8 +209,9 @@ def empty(folder: Path, config: dict, target: PreTrainedModel, layers: int, read
     width = target.get_input_embeddings().weight.shape[1]
     if (reads or config.get("hidden_size")) != width:
         raise ValueError(f"{folder}: hidden_size {reads or config.get('hidden_size')} does not map to this target's {width}.")
-    if normed and (config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ())):
+    if normed and config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ())[:layers]:
         raise ValueError(f"{folder}: config.json speaks of sliding windows, which are not read.")
+    config = rope.of_one_kind(folder, config)
     own = AutoConfig.for_model("qwen3" if normed else "llama", **{name: config[name] for name in LLAMA_KEYS if config.get(name) is not None}, num_hidden_layers=layers,
                       vocab_size=target.config.get_text_config().vocab_size, tie_word_embeddings=False)
     draft = shared.empty(target, own)

@@ -6,9 +6,26 @@
 #define QUERIES 4
 #define WEIGHTS 2
 #define ANY(lanes) ((lanes)[0] | (lanes)[1] | (lanes)[2] | (lanes)[3])
+#define FUSED(a, b, sum) rounded_once(a, (four){b, b, b, b}, sum)
 #define DOUBLES(eight) __builtin_convertvector(eight, v8d)
 #define F16(words) ((v8){H(0), H(1), H(2), H(3), H(4), H(5), H(6), H(7)})
 #define H(i) mx_from_f16(words[i])
+
+#include "mx.h"
+
+/* sum + a * b, rounded once, of four numbers, where the processor may not have it: the product is exact in double precision, and of the sum there what was cut off is
+ * put into its last bit ("round to odd": Boldo and Melquiond 2008, theorem 3), so that rounding it again does what rounding it once would. */
+typedef float four __attribute__((vector_size(16), aligned(4)));
+typedef double wide __attribute__((vector_size(32)));
+typedef int64_t bits __attribute__((vector_size(32)));
+MX_INLINE four rounded_once(four a, four b, four sum) {
+    const wide product = __builtin_convertvector(a, wide) * __builtin_convertvector(b, wide), other = __builtin_convertvector(sum, wide);
+    wide total = product + other;
+    const wide part = total - product, cut = (product - (total - part)) + (other - part); /* Knuth's sum: exact */
+    const bits even = ((bits)total & 1) - 1, outwards = (cut > 0.0) == (total > 0.0), some = (cut > 0.0) | (cut < 0.0);
+    total = (wide)((bits)total + (some & even & ((outwards & 1) | ~outwards)));
+    return __builtin_convertvector(total, four);
+}
 #include "attention.h"
 
 #include <stdlib.h>
@@ -25,6 +42,7 @@ void mx_attend_neon(const mx_attention *, int64_t, int64_t, int64_t, int64_t, fl
 typedef void (*mx_attend)(const mx_attention *, int64_t, int64_t, int64_t, int64_t, float *);
 
 #define MOST 64          /* queries of a tile, heads counted */
+#define FEW 3            /* of these, for which reading half as much counts for more than slow dot products: the bits are the same */
 #define SCORES (1 << 17) /* and at most so many scores, unless one query has more */
 
 /* Queries of a tile: as many as share keys and values with profit, few enough that every thread gets some. */
@@ -55,7 +73,7 @@ int mx_attention_rows(const mx_attention *a, int path, int threads) {
 #if defined(__x86_64__)
     if (path >= MX_AVX2) run = mx_attend_avx2;
     if (path >= MX_AVX512F && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
-        run = path == MX_AVX512_BF16 ? mx_attend_avx512_bf16 : mx_attend_avx512;
+        run = path == MX_AVX512_BF16 && (mx_product_kind(path) == MX_DOTS || a->queries * a->heads < FEW * a->kv_heads) ? mx_attend_avx512_bf16 : mx_attend_avx512;
 #elif defined(__aarch64__)
     if (path == MX_NEON) run = mx_attend_neon;
 #else

@@ -8,11 +8,12 @@
  *   ANY(lanes)  whether one of the lanes of a comparison is true
  *   DOUBLES(eight)  eight numbers in double precision
  *   HELD(x)     keeps the compiler from reading x again for every use, or not defined
+ *   FUSED(a, b, sum)  sum + a * b for a vector a and a number b, rounded once
  *   PAIR(sum, key, query)  sum plus the products of pairs of bfloat16, the second number's first; or not defined
  *
  * Keys and values are read once for all rows of the tile, sixteen or thirty-two slots at a time, but every row has sums of its own: a
- * score goes number after number of the key, in bfloat16 the second of a pair before the first, the rest slot after slot. Multiplications
- * and additions are not fused, so that every set of instructions gives the same bits; those of PAIR may be: products of bfloat16 are exact.
+ * score goes number after number of the key, in bfloat16 the second of a pair before the first, the rest slot after slot. Both are sums of fused
+ * multiply-adds, and nothing else is fused, so that every set of instructions gives the same bits, PAIR's, too.
  * What a query may not see takes no part in its sums: its weight is zero, and a weight of zero is passed over.
  */
 #include "lanes.h"
@@ -65,7 +66,7 @@ MX_INLINE TARGET void biases(const mx_attention *a, int64_t b, int64_t h, int64_
 
 /* What is kept for the rows of a tile: query by query, then head by head. */
 typedef struct {
-    float *query, *block, *scores, *sums; /* scores: sixteen slots of all rows after sixteen slots */
+    float *query, *block, *scores, *sums; /* query: one number of all rows after another; scores: sixteen slots of all rows after sixteen slots */
     float *bias;                          /* [queries or rows, room], or NULL: all before `end` is seen */
     float *tops;                          /* [rows, 16]: the largest scores so far, in as many lanes as there are */
     v8d *totals;
@@ -74,10 +75,9 @@ typedef struct {
 } work;
 
 /* The scores of the rows i .. i + rows - 1 for the keys from slot `s` on that lie across, minus infinity where they may not look. */
-MX_INLINE TARGET void dots(const mx_attention *a, const work *w, int64_t i, int64_t s, int64_t far, int64_t numbers, const int rows,
-                           const int pairs) {
+MX_INLINE TARGET void dots(const mx_attention *a, const work *w, int64_t i, int64_t s, int64_t numbers, const int rows, const int pairs) {
     const int vectors = pairs ? 2 : 16 / LANES;
-    const float *query = w->query + i * far, *keys = w->block, hidden = -__builtin_inff();
+    const float *query = w->query + i, *keys = w->block, hidden = -__builtin_inff();
     vw sum[12][16 / LANES < 2 ? 2 : 16 / LANES], found[12][16 / LANES < 2 ? 2 : 16 / LANES];
     vwi lane;
     for (int l = 0; l < LANES; l++) lane[l] = l;
@@ -91,8 +91,8 @@ MX_INLINE TARGET void dots(const mx_attention *a, const work *w, int64_t i, int6
             const vw key = *(const vw *)(keys + LANES * (vectors * d + p));
 #pragma GCC unroll 12
             for (int r = 0; r < rows; r++) {
-                if (pairs) sum[r][p] = PAIR(sum[r][p], key, query[r * far + d]);
-                else sum[r][p] += query[r * far + d] * key;
+                if (pairs) sum[r][p] = PAIR(sum[r][p], key, query[d * w->rows + r]);
+                else sum[r][p] = FUSED(key, query[d * w->rows + r], sum[r][p]);
             }
         }
 #pragma GCC unroll 12
@@ -157,7 +157,7 @@ MX_INLINE TARGET void mix(const float *values, int64_t step, const float *weight
 #pragma GCC unroll 3
         for (int i = 0; i < rows; i++)
 #pragma GCC unroll 16
-            for (int b = 0; b < blocks; b++) own[i][b] += weights[16 * i + j] * value[b];
+            for (int b = 0; b < blocks; b++) own[i][b] = FUSED(value[b], weights[16 * i + j], own[i][b]);
     }
 #pragma GCC unroll 3
     for (int i = 0; i < rows; i++)
@@ -211,7 +211,8 @@ MX_INLINE TARGET void tile(const mx_attention *a, int64_t b, int64_t group, int6
     int64_t low = a->mask ? a->slots : 0, high = 0, step;
     for (int64_t i = 0; i < n; i++) {
         const int64_t q = first + i / heads, h = group * heads + i % heads;
-        along((const char *)a->q, b * a->q_stride[0] + h * a->q_stride[1] + q * a->q_stride[2], a->dk, w.query + i * dk, dtype, pairs);
+        along((const char *)a->q, b * a->q_stride[0] + h * a->q_stride[1] + q * a->q_stride[2], a->dk, w.block, dtype, pairs);
+        for (int64_t d = 0; d < numbers; d++) w.query[d * n + i] = w.block[d];
         if (!w.bias) {
             high = a->causal && q + 1 < a->slots ? q + 1 : a->slots;
         } else if (i % w.shared == 0) {
@@ -230,7 +231,7 @@ MX_INLINE TARGET void tile(const mx_attention *a, int64_t b, int64_t group, int6
         int64_t i = 0;
 #define SCORE(many) \
     for (; i + many <= n; i += many) \
-        if (s < w.end[i + many - 1]) dots(a, &w, i, s, dk, numbers, many, pairs)
+        if (s < w.end[i + many - 1]) dots(a, &w, i, s, numbers, many, pairs)
         if (QUERIES >= 12 && !pairs) SCORE(12);
         if (QUERIES >= 6) SCORE(6);
         SCORE(4);

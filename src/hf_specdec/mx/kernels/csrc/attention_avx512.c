@@ -8,6 +8,7 @@
 #define QUERIES 12
 #define WEIGHTS 3
 #define ANY(lanes) _mm512_movepi32_mask((__m512i)(lanes))
+#define FUSED(a, b, sum) ((vw)_mm512_fmadd_ps((__m512)(a), _mm512_set1_ps(b), (__m512)(sum)))
 #define DOUBLES(eight) ((v8d)_mm512_cvtps_pd((__m256)(eight)))
 #define HELD(x) __asm__("" : "+v"(x))
 #define F16(words) ((v8)_mm256_cvtph_ps((__m128i)(words)))

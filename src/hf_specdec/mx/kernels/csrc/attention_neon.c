@@ -8,6 +8,7 @@
 #define QUERIES 6
 #define WEIGHTS 3
 #define ANY(lanes) vmaxvq_u32((uint32x4_t)(lanes))
+#define FUSED(a, b, sum) ((vw)vfmaq_n_f32((float32x4_t)(sum), (float32x4_t)(a), b))
 #define DOUBLES(eight) __builtin_convertvector(eight, v8d)
 #define F16(words) halves(words)
 
