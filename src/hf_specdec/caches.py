@@ -67,6 +67,13 @@ def static_in(cache: Any) -> StaticCache | None:
     return cache if isinstance(cache, StaticCache) else None
 
 
+def let_go(model: PreTrainedModel, cache: Any) -> None:
+    """Transformers before 5.17 lays a static `cache` by for the model's next call, which breaks on one that nothing was written to: ours need not write to it."""
+    static = static_in(cache)
+    if static is not None and getattr(model, "_cache", None) is cache and not all(hasattr(layer, "max_batch_size") for layer in static.layers):
+        del model._cache
+
+
 def cached_tokens(cache: DynamicCache | StaticCache) -> int:
     """How many tokens a cache of transformers holds; one of states alone does not count them, and holds 1 where it holds any."""
     if not counts_tokens(cache):

@@ -11,7 +11,7 @@ from transformers.generation import MaxLengthCriteria
 
 from . import compat, lengths, registry
 from .arguments import check_call, check_draft_stop
-from .caches import IN_MODULES, MADE, cached_tokens, counts_tokens, static_in, windows_of
+from .caches import IN_MODULES, MADE, cached_tokens, counts_tokens, let_go, static_in, windows_of
 from .cached_model import CachedModel
 from .config import MAX_ASSISTANT_TOKENS
 from .devices import seat_of
@@ -42,6 +42,7 @@ class Call:
 
     def __init__(self, decoder, model, input_ids, processors, generation_config, inputs_tensor, model_kwargs):
         self.decoder, self.model, self.config = decoder, model, decoder.config
+        let_go(compat.unwrap(model), model_kwargs.get(compat.CACHE))
         self.traits = compat.traits_of(compat.unwrap(model), "target")
         self.ids, embeds = input_ids, model_kwargs.get("inputs_embeds") if self.traits.encoder != "own" else None  # as they were passed; an encoder has read its own
         self.asked = generation_config  # whose lengths do not count embeddings
