@@ -1,5 +1,6 @@
 """Prediction modules that transformers leaves in the checkpoint and has no class for (Qwen3.5, Qwen3-Next and their kin): what their tensors are called, and what to
-make of them. As vLLM reads them (qwen3_5_mtp.py, qwen3_next_mtp.py, exaone_moe_mtp.py, exaone4_5_mtp.py), MiMo's as its own code does (modeling_mimo.py) and vLLM's mimo_mtp.py."""
+make of them. As vLLM reads them (qwen3_5_mtp.py, qwen3_next_mtp.py, exaone_moe_mtp.py, exaone4_5_mtp.py, mimo_mtp.py; the last one reads zeros for the embedding at
+position 0, which is not done here)."""
 
 from __future__ import annotations
 
