@@ -167,6 +167,22 @@ def test_threads_and_kernel_paths_do_not_matter(dtype):
     assert len(seen) >= 3 and all(torch.equal(seen[0], other) for other in seen)
 
 
+@needs_kernels
+def test_a_score_that_is_no_number_takes_no_part_on_any_path():
+    """Nor where scores are capped, whichever sign NaN has."""
+    query, key, value = tensors(torch.float32, width=5)
+    lame, keys = torch.tensor([torch.nan, -torch.nan]), key.clone()
+    keys[:, :, 3:5, 0] = lame
+    others = [slot for slot in range(SLOTS) if slot not in (3, 4)]
+    try:
+        for path in cpu.kernel_info()["available"]:
+            cpu.set_kernel_path(path)
+            for softcap in (None, 5.0):
+                assert torch.equal(rows_attention(query, keys, value, softcap=softcap), rows_attention(query, key[:, :, others], value[:, :, others], softcap=softcap))
+    finally:
+        cpu.set_kernel_path(None)
+
+
 def test_gradients_go_through_torch():
     query, key, value = (part.requires_grad_() for part in tensors(torch.float32, width=2))
     out = rows_attention(query, key, value, chain_mask(2))

@@ -144,9 +144,10 @@ def test_its_layers_go_into_tiles_and_mx_formats(target, tmp_path):
     ({**ZLAB, "architectures": ["Qwen3XPressModel"]}, "has no down_g.weight"),
     ({**ZLAB, "architectures": ["Qwen3XPressModel"], "xpress_mixer_format": "folded"}, "xpress_mixer_format=folded, which is not read"),
     ({**ZLAB, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5, which is not read"),
+    ({**ZLAB, "block_size": 1}, "model: .* has block_size=1, so that no place behind the root's is left"),
     ({**ZLAB, "rope_is_neox_style": False}, "rope_is_neox_style=False, which is not read"),
     ({**ZLAB, "dflash_config": {**ZLAB["dflash_config"], "use_swa": True}}, "use_swa=True, which is not read"),
-], ids=range(17))  # fmt: skip
+], ids=range(18))  # fmt: skip
 def test_what_does_not_map_is_named(target, tmp_path, config, message):
     with pytest.raises(ValueError, match=message):
         load_drafter(write(tmp_path, config, checkpoint(ZLAB)), target)

@@ -80,7 +80,10 @@ class DFlashDraft(OnePassDraft):
                  layout: Layout = Layout()):
         if assistants.kind_of(compat.unwrap(model)) != "dflash":
             raise ValueError(f"model: {type(model).__name__} fills no masked places from a target's states; a model that reads text drafts by ModelDraft(model).")
-        super().__init__(SimpleNamespace(depth=model.config.block_size - layout.first, ids=None, rates=()), tree)
+        depth = model.config.block_size - layout.first
+        if depth < 1:
+            raise ValueError(f"model: {type(model).__name__} has block_size={model.config.block_size}, so that no place behind the root's is left to draft at. Take one of more places.")
+        super().__init__(SimpleNamespace(depth=depth, ids=None, rates=()), tree)
         self.model, self.target, self.seen, self.layout = model, target, None, layout
         self.choices: Choices | Steps | Refined | None = None
         self.hidden: torch.Tensor | None = None  # [B, K, H] of the places ahead

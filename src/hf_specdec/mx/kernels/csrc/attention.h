@@ -13,7 +13,8 @@
  *
  * Keys and values are read once for all rows of the tile, sixteen or thirty-two slots at a time, but every row has sums of its own: a
  * score goes number after number of the key, in bfloat16 the second of a pair before the first, the rest slot after slot. Both are sums of fused
- * multiply-adds, and nothing else is fused, so that every set of instructions gives the same bits, PAIR's, too.
+ * multiply-adds, and nothing else is fused, so that every set of instructions gives the same bits, PAIR's, too, but that it takes subnormal
+ * numbers for zero, which is seen where others of the same score are beyond 1e30 alone. A score that is NaN takes no part, either.
  * What a query may not see takes no part in its sums: its weight is zero, and a weight of zero is passed over.
  */
 #include "lanes.h"

@@ -42,13 +42,13 @@ MX_INLINE TARGET vw expw(vw x) {
     return (vw)(((vwi)p + ((vwi)shifted << 23)) & visible); /* all that is not the exponent is shifted out */
 }
 
-/* cap * tanh(x / cap), by the exponential of -2 |x / cap|. */
+/* cap * tanh(x / cap), by the exponential of -2 |x / cap|; NaN stays NaN. */
 MX_INLINE TARGET vw softw(vw x, float cap) {
     vw t = x / cap;
-    vwi sign = (vwi)t & INT32_MIN;
+    vwi sign = (vwi)t & INT32_MIN, known = t == t;
     vw e = expw((vw)((vwi)t & INT32_MAX) * -2.0f);
     vw positive = (1.0f - e) / (1.0f + e);
-    return (vw)((vwi)positive | sign) * cap;
+    return (vw)((((vwi)positive | sign) & known) | ((vwi)t & ~known)) * cap;
 }
 
 /* to[0..16 * k) = one key or value of dtype, in float32, zeros behind its last number. */
