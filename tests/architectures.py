@@ -354,7 +354,7 @@ FAMILIES = [line for line in FAMILIES if line not in _TOO_OLD]
 # What cannot be rolled back: (name, model_type, settings)
 REFUSED = [] if CACHE == "cache" else [("RecurrentGemma", "recurrent_gemma", dict(_HEADS, lru_width=32))]
 REFUSED += [(family.name, family.kind, family.settings) for family in STATEFUL if not GOES_ON]
-REFUSED += [(family.name, family.kind, family.settings) for family in OWN_CACHES if CACHE != "cache" and not family.kind.startswith(("glm5", "openai", "qwen4"))]  # whose config was another, or which is below
+REFUSED += [(family.name, family.kind, family.settings) for family in OWN_CACHES if CACHE != "cache" and not family.kind.startswith(("cpmant", "glm5", "openai", "qwen4"))]  # whose config was another, or which is below
 _BYTES = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, hidden_size_global=32)
 _PART = dict(_GEMMA, hidden_size_per_layer_input=0, vocab_size_per_layer_input=0, num_kv_shared_layers=2)
 # What reads its text in a way of its own
@@ -369,7 +369,7 @@ OWN_WAYS = [
     ("XLM", "xlm", dict(_UNSPECIAL, vocab_size=VOCAB, emb_dim=32, n_layers=1, n_heads=4)),
     ("XLNet", "xlnet", dict(vocab_size=VOCAB, d_model=32, n_layer=1, n_head=4, d_inner=48)),
 ]
-OWN_WAYS += [(line.name, line.kind, line.settings) for line in (*_TOO_OLD, *(line for line in OWN_CACHES if line.kind == "openai-gpt" and CACHE != "cache"))]
+OWN_WAYS += [(line.name, line.kind, line.settings) for line in (*_TOO_OLD, *(line for line in OWN_CACHES if line.kind in ("cpmant", "openai-gpt") and CACHE != "cache"))]
 REFUSED, OWN_WAYS = ([line for line in lines if line[1] in CONFIG_MAPPING] for lines in (REFUSED, OWN_WAYS))
 
 
