@@ -331,7 +331,7 @@ def test_trees_and_caches_are_refused():
     embeds = {"inputs_embeds": model.get_input_embeddings()(inputs["input_ids"])}
     assert torch.equal(speculate(model, embeds).sequences, text)
     refused("or embeddings.*input_ids.*with the target's encoder", lambda: speculate(model, embeds, perturbed(model)))
-    refused("output_hidden_states=True", lambda: speculate(model, inputs, output_hidden_states=True, num_beams=2))
+    refused("output_hidden_states=True.*use_cache=False", lambda: speculate(model, inputs, output_hidden_states=True, num_beams=2, use_cache=False))
 
 
 @pytest.mark.parametrize(("name", "kind", "settings"), REFUSED, ids=[line[0] for line in REFUSED])

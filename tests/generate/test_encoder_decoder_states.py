@@ -101,7 +101,7 @@ def test_time_stamps_of_tokens():
         assert torch.equal(ours["sequences"], theirs["sequences"]) and torch.equal(ours["token_timestamps"], theirs["token_timestamps"])
 
 
-def test_beams_are_refused():
+def test_beams_without_a_cache_are_refused():
     model, inputs = family("T5").model("eager", seeds("T5", 1)[0]), source("t5")
-    with pytest.raises(ValueError, match="output_(hidden_states|attentions)=True: not available of num_beams=2 beams.*speculative=False"):
-        speculate(model, inputs, **WANTED | {"num_beams": 2})
+    with pytest.raises(ValueError, match="output_(hidden_states|attentions)=True: not available of num_beams=2 beams with use_cache=False.*speculative=False"):
+        speculate(model, inputs, **WANTED | {"num_beams": 2, "use_cache": False})
