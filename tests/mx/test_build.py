@@ -279,7 +279,7 @@ BOTH, NONE, SIXTEEN = {torch.float32, torch.bfloat16}, set(), {torch.bfloat16}
 
 @pytest.mark.parametrize(("path", "apple", "amx", "left_to_torch"), [
     ("portable", False, False, BOTH), ("neon", True, False, BOTH), ("neon", False, False, NONE), ("avx2", True, True, NONE), ("avx512f", False, True, NONE),
-    ("avx512_bf16", False, False, NONE), ("avx512_bf16", False, True, SIXTEEN),
+    ("avx512_bf16", False, False, NONE), ("avx512_bf16", False, True, SIXTEEN), ("amx", False, True, NONE),
 ])
 def test_where_many_rows_are_left_to_torch(path, apple, amx, left_to_torch, monkeypatch):
     monkeypatch.setattr(cpu, "APPLE", apple)

@@ -18,9 +18,10 @@ from ..formats import DENSE, FORMATS
 from .build import APPLE, BuildError, build, packaged_library
 
 ROWS = 16  # of a tile
-ABI = 12
+ABI = 13
 WIDE, PANEL = 64, 1024  # rows of x from which on portable C leaves the product to torch; outputs it decodes at a time
-PATHS = ("portable", "neon", "avx2", "avx512f", "avx512_bf16")  # as in csrc/mx.h
+PATHS = ("portable", "neon", "avx2", "avx512f", "avx512_bf16", "amx")  # as in csrc/mx.h
+SIXTEEN = ("avx512_bf16", "amx")  # paths with products of bfloat16
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 NUMBERS = {name: number for number, name in enumerate((*FORMATS, *DENSE))}
 
@@ -108,7 +109,7 @@ def kernel_path() -> int:
     if _state["path"] is None:
         wanted = _state["forced"] or os.environ.get("HF_SPECDEC_MX_PATH")
         path = _number_of(wanted) if wanted else max(i for i in range(len(PATHS)) if library().mx_has_path(i))
-        _state["amx"] = PATHS[path] == "avx512_bf16" and has_amx()  # here, because torch's compiler cannot ask
+        _state["amx"] = PATHS[path] in SIXTEEN and has_amx()  # here, because torch's compiler cannot ask
         library().mx_set_path(path)
         _state["path"] = path
     return _state["path"]
@@ -128,7 +129,7 @@ def _number_of(name: str) -> int:
 
 
 def set_kernel_path(name: str | None) -> None:
-    """Force a code path (`portable`, `neon`, `avx2`, `avx512f`, `avx512_bf16`); None goes back to the widest one.
+    """Force a code path (`portable`, `neon`, `avx2`, `avx512f`, `avx512_bf16`, `amx`); None goes back to the widest one.
 
     Raises ValueError for an unknown name, or one that this processor cannot run.
     """
@@ -139,11 +140,11 @@ def set_kernel_path(name: str | None) -> None:
         kernel_path()
 
 
-def by_panels(dtype: torch.dtype) -> bool:
+def by_panels(dtype: torch.dtype, integers: bool = False) -> bool:
     """Whether many rows of x in this dtype are better multiplied by torch than by the kernel: its product has units of its own on Apple's processors, and in bfloat16 on
-    those of Intel that have AMX."""
-    if (path := PATHS[kernel_path()]) == "avx512_bf16":
-        return dtype == torch.bfloat16 and _state["amx"]
+    those of Intel that have AMX, if the path has not (and where it has, if x is to be rounded: `integers`)."""
+    if (path := PATHS[kernel_path()]) in SIXTEEN:
+        return dtype == torch.bfloat16 and _state["amx"] and (integers or path != "amx")
     return path in (("portable", "neon") if APPLE else ("portable",))
 
 
@@ -253,13 +254,13 @@ class Kernel:
         number of rows is multiplied as a few are."""
         if not x.is_contiguous():
             x = x.contiguous()
-        if x.numel() > WIDE * self.k and not alike and by_panels(x.dtype):
+        if x.numel() > WIDE * self.k and not alike and by_panels(x.dtype, self.integers):
             return self._by_panels(x)
         return multiply(self.address, x, self.n)
 
     def _by_panels(self, x: torch.Tensor) -> torch.Tensor:
         """Many rows where the kernel is slower than torch: stretches of the weights, in bfloat16 where torch's product is faster in it, and torch's own product."""
-        dtype = x.dtype if PATHS[kernel_path()] == "avx512_bf16" else torch.float32
+        dtype = x.dtype if PATHS[kernel_path()] in SIXTEEN else torch.float32
         flat = x.reshape(-1, self.k).to(dtype)
         flat = round_to_integers(flat) if self.integers else flat
         out, bias = flat.new_empty(flat.shape[0], self.n), None if self.bias is None else self.bias.to(dtype)

@@ -73,7 +73,7 @@ int mx_attention_rows(const mx_attention *a, int path, int threads) {
 #if defined(__x86_64__)
     if (path >= MX_AVX2) run = mx_attend_avx2;
     if (path >= MX_AVX512F && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
-        run = path == MX_AVX512_BF16 && (mx_product_kind(path) == MX_DOTS || a->queries * a->heads < FEW * a->kv_heads) ? mx_attend_avx512_bf16 : mx_attend_avx512;
+        run = path >= MX_AVX512_BF16 && (mx_product_kind(MX_AVX512_BF16) == MX_DOTS || a->queries * a->heads < FEW * a->kv_heads) ? mx_attend_avx512_bf16 : mx_attend_avx512;
 #elif defined(__aarch64__)
     if (path == MX_NEON) run = mx_attend_neon;
 #else

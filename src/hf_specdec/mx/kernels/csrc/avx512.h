@@ -48,6 +48,12 @@ MX_INLINE __attribute__((target("avx512f,avx512bw"))) mx_table mx_load_byte_tabl
     (w)[0] = _mm512_ternarylogic_epi32(_mm512_slli_epi16(high, 8), low, _mm512_set1_epi16(0xff), 0xF8);              \
     (w)[1] = _mm512_ternarylogic_epi32(_mm512_srli_epi16(low, 8), high, _mm512_set1_epi16((short)0xff00), 0xF8);
 
+/* The first and the second numbers of the pairs of bfloat16 numbers in a vector, in float32. */
+typedef struct {
+    __m512 first, second;
+} mx_pairs;
+#define MX_PAIRS(w) ((mx_pairs){_mm512_castsi512_ps(_mm512_slli_epi32(w, 16)), _mm512_castsi512_ps(_mm512_and_si512(w, _mm512_set1_epi32((int)0xffff0000)))})
+
 /* NAME: vectors 2j and 2j + 1 of the eight of the half tile at p. */
 #define DECODE_TWO(NAME, TARGET, SPLIT2, SPLIT7, BYTES)                                                              \
     MX_INLINE __attribute__((target(TARGET))) void NAME(const uint8_t *p, const mx_table *t, __m512i w[2], const int j, \

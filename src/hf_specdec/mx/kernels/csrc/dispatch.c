@@ -5,7 +5,7 @@
 #include <string.h>
 #include <time.h>
 
-#define ABI 12
+#define ABI 13
 #define PIECES 4
 #define MANY_ROWS 32 /* of x: above, threads share its packing, and every group is a long piece */
 int mx_abi(void) { return ABI; }
@@ -31,6 +31,9 @@ int mx_has_path(int path) {
         return f && __builtin_cpu_supports("avx512vbmi") &&
                __builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("avx512vnni") &&
                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bf16");
+#ifdef MX_AMX_KNOWN
+    if (path == MX_AMX) return mx_has_path(MX_AVX512_BF16) && mx_has_amx();
+#endif
 #elif defined(__aarch64__)
     if (path == MX_NEON) return has_dot_products();
 #endif
@@ -41,6 +44,10 @@ static mx_run runner(int path, int bits, int integers) {
     if (integers && path != MX_PORTABLE) return mx_integers_of(path)->product;
 #if defined(__x86_64__)
     if (bits == 32 && path >= MX_AVX2) return path == MX_AVX2 ? mx_run32_avx2 : mx_run32_avx512;
+#ifdef MX_AMX_KNOWN
+    if (path == MX_AMX) return mx_run_amx;
+    if (path == MX_AMX_ROW) return mx_run_amx_row;
+#endif
     if (path == MX_AVX512_BF16) return mx_run_avx512_bf16;
     if (path == MX_AVX512F) return mx_product_kind(path) == MX_FUSED ? mx_run_avx512f : mx_run_avx512_vbmi2;
     if (path == MX_AVX2) return mx_run_avx2;
@@ -169,6 +176,9 @@ static void pack(const void *context, int64_t chunk, int thread) {
     const packing *p = context;
     if (p->integers) mx_integers_of(p->path)->pack(p->x, p->dtype, p->packed, chunk, p->m, p->integers);
 #if defined(__x86_64__)
+#ifdef MX_AMX_KNOWN
+    else if (p->path == MX_AMX) mx_pack_blocks(p->x, p->packed, chunk, p->m, p->k);
+#endif
     else if (p->path == MX_AVX512_BF16) mx_pack_pairs(p->x, p->packed, chunk, p->m, p->k);
     else mx_pack_floats(p->x, p->dtype, p->packed, chunk, p->m, p->k);
 #endif
@@ -177,13 +187,18 @@ static void pack(const void *context, int64_t chunk, int thread) {
 int mx_make_input(mx_input *in, const mx_layer *layer, const void *x, int64_t m, int dtype, int path, int threads) {
     const int64_t k = layer->k;
     const int integers = layer->integers, whole = layer->bits == 32;
+    if (path == MX_AMX && (integers || whole || dtype != MX_DT_BF16)) path = MX_AVX512_BF16;
+#ifdef MX_AMX_KNOWN
+    if (path == MX_AMX && m == 1 && layer->bits < 16 && !mx_is_tiny(x, k)) path = MX_AMX_ROW;
+#endif
     if (path == MX_AVX512_BF16 && !integers && (whole || dtype != MX_DT_BF16 || mx_product_kind(path) != MX_DOTS)) path = MX_AVX512F;
-    const int wide = path == MX_AVX512F && !whole, packs = integers ? path != MX_PORTABLE : wide || path == MX_AVX512_BF16;
+    const int wide = (path == MX_AVX512F || path == MX_AMX_ROW) && !whole, packs = integers ? path != MX_PORTABLE : wide || path >= MX_AVX512_BF16;
     /* Rows that lie a power of two apart fall into few places of a cache; block by block they lie together. */
-    const int apart = path == MX_AVX2 || path == MX_NEON;
+    const int apart = path == MX_AVX2 || path == MX_NEON || path == MX_AMX;
     *in = (mx_input){.x = x, .row = apart ? MX_BLOCK : k, .block = apart ? m * MX_BLOCK : MX_BLOCK, .path = path};
     if (packs && (integers || m > 1 || (wide && dtype != MX_DT_F32))) {
-        in->own = malloc((size_t)(integers ? m * k / MX_BLOCK * 40 : m * k * (wide ? 4 : 2)));
+        const int64_t bytes = integers ? m * k / MX_BLOCK * 40 : m * k * (wide ? 4 : 2) + 2 * ((m + 7) / 8);
+        in->own = aligned_alloc(64, (size_t)(bytes + 63) / 64 * 64); /* tiles are read line by line */
         if (!in->own) return 1;
         const packing all = {x, in->own, m, k, dtype, integers ? layer : NULL, path};
         mx_share(pack, &all, (m + 7) / 8, m > MANY_ROWS ? threads : 1);
@@ -199,12 +214,19 @@ mx_run mx_make_job(mx_job *job, const mx_layer *layer, const mx_input *in, void 
     *job = (mx_job){.layer = layer, .x = in->x, .x_row = in->row, .x_block = in->block, .out = out, .m = m, .out_dtype = dtype};
     if (in->path >= MX_AVX512F && layer->bits < 16)
         for (int j = 0; j < 128; j++) job->table[j] = (uint16_t)(mx_bits(layer->values[j & ((1 << layer->bits) - 1)]) >> 16);
+#ifdef MX_AMX_KNOWN
+    if (in->path == MX_AMX && m > MX_AMX_MANY) return mx_run_amx_many;
+#endif
     return runner(in->path, layer->bits, layer->integers);
 }
 
 /* A few long pieces a thread, handed out as threads come free: a processor that is busy with something else delays
  * one piece, and each piece is read in one go. An even number of groups, which are multiplied two at a time. */
-int64_t mx_piece_groups(int64_t groups, int64_t m, int threads) {
+int64_t mx_piece_groups(int64_t groups, int64_t m, int path, int threads) {
+    if (path == MX_AMX && m > MX_AMX_MANY && threads > 1) { /* these read x once a piece, and as many groups at a time */
+        const int64_t share = (groups + 2 * threads - 1) / (2 * threads);
+        return share < MX_AMX_GROUPS ? (share + 1) & ~1 : MX_AMX_GROUPS;
+    }
     return threads < 2 ? groups : groups <= 2 * threads ? 1 : m > MANY_ROWS ? 2 : ((groups - 1) / (PIECES * threads) + 2) & ~1;
 }
 
@@ -214,7 +236,8 @@ int64_t mx_piece_groups(int64_t groups, int64_t m, int threads) {
 int mx_linears(const mx_layer *const *layers, void *const *outs, int count, const void *x, int64_t m, int dtype, int path, int threads) {
     int alike = 1; /* all of them take the same x */
     for (int i = 0; i < count; i++)
-        alike &= layers[i]->integers == layers[0]->integers && (layers[i]->bits == layers[0]->bits || (!layers[0]->integers && layers[i]->bits < 32 && layers[0]->bits < 32));
+        alike &= layers[i]->integers == layers[0]->integers && (layers[i]->bits == layers[0]->bits || (!layers[0]->integers && layers[i]->bits < 32 && layers[0]->bits < 32)) &&
+                 (path != MX_AMX || (layers[i]->bits == 16) == (layers[0]->bits == 16));
     if (!alike) {
         int failed = 0;
         for (int i = 0; i < count; i++) failed |= mx_linears(layers + i, outs + i, 1, x, m, dtype, path, threads);
@@ -229,7 +252,7 @@ int mx_linears(const mx_layer *const *layers, void *const *outs, int count, cons
         groups += (layers[i]->n + MX_ROWS - 1) / MX_ROWS;
     }
     all.first[0] = 0;
-    all.groups = mx_piece_groups(groups, m, threads);
+    all.groups = mx_piece_groups(groups, m, in.path, threads);
     for (int i = 0; i < count; i++)
         all.first[i + 1] = all.first[i] + ((layers[i]->n + MX_ROWS - 1) / MX_ROWS + all.groups - 1) / all.groups;
     mx_next(layers, count);

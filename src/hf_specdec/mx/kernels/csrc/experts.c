@@ -89,7 +89,7 @@ int mx_experts(const mx_experts_job *job, int threads) {
         const int64_t rows = first[job->experts];
         mx_share(gather, &w, w.active, rows > 32 ? threads : 1);
         for (int64_t i = 0; i < w.active; i++) failed |= w.expert[i].failed;
-        w.groups = mx_piece_groups(n / MX_ROWS * w.active, rows / w.active, threads);
+        w.groups = mx_piece_groups(n / MX_ROWS * w.active, rows / w.active, (int)job->path, threads);
         const int64_t pieces = (n / MX_ROWS + w.groups - 1) / w.groups;
         for (int64_t i = 0; i < w.active; i++) w.expert[i].piece = i * pieces;
         if (!failed) mx_share(piece, &w, w.active * pieces, threads);

@@ -3,18 +3,13 @@
 typedef struct {
     float first, second;
 } pair;
-typedef struct {
-    __m512 first, second;
-} weights;
+typedef mx_pairs weights;
+#define PREPARE MX_PAIRS
 #define IN_PLACE 0
 #define WIDE 8
 #define PANEL 4
 #define HALVES _Pragma("GCC unroll 1") /* or there is much code for little */
 #define PANEL_UNROLL _Pragma("GCC unroll 4")
-
-/* The first and the second numbers of the pairs of bfloat16 numbers in a vector. */
-#define PREPARE(w) \
-    ((weights){_mm512_castsi512_ps(_mm512_slli_epi32(w, 16)), _mm512_castsi512_ps(_mm512_and_si512(w, _mm512_set1_epi32((int)0xffff0000)))})
 
 MX_INLINE __attribute__((target(TARGET512))) void add_products(__m512 *sum, const weights *w, const pair *x, const int groups) {
     const __m512 first = _mm512_set1_ps(x->first), second = _mm512_set1_ps(x->second);

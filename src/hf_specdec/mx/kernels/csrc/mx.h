@@ -20,7 +20,7 @@
 
 enum mx_format { MX_E4M3, MX_E5M2, MX_E3M2, MX_E2M3, MX_E2M1, MX_INT8, MX_BF16, MX_FP32 };
 enum mx_dtype { MX_DT_F32, MX_DT_BF16, MX_DT_F16 };
-enum mx_path { MX_PORTABLE, MX_NEON, MX_AVX2, MX_AVX512F, MX_AVX512_BF16, MX_PATHS };
+enum mx_path { MX_PORTABLE, MX_NEON, MX_AVX2, MX_AVX512F, MX_AVX512_BF16, MX_AMX, MX_PATHS, MX_AMX_ROW = MX_PATHS /* of MX_AMX, without tiles: chosen within */ };
 
 int mx_has_path(int path);
 
@@ -75,7 +75,7 @@ typedef void (*mx_run)(const mx_job *, int64_t first_group, int64_t last_group);
 /* The parts that products are made of: x [m, k] for a layer, and others that take it alike (1: no memory), what a layer does to it, and how many row groups make a piece of work. */
 int mx_make_input(mx_input *in, const mx_layer *layer, const void *x, int64_t m, int dtype, int path, int threads);
 mx_run mx_make_job(mx_job *job, const mx_layer *layer, const mx_input *in, void *out, int64_t m, int dtype);
-int64_t mx_piece_groups(int64_t groups, int64_t m, int threads);
+int64_t mx_piece_groups(int64_t groups, int64_t m, int path, int threads);
 
 void mx_run_portable(const mx_job *, int64_t, int64_t);
 void mx_run_neon(const mx_job *, int64_t, int64_t);
@@ -83,10 +83,18 @@ void mx_run_avx2(const mx_job *, int64_t, int64_t);
 void mx_run_avx512f(const mx_job *, int64_t, int64_t);
 void mx_run_avx512_vbmi2(const mx_job *, int64_t, int64_t);
 void mx_run_avx512_bf16(const mx_job *, int64_t, int64_t);
+void mx_run_amx(const mx_job *, int64_t, int64_t);
+void mx_run_amx_many(const mx_job *, int64_t, int64_t);
+void mx_run_amx_row(const mx_job *, int64_t, int64_t);
 void mx_run32_portable(const mx_job *, int64_t, int64_t);
 void mx_run32_neon(const mx_job *, int64_t, int64_t);
 void mx_run32_avx2(const mx_job *, int64_t, int64_t);
 void mx_run32_avx512(const mx_job *, int64_t, int64_t);
+#define MX_AMX_GROUPS 16 /* row groups that are then decoded at once */
+#define MX_AMX_MANY 64 /* rows of x above which weights are decoded once for all of them */
+int mx_has_amx(void);
+int mx_is_tiny(const uint16_t *x, int64_t k);
+void mx_pack_blocks(const void *x, void *packed, int64_t chunk, int64_t m, int64_t k);
 void mx_pack_pairs(const uint32_t *x, uint32_t *packed, int64_t chunk, int64_t m, int64_t k);
 void mx_pack_floats(const void *x, int dtype, float *packed, int64_t chunk, int64_t m, int64_t k);
 
@@ -103,6 +111,9 @@ typedef struct {
 #if !defined(__x86_64__) || defined(MX_NO_AVX_VNNI) /* the latter where the assembler is older than the compiler: build.py */
 #elif defined(__apple_build_version__) ? __clang_major__ >= 13 : defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11
 #define MX_AVX_VNNI /* the compiler knows it */
+#endif
+#if defined(MX_AVX_VNNI) && defined(__linux__)
+#define MX_AMX_KNOWN
 #endif
 const mx_integers *mx_integers_of(int path); /* NULL on the portable path */
 extern const mx_integers mx_integers_neon, mx_integers_avx2, mx_integers_avx2_vnni, mx_integers_avx512vl_vnni, mx_integers_avx512_vnni;

@@ -16,10 +16,10 @@ static int slow_dots(void) {
 static int forced = -1; /* by mx_force_products */
 void mx_force_products(int kind) { forced = kind; }
 
-/* Whether this processor has these; on the path of AVX-512 F all but dot products. */
+/* Whether this processor has these; on the path of AVX-512 F all but dot products. (That of AMX takes the others where it has no tiles to fill.) */
 int mx_has_products(int path, int kind) {
 #if defined(__x86_64__)
-    if (path < MX_AVX512F || !mx_has_path(path)) return 0;
+    if (path < MX_AVX512F || path > MX_AVX512_BF16 || !mx_has_path(path)) return 0;
     if (kind == MX_DOTS) return path == MX_AVX512_BF16;
     return kind == MX_FUSED || (__builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2"));
 #else
