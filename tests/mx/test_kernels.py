@@ -358,25 +358,25 @@ def test_all_instructions_of_avx512_give_the_same_bits(name, dtype, rows):
     assert all(same_bits(result, results[0]) for result in results)
 
 
-@pytest.mark.parametrize("path", [pytest.param(("avx512_bf16", None), marks=pytest.mark.skipif("avx512_bf16" not in PATHS, reason="the path that leaves many rows to torch"))], indirect=True)
-@pytest.mark.parametrize("name, activations", [("mxfp6_e2m3", None), ("mxfp6_e2m3", "mxint8"), ("mxint8", None), ("bf16", None)])
-def test_where_there_is_amx_torch_multiplies_many_rows_in_bfloat16(name, activations, path, monkeypatch):
-    """On a stand-in: AMX is claimed, and the product is torch's, whose sums alone are in another order."""
-    layer = random_layer(name, 1061, 96, bias=True)
-    layer.bias.data, layer.activations = layer.bias.data.bfloat16().float(), activations
-    kernels = {rows: layer(torch.randn(rows, 96, generator=generator(rows)).bfloat16()) for rows in (64, 65, 131)}
-    widths, linear = [], torch.nn.functional.linear
-    monkeypatch.setitem(cpu._state, "amx", True)
-    monkeypatch.setattr(torch.nn.functional, "linear", lambda x, *rest: widths.append((len(x), x.dtype)) or linear(x, *rest))
-    for rows, wanted in kernels.items():
-        x = torch.randn(rows, 96, generator=generator(rows)).bfloat16()
-        found = layer(x)
-        assert torch.allclose(found.float(), wanted.float(), rtol=2**-7, atol=1e-3) and found.dtype == torch.bfloat16
-        layer(x.float())
-        layer.alike = True
-        assert same_bits(layer(x), wanted)
-        layer.alike = False
-    assert widths == [(65, torch.bfloat16)] * 2 + [(131, torch.bfloat16)] * 2  # two stretches of the weights; none at 64 rows, in float32, or alike
+@each_format
+@pytest.mark.parametrize("path", [pytest.param(("amx", None), marks=pytest.mark.skipif("amx" not in PATHS, reason="this processor has no AMX"))], indirect=True)
+def test_tiles_keep_the_bits_of_numbers_that_they_cannot_hold(name, path):
+    """Which they take as zeros: in one row alone, among few and among many, whose weights are then multiplied by their scales beforehand."""
+    layer, x = random_layer(name, 72, 96), torch.randn(131, 96, generator=generator(4)).bfloat16()
+    if not layer.format.is_dense:
+        layer = MXLinear(96, 72, bias=False, format=name)
+        packed = quantize(torch.randn(72, 96, generator=generator(5)), name)
+        packed.scales[::5], packed.scales[3::5] = 0, 250  # 2^-127 and 2^123
+        layer.set_packed(packed)
+        layer.requires_grad_(False)
+    x[0] *= 2.0**-110
+    x[1, 5], x[2, 7], x[40, 8], x[41, 9] = 2.0**-126, 2.0**-133, 2.0**120, torch.inf
+    x[64:96] *= 2.0**-90
+    one = torch.cat([layer(row) for row in x.split(1)])
+    for rows in (2, 3, 17, 32, 64, 65, 131):
+        found, wanted = layer(x[:rows]), one[:rows]
+        assert torch.equal(found.isnan(), wanted.isnan()) and same_bits(found.nan_to_num(7.0), wanted.nan_to_num(7.0))
+    assert 0 < one[0].abs().median() < 2.0**-80 and not one[41].isfinite().all()
 
 
 @pytest.mark.parametrize("path", PATHS)

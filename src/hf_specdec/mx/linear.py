@@ -141,7 +141,7 @@ class MXMatrix(nn.Module):
             return product(x, self)
         if torch.compiler.is_compiling():
             by_place = self._place is not None and not torch.compiler._is_exporting_flag  # not by its function, which torch 2.11 takes for True in every trace
-            if by_place and not torch.is_grad_enabled() and not (cpu.by_panels(x.dtype, bool(self.activations)) and x.numel() > cpu.WIDE * self.in_features):
+            if by_place and not torch.is_grad_enabled() and not (cpu.by_panels() and x.numel() > cpu.WIDE * self.in_features):
                 return mx_tiles(x, *self._place, self.out_features)
             return product(x, self)
         if torch.is_grad_enabled() and (x.requires_grad or (self.bias is not None and self.bias.requires_grad)):

@@ -74,7 +74,7 @@ class KernelPasses(PassAddition):
         ours = any(isinstance(part, MXMatrix) for part in parts)
         dense = any(_is_large(part) for part in parts)
         most = TOKENS if compiled else max(TOKENS, min(2 * GRAIN // getattr(config, "hidden_size", GRAIN), FEW))
-        if not compiled and torch.get_num_threads() <= THREADS and not cpu.by_panels(model.dtype) and self.crowded():
+        if not compiled and torch.get_num_threads() <= THREADS and not cpu.by_panels() and self.crowded():
             most = CROWDED
         return (most, cpu.together) if ours and not dense else None
 

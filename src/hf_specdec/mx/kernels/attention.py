@@ -6,17 +6,18 @@ import struct
 
 import torch
 
-from .cpu import DTYPES, PATHS, SIXTEEN, current_path, kernel_path, library
+from .cpu import DTYPES, PATHS, current_path, kernel_path, library
 
 _PACK = struct.Struct("6Q 7q 3q 3q 3q 4q 3q 3f 4x").pack  # mx_attention of csrc/mx.h
 _BYTES = 3
+WIDEST = ("avx512f", "avx512_bf16", "amx")
 MASKS = (*DTYPES, torch.bool)
 
 
 def for_any_number(dtype: torch.dtype) -> bool:
     """Whether the kernel is faster than torch's for any number of queries: in bfloat16 on AVX-512."""
     path = current_path() if torch.compiler.is_compiling() or library() is None else PATHS[kernel_path()]  # chosen before anything is compiled
-    return dtype == torch.bfloat16 and path in ("avx512f", *SIXTEEN)
+    return dtype == torch.bfloat16 and path in WIDEST
 
 
 def takes(*tensors: torch.Tensor) -> bool:

@@ -21,7 +21,6 @@ ROWS = 16  # of a tile
 ABI = 13
 WIDE, PANEL = 64, 1024  # rows of x from which on portable C leaves the product to torch; outputs it decodes at a time
 PATHS = ("portable", "neon", "avx2", "avx512f", "avx512_bf16", "amx")  # as in csrc/mx.h
-SIXTEEN = ("avx512_bf16", "amx")  # paths with products of bfloat16
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 NUMBERS = {name: number for number, name in enumerate((*FORMATS, *DENSE))}
 
@@ -101,7 +100,7 @@ def _openmp_runtimes() -> list[str]:
     return [*dict.fromkeys(found), "libgomp.so.1"]
 
 
-_state: dict = {"path": None, "forced": None, "reason": None, "library": None, "amx": False}
+_state: dict = {"path": None, "forced": None, "reason": None, "library": None}
 
 
 def kernel_path() -> int:
@@ -109,7 +108,6 @@ def kernel_path() -> int:
     if _state["path"] is None:
         wanted = _state["forced"] or os.environ.get("HF_SPECDEC_MX_PATH")
         path = _number_of(wanted) if wanted else max(i for i in range(len(PATHS)) if library().mx_has_path(i))
-        _state["amx"] = PATHS[path] in SIXTEEN and has_amx()  # here, because torch's compiler cannot ask
         library().mx_set_path(path)
         _state["path"] = path
     return _state["path"]
@@ -140,16 +138,9 @@ def set_kernel_path(name: str | None) -> None:
         kernel_path()
 
 
-def by_panels(dtype: torch.dtype, integers: bool = False) -> bool:
-    """Whether many rows of x in this dtype are better multiplied by torch than by the kernel: its product has units of its own on Apple's processors, and in bfloat16 on
-    those of Intel that have AMX, if the path has not (and where it has, if x is to be rounded: `integers`)."""
-    if (path := PATHS[kernel_path()]) in SIXTEEN:
-        return dtype == torch.bfloat16 and _state["amx"] and (integers or path != "amx")
-    return path in (("portable", "neon") if APPLE else ("portable",))
-
-
-def has_amx() -> bool:
-    return bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)())
+def by_panels() -> bool:
+    """Whether many rows of x are better multiplied by torch than by the kernel: portable code is slow, and on Apple's processors torch's product has units of its own."""
+    return PATHS[kernel_path()] in (("portable", "neon") if APPLE else ("portable",))
 
 
 def kernel_info() -> dict:
@@ -172,7 +163,7 @@ def kernel_info() -> dict:
         "reason": _state["reason"],
         "products": PRODUCTS.current(path),
         "integer_products": INTEGERS.current(path),
-        "many_rows": "torch" if lib is None or by_panels(torch.bfloat16) else "kernels",
+        "many_rows": "torch" if lib is None or by_panels() else "kernels",
         "threads": torch.get_num_threads(),
     }
 
@@ -254,21 +245,20 @@ class Kernel:
         number of rows is multiplied as a few are."""
         if not x.is_contiguous():
             x = x.contiguous()
-        if x.numel() > WIDE * self.k and not alike and by_panels(x.dtype, self.integers):
+        if x.numel() > WIDE * self.k and not alike and by_panels():
             return self._by_panels(x)
         return multiply(self.address, x, self.n)
 
     def _by_panels(self, x: torch.Tensor) -> torch.Tensor:
-        """Many rows where the kernel is slower than torch: stretches of the weights, in bfloat16 where torch's product is faster in it, and torch's own product."""
-        dtype = x.dtype if PATHS[kernel_path()] in SIXTEEN else torch.float32
-        flat = x.reshape(-1, self.k).to(dtype)
+        """Many rows where the kernel is slower than torch: stretches of the weights, and torch's own product, in float32."""
+        flat = x.reshape(-1, self.k).float()
         flat = round_to_integers(flat) if self.integers else flat
-        out, bias = flat.new_empty(flat.shape[0], self.n), None if self.bias is None else self.bias.to(dtype)
+        out = flat.new_empty(flat.shape[0], self.n)
         for first in range(0, self.n, PANEL):
             last = min(first + PANEL, self.n)
             panel = flat.new_empty(last - first, self.k)
-            library().mx_dequantize(self.address, first // ROWS, -(-(last - first) // ROWS), panel.data_ptr(), DTYPES[dtype], torch.get_num_threads())
-            out[:, first:last] = torch.nn.functional.linear(flat, panel, None if bias is None else bias[first:last])
+            library().mx_dequantize(self.address, first // ROWS, -(-(last - first) // ROWS), panel.data_ptr(), DTYPES[torch.float32], torch.get_num_threads())
+            out[:, first:last] = torch.nn.functional.linear(flat, panel, None if self.bias is None else self.bias[first:last])
         return out.to(x.dtype).view(*x.shape[:-1], self.n)
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:

@@ -88,7 +88,7 @@ MX_INLINE AMX void multiply(const mx_job *job, int64_t group, const int groups, 
             for (int g = 0, some; g < groups; g += some) {
                 ask(next + 64 * rows * count * g / groups, next + 64 * rows * count * (g + 2) / groups);
                 const uint8_t *w = bits < 16 ? (const uint8_t *)decoded[g] : mx_group_codes(l, group + g) + b0 * 1024;
-                const int64_t apart = bits < 16 ? sizeof *decoded : blocks * 1024;
+                const int64_t apart = bits < 16 ? (int64_t)sizeof *decoded : blocks * 1024;
                 float *at = totals + (m0 * groups + g) * MX_ROWS;
                 some = groups - g > 1 && (bits < 16 || group + g + 1 < l->n / MX_ROWS) ? 2 : 1; /* the last one may lie elsewhere */
                 if (some == 2 && rows > 16) add(x, rows * MX_BLOCK, w, apart, count, at, stride, 2, 32);
