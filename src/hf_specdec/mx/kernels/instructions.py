@@ -32,5 +32,5 @@ class Instructions:
         getattr(cpu.library(), f"mx_force_{self.name}s")(-1 if kind is None else self.kinds.index(kind))
 
 
-INTEGERS = Instructions("integer", ("neon" if platform.machine() in ("arm64", "aarch64") else "avx2", "avx_vnni", "avx512vl_vnni", "avx512_vnni"))
+INTEGERS = Instructions("integer", ("neon" if platform.machine() in ("arm64", "aarch64") else "avx2", "avx_vnni", "avx512vl_vnni", "avx512_vnni", "amx_int8"))
 PRODUCTS = Instructions("product", ("fused_avx512f", "fused_avx512_vbmi2", "dot_products_avx512_bf16"))

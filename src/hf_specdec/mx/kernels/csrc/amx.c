@@ -7,6 +7,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#define TILES_OF_BF16
 #include "amx.h"
 
 /* Linux grants a process the memory for tiles if it asks; a processor without them, or an older kernel, does not. */

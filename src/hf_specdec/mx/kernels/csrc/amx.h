@@ -10,8 +10,16 @@
 #define TILE_ZERO(t) __asm__ volatile("tilezero %%tmm" #t ::)
 #define TILE_LOAD(t, at, stride) __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #t ::"r"(at), "r"((int64_t)(stride)) : "memory")
 #define TILE_STORE(t, at, stride) __asm__ volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"(at), "r"((int64_t)(stride)) : "memory")
+#define TILE_DOT_BYTES(sum, x, w) __asm__ volatile("tdpbssd %%tmm" #w ", %%tmm" #x ", %%tmm" #sum ::)
 #define TILE_DOT(sum, x, w) __asm__ volatile("tdpbf16ps %%tmm" #w ", %%tmm" #x ", %%tmm" #sum ::)
 
+typedef struct {
+    uint8_t palette, start, none[14];
+    uint16_t bytes[16]; /* of a row of each tile */
+    uint8_t rows[16];
+} tile_shapes;
+
+#ifdef TILES_OF_BF16
 #define TARGET512 "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,avx512bf16"
 #define AMX __attribute__((target(TARGET512)))
 STORE_ROW(TARGET512, BF16_WORDS)
@@ -21,11 +29,7 @@ DECODE_TWO(decode_two, TARGET512, SPLIT2_VBMI2, SPLIT7_VBMI2, BYTES_VBMI)
 
 /* Tiles 0 to 3: the sums of rows 0 .. 15 by two groups, and of rows 16 .. 31; 4 and 5: these rows of x; 6 and 7: the groups' weights. */
 static void configure(int64_t rows) {
-    struct {
-        uint8_t palette, start, none[14];
-        uint16_t bytes[16];
-        uint8_t rows[16];
-    } tiles = {.palette = 1};
+    tile_shapes tiles = {.palette = 1};
     for (int t = 0; t < 8; t++) {
         tiles.bytes[t] = 64;
         tiles.rows[t] = (uint8_t)(t > 5 || (rows > 16 && (t < 2 || t == 4)) ? 16 : t < 2 || t == 4 ? rows : rows > 16 ? rows - 16 : 1);
@@ -55,4 +59,5 @@ MX_INLINE void products(const void *x, int64_t stride, const uint8_t *const *w, 
     }
 }
 
+#endif
 #endif

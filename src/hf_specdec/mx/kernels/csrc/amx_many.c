@@ -5,6 +5,7 @@
 #ifdef MX_AMX_KNOWN
 #include <stdlib.h>
 
+#define TILES_OF_BF16
 #include "amx.h"
 
 #define PANEL 16 /* blocks */

@@ -2,84 +2,37 @@
  * E2M3, E2M1 and INT8 are small integers times a power of two; as the instruction wants one side unsigned, an offset is added to them, and
  * its share of the sum is where each sum begins. One row's result is made by the same instructions in the same order whatever the
  * number of rows: per block of 32, eight dot products, then sum * scale of the weights * scale of x into the total. */
-#include "integers.h"
+#include "mx.h"
 
 #if defined(__x86_64__)
 #include <stdlib.h>
 
-#include "avx512.h"
-
-#define TARGET_VNNI "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni"
-#define VNNI __attribute__((target(TARGET_VNNI)))
-STORE_ROW(TARGET_VNNI, bf16_words)
+#include "vnni512.h"
 
 /* One chunk of x [m, k]. */
 static VNNI void pack(const void *x, int dtype, int32_t *packed, int64_t chunk, int64_t m, const mx_layer *l) {
     const int64_t m0 = 8 * chunk, rows = m - m0 < 8 ? m - m0 : 8, blocks = l->k / MX_BLOCK;
-    uint8_t order[MX_BLOCK];
-    order_of(l->bits, order);
-    const __m256i places = _mm256_loadu_si256((const __m256i *)order);
-    const __m512i magnitude = _mm512_set1_epi32(0x7fffffff), most = _mm512_set1_epi32(127), least = _mm512_set1_epi32(-127);
+    const __m256i places = places_of(l);
     const int offset = mx_offset(l);
-    const float unit = 0x1p-6f * mx_weight_unit(l);
+    const float unit = mx_weight_unit(l);
     packed += m0 * blocks * WORDS;
     for (int64_t r = 0; r < rows; r++)
         for (int64_t b = 0; b < blocks; b++) {
-            const int64_t at = (m0 + r) * l->k + b * MX_BLOCK;
-            __m512 v[2];
-            for (int i = 0; i < 2; i++) v[i] = mx_load_numbers(x, dtype, at + 16 * i);
-            const uint32_t amax = _mm512_reduce_max_epu32(_mm512_max_epu32(_mm512_and_si512(_mm512_castps_si512(v[0]), magnitude),
-                                                                          _mm512_and_si512(_mm512_castps_si512(v[1]), magnitude)));
-            const int finite = amax < 0x7f800000;
-            const uint32_t byte = mx_integer_scale(amax);
-            __m512i whole[2];
-            for (int i = 0; i < 2; i++) {
-                whole[i] = _mm512_cvtps_epi32(_mm512_scalef_ps(v[i], _mm512_set1_ps((float)(6 + 127 - (int)byte))));
-                whole[i] = finite ? _mm512_max_epi32(_mm512_min_epi32(whole[i], most), least) : _mm512_setzero_si512();
-            }
-            const __m256i bytes = _mm256_permutexvar_epi8(places, _mm256_set_m128i(_mm512_cvtepi32_epi8(whole[1]), _mm512_cvtepi32_epi8(whole[0])));
+            const rounded block = round_block(x, dtype, (m0 + r) * l->k + b * MX_BLOCK, places, unit);
             int32_t four[8], *to = packed + b * WORDS * rows + r;
-            _mm256_storeu_si256((__m256i *)four, bytes);
+            _mm256_storeu_si256((__m256i *)four, block.bytes);
             for (int i = 0; i < 8; i++) to[i * rows] = four[i];
-            to[8 * rows] = -offset * _mm512_reduce_add_epi32(_mm512_add_epi32(whole[0], whole[1]));
-            to[9 * rows] = finite ? (int32_t)mx_bits(mx_scale((uint8_t)byte) * unit) : 0x7fc00000;
+            to[8 * rows] = -offset * block.sum;
+            to[9 * rows] = block.scale;
         }
 }
-
-typedef struct {
-    __m512i values, low, high; /* what each code is worth, offset included; the places of two codes in a word, of the upper bits of split ones */
-} tables;
-
-MX_INLINE VNNI tables load_tables(const mx_layer *l) {
-    uint8_t value[64], low[64], high[64];
-    for (int i = 0; i < 64; i++) {
-        value[i] = (uint8_t)(int)(l->values[i & ((1 << l->bits) - 1)] / mx_weight_unit(l) + (float)mx_offset(l));
-        low[i] = (uint8_t)(i % 8 / 2 * 16 + i % 2 * 6);
-        high[i] = (uint8_t)(i % 8 / 2 * 16 + 8 + i % 2 * 2);
-    }
-    return (tables){LOAD(value, 0), LOAD(low, 0), LOAD(high, 0)};
-}
-
-/* Vector v of the four of half a tile, as unsigned bytes. Lookups read six bits of each byte and ignore the rest. */
-MX_INLINE VNNI __m512i decode_one(const uint8_t *p, const tables *t, const int v, const int bits) {
-    if (bits == 4) return _mm512_permutexvar_epi8(v % 2 ? _mm512_srli_epi16(LOAD(p, v / 2), 4) : LOAD(p, v / 2), t->values);
-    if (bits == 8) return _mm512_xor_si512(LOAD(p, v), _mm512_set1_epi8((char)0x80));
-    if (v < 3) return _mm512_permutexvar_epi8(_mm512_multishift_epi64_epi8(t->low, LOAD(p, v)), t->values);
-    const __m512i four = _mm512_ternarylogic_epi32(_mm512_srli_epi16(LOAD(p, 0), 12), _mm512_srli_epi16(LOAD(p, 1), 4), _mm512_set1_epi16(0x0f00), 0xF8);
-    return _mm512_permutexvar_epi8(
-        _mm512_ternarylogic_epi32(_mm512_set1_epi8(0x30), _mm512_multishift_epi64_epi8(t->high, LOAD(p, 2)), four, 0xCA), t->values);
-}
-
-/* total + sum * the weights' scale * the scale of x */
-#define ADD_BLOCK(total, sum, scale, of_x) \
-    _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(sum), scale), _mm512_castsi512_ps(_mm512_set1_epi32(of_x)), total)
 
 /* Row groups group .. group + groups - 1 times rows m0 .. m0 + rows - 1 of x: several groups at once, as in avx512_bf16.c. */
 MX_INLINE VNNI void multiply(const mx_job *job, int64_t group, int64_t m0, const int groups, const int rows, const int bits) {
     const mx_layer *l = job->layer;
     const int64_t blocks = l->k / MX_BLOCK;
     const int half_bytes = 32 * bits;
-    const tables t = load_tables(l);
+    const tables t = load_tables(l, mx_offset(l));
     const int32_t *x = (const int32_t *)job->x + m0 * blocks * WORDS;
     const uint8_t *codes[2], *scales[2];
     for (int g = 0; g < groups; g++) codes[g] = mx_group_codes(l, group + g), scales[g] = mx_group_scales(l, group + g);
@@ -144,7 +97,7 @@ MX_INLINE VNNI void multiply_wide(const mx_job *job, int64_t group, float *total
     const mx_layer *l = job->layer;
     const int64_t blocks = l->k / MX_BLOCK;
     const int half_bytes = 32 * bits;
-    const tables t = load_tables(l);
+    const tables t = load_tables(l, mx_offset(l));
     __m512i w[2 * 8 * PANEL];
     __m512 scale[2 * PANEL];
     __builtin_memset(totals, 0, (size_t)job->m * groups * MX_ROWS * sizeof(float));

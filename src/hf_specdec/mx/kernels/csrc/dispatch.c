@@ -187,9 +187,9 @@ static void pack(const void *context, int64_t chunk, int thread) {
 int mx_make_input(mx_input *in, const mx_layer *layer, const void *x, int64_t m, int dtype, int path, int threads) {
     const int64_t k = layer->k;
     const int integers = layer->integers, whole = layer->bits == 32;
-    if (path == MX_AMX && (integers || whole || dtype != MX_DT_BF16)) path = MX_AVX512_BF16;
+    if (path == MX_AMX && !integers && (whole || dtype != MX_DT_BF16)) path = MX_AVX512_BF16;
 #ifdef MX_AMX_KNOWN
-    if (path == MX_AMX && m == 1 && layer->bits < 16 && !mx_is_tiny(x, k)) path = MX_AMX_ROW;
+    if (path == MX_AMX && m == 1 && !integers && layer->bits < 16 && !mx_is_tiny(x, k)) path = MX_AMX_ROW;
 #endif
     if (path == MX_AVX512_BF16 && !integers && (whole || dtype != MX_DT_BF16 || mx_product_kind(path) != MX_DOTS)) path = MX_AVX512F;
     const int wide = (path == MX_AVX512F || path == MX_AMX_ROW) && !whole, packs = integers ? path != MX_PORTABLE : wide || path >= MX_AVX512_BF16;
@@ -215,7 +215,7 @@ mx_run mx_make_job(mx_job *job, const mx_layer *layer, const mx_input *in, void 
     if (in->path >= MX_AVX512F && layer->bits < 16)
         for (int j = 0; j < 128; j++) job->table[j] = (uint16_t)(mx_bits(layer->values[j & ((1 << layer->bits) - 1)]) >> 16);
 #ifdef MX_AMX_KNOWN
-    if (in->path == MX_AMX && m > MX_AMX_MANY) return mx_run_amx_many;
+    if (in->path == MX_AMX && m > MX_AMX_MANY && !layer->integers) return mx_run_amx_many;
 #endif
     return runner(in->path, layer->bits, layer->integers);
 }

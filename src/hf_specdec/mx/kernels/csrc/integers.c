@@ -19,7 +19,7 @@ static int has_avx512_vnni(int wide) { /* wide: what avx512_vnni.c needs, of whi
 }
 #endif
 
-enum { NARROW, AVX_VNNI, AVX512VL_VNNI, WIDE_VNNI, KINDS };
+enum { NARROW, AVX_VNNI, AVX512VL_VNNI, WIDE_VNNI, AMX, KINDS };
 static int forced = -1; /* by mx_force_integers */
 void mx_force_integers(int kind) { forced = kind; }
 
@@ -33,6 +33,9 @@ int mx_has_integers(int path, int kind) {
 #endif
     if (kind == AVX512VL_VNNI) return path >= MX_AVX512F && has_avx512_vnni(0);
     if (kind == WIDE_VNNI) return path >= MX_AVX512F && has_avx512_vnni(1);
+#ifdef MX_AMX_KNOWN
+    if (kind == AMX) return path == MX_AMX && mx_has_path(MX_AMX) && __builtin_cpu_supports("amx-int8");
+#endif
 #endif
     return 0;
 }
@@ -54,6 +57,9 @@ const mx_integers *mx_integers_of(int path) {
 #endif
     case AVX512VL_VNNI: return &mx_integers_avx512vl_vnni;
     case WIDE_VNNI: return &mx_integers_avx512_vnni;
+#ifdef MX_AMX_KNOWN
+    case AMX: return &mx_integers_amx;
+#endif
 #elif defined(__aarch64__)
     case NARROW: return &mx_integers_neon;
 #endif

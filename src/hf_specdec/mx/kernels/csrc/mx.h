@@ -116,7 +116,7 @@ typedef struct {
 #define MX_AMX_KNOWN
 #endif
 const mx_integers *mx_integers_of(int path); /* NULL on the portable path */
-extern const mx_integers mx_integers_neon, mx_integers_avx2, mx_integers_avx2_vnni, mx_integers_avx512vl_vnni, mx_integers_avx512_vnni;
+extern const mx_integers mx_integers_neon, mx_integers_avx2, mx_integers_avx2_vnni, mx_integers_avx512vl_vnni, mx_integers_avx512_vnni, mx_integers_amx;
 
 MX_INLINE int64_t mx_tile_bytes(int bits) { return MX_ROWS * MX_BLOCK * bits / 8; }
 
