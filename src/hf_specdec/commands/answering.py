@@ -92,6 +92,7 @@ class Answering:
         if kwargs.get("streamer") is not None:
             kwargs |= {"streamer": Timed(kwargs["streamer"], report)}
         cache, known = self.take(ids) if alone else (None, 0)
+        report.known = known
         try:
             out = self.generate(**kwargs | in_full(kwargs.get("generation_config"), tap is not None), **({CACHE: cache} if known else {}))
         except BaseException:  # a client has gone: the next turn finds what was known
@@ -102,7 +103,7 @@ class Answering:
             tap.read(out.sequences[0, len(ids) :].tolist(), torch.cat(out.logits))
         if alone and (cache := getattr(out, CACHE, None)) is not None and counts_tokens(cache):  # one of states alone says nothing of its text
             self.kept.append(Conversation(out.sequences[0].tolist(), cache))
-        report.done, report.known, report.tokens = monotonic(), known, out.sequences[0, len(ids) :].tolist()
+        report.done, report.tokens = monotonic(), out.sequences[0, len(ids) :].tolist()
         self.metrics.answered(report, getattr(out, "speculation", None))
         self.say(line_of(out, len(ids), known))
         return out.sequences
@@ -171,7 +172,7 @@ def line_of(out: Any, prompt: int, known: int) -> str:
 
 
 class Timed:
-    """A streamer that notes when the first token came."""
+    """A streamer that tells a report of the tokens, and so when the first one came: what hears the end of a stream may be faster than the call."""
 
     def __init__(self, streamer: Any, report: Report):
         self.streamer, self.report, self.put_prompt = streamer, report, False
@@ -181,7 +182,7 @@ class Timed:
 
     def put(self, tokens: torch.Tensor) -> None:
         if self.put_prompt:
-            self.report.token()
+            self.report.token(tokens.tolist())
         self.put_prompt = True
         self.streamer.put(tokens)
 

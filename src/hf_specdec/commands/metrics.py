@@ -33,8 +33,9 @@ class Report:
     known: int = 0
     tokens: list[int] = field(default_factory=list)
 
-    def token(self) -> None:
+    def token(self, tokens: list[int]) -> None:
         self.first = self.first or monotonic()
+        self.tokens += tokens
 
 
 class Metrics:
