@@ -144,7 +144,7 @@ def run(name: str, answering: Answering, processor, speculation: SpeculativeConf
 
     from .server import Around
 
-    around = Around(answering, processor, speculation, door)
+    around = Around(name, answering, processor, speculation, door)
     answering.model.generate = answering
     host, port = door.host, door.port
 

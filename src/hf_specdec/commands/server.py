@@ -71,10 +71,10 @@ class Gone(Exception):
 
 
 class Around:
-    """What is laid around transformers' `Serve` of one model. speculation: the options that a request's seed is put into; door: a `Door`."""
+    """What is laid around transformers' `Serve` of the model `name`. speculation: the options that a request's seed is put into; door: a `Door`."""
 
-    def __init__(self, answering, processor, speculation: SpeculativeConfig, door: Any):
-        model = answering.model
+    def __init__(self, name: str, answering, processor, speculation: SpeculativeConfig, door: Any):
+        self.name, model = name, answering.model
         self.tokenizer = getattr(processor, "tokenizer", processor)
         self.template, self.speculation, self.words = processor.chat_template, speculation, Words(self.tokenizer)
         self.form = form_of(processor, model)
@@ -96,10 +96,10 @@ class Around:
         build = chats._build_completion  # of a text that may have been parsed anew
         chats._build_completion = lambda request, text, *args, **kwargs: build(request, before(text or "", stops_of(ASKED.get().body)), *args, **kwargs)
         serve._generation_state.get_manager = lambda model_id, use_cb=False: self.manager
-        listed = serve._model_manager.list_models
-        serve._model_manager.list_models = lambda *args, **kwargs: [each | self.described for each in listed(*args, **kwargs)]
         app = serve.server.config.app
-        app.add_api_route("/v1/models/{name:path}", partial(self.model, serve._model_manager), response_model=None)
+        for path, answer in (("/v1/models", self.models), ("/v1/models/{name:path}", self.model)):  # before transformers' own
+            app.add_api_route(path, answer, response_model=None)
+            app.router.routes.insert(0, app.router.routes.pop())
         app.add_exception_handler(HTTPException, lambda request, error: refused(error.status_code, error.detail))
         app.add_exception_handler(RequestValidationError, lambda request, error: refused(400, no_json(error.errors()[0])))
         app.add_exception_handler(Exception, lambda request, error: refused(500, f"{type(error).__name__}: {error}"))
@@ -109,15 +109,17 @@ class Around:
         serve.server.config.app = CORSMiddleware(gate, self.door.cors, allow_methods=["*"], allow_headers=["*"]) if self.door.cors else gate
         closing(serve.server, gate)
 
-    @property
-    def described(self) -> dict[str, Any]:
-        """What the list of models says of this one, beside what transformers' does; names of vLLM's and our own."""
+    def models(self) -> dict[str, Any]:
+        """The list of the one model, as the API has it, with names of transformers', vLLM's and our own."""
         draft = self.answering.drafts[0].name if self.answering.drafts else self.speculation.draft
-        return {"created": self.began, "max_model_len": self.manager.context, "speculation": {"draft": draft, "num_assistant_tokens": self.speculation.num_assistant_tokens}}
+        owner = self.name.split("/")[0] if self.name.count("/") == 1 else ""
+        return {"object": "list", "data": [{
+            "id": self.name, "object": "model", "created": self.began, "owned_by": owner, "status": {"value": "loaded"}, "max_model_len": self.manager.context,
+            "speculation": {"draft": draft, "num_assistant_tokens": self.speculation.num_assistant_tokens}}]}
 
-    def model(self, manager: Any, name: str) -> Any:
-        found = [each for each in manager.list_models() if each["id"].strip("/") == name.strip("/")]
-        return found[0] if found else refused(404, f"there is no model {name!r} here; GET /v1/models lists those that there are.")
+    def model(self, name: str) -> Any:
+        found = self.models()["data"][0]
+        return found if name.strip("/") == self.name.strip("/") else refused(404, f"there is no model {name!r} here, {self.name} alone.")
 
     def config_of(self, build: Callable[..., Any], body: dict[str, Any], *args, **kwargs) -> Any:
         config = configured(build({name: value for name, value in body.items() if name not in OURS}, *args, **kwargs), body)
@@ -164,7 +166,8 @@ class Around:
 
         answers, n = [json.loads(reply.body) for reply in replies], body.get("n") or 1
         for answer, asked in zip(answers, askeds):
-            answer["usage"] |= details([asked], "input" in body)
+            for kind, said in details([asked], "input" in body).items():
+                answer["usage"][kind] = (answer["usage"].get(kind) or {}) | said
             if "input" in body:
                 in_response(answer, [] if asked.tap is None else of_response(asked.tap.answer, self.words))
                 continue
