@@ -28,7 +28,7 @@ LINES = [
     {"probe", "acceptance.*", "drafts.base"},
     {"drafts.growth", "drafts.earning", "drafts.inner", "drafts.progress", "drafts.mapped", "drafts.datastore", "drafts.vocabulary", "drafts.one_by_one", "drafts.layout"},
     {"drafts.*", "acceptance"},
-    {"drafts", "loop", "arguments", "loading", "guidance"},
+    {"drafts", "loop", "arguments", "loading", "guidance", "joint"},
     {"call", "warm"},
     {"beam", "standing"},
     {"adapters"},

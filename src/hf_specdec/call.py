@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers.generation import MaxLengthCriteria
 
-from . import compat, lengths, registry
+from . import compat, joint, lengths, registry
 from .arguments import check_call, check_draft_stop
 from .caches import IN_MODULES, MADE, cached_tokens, counts_tokens, let_go, static_in, windows_of
 from .cached_model import CachedModel
@@ -151,6 +151,9 @@ class Call:
     def _target(self, limit: int, compile: bool | str) -> CachedModel:
         if self.guidance is not None:
             return Guided(self.guidance, self.prompts, self.model, limit, "target", self.traits, compile)
+        if (seat := joint.seat()) is not None:  # other threads' calls run, too
+            free = self.config.num_assistant_tokens == "auto" and (self.config.seed is None or not self.generation.do_sample)
+            return joint.Member(seat, self.decoder.draft, free, self.model, limit, "target", self.traits, self.source, compile)
         return CachedModel(self.model, limit, "target", self.traits, self.source, compile)
 
     def _lengths(self) -> tuple[int, int]:

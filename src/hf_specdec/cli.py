@@ -10,12 +10,10 @@ import typer
 from . import __version__
 from .commands.common import check_sampling, draft_name
 from .commands.leaving import PROGRAM, guarded
-from .commands.options import MX, DType, Draft, K, KOfConfig, MaxNewTokens, Prompts, Target, Threads
+from .commands.options import MX, Cors, DType, Draft, K, Key, KOfConfig, MaxBatch, MaxNewTokens, MaxQueue, Prompts, Target, Threads
 from .config import MAX_ASSISTANT_TOKENS
 
-app = typer.Typer(
-    help=__doc__, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None
-)
+app = typer.Typer(help=__doc__, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
 def _version(asked: bool) -> None:
@@ -54,8 +52,7 @@ def generate(
     target: Target,
     draft: Draft = None,
     k: KOfConfig = None,
-    config: Annotated[Path | None, typer.Option("--config", help="Folder with a speculative_config.json, which tune or save_pretrained has written: "
-                                                "its draft, K and all else, where no option says otherwise.")] = None,
+    config: Annotated[Path | None, typer.Option("--config", help="Folder with a speculative_config.json, which tune or save_pretrained has written; options override it.")] = None,
     max_new_tokens: MaxNewTokens = 256,
     dtype: DType = "float32",
     prompt: Annotated[str | None, typer.Option(help="The prompt; without it and --file, standard input is read.")] = None,
@@ -125,13 +122,17 @@ def serve(
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "localhost",
     port: Annotated[int, typer.Option(min=1, max=65535, help="The port to listen on.")] = 8000,
     keep: Annotated[int, typer.Option(min=0, help="Conversations whose keys and values stay in memory, so that the next turn does not read them again.")] = 2,
+    max_batch: MaxBatch = 8,
+    max_queue: MaxQueue = 64,
+    api_key: Key = None,
+    cors: Cors = None,
 ):
-    """Serve a model by the OpenAI API (transformers' own server): chat completions, completions and responses, streamed or not, one at a time."""
-    from .commands.serve import serve as run
+    """Serve a model by the OpenAI API (transformers' own server): chat completions, completions and responses, streamed or not, several at a time."""
+    from .commands.serve import Door, serve as run
     from .commands.speculation import Work
 
     work = Work(target, draft, k, 1, dtype, mx, False, {}, None, None, False, config)
-    run(work, host, port, tiles, compile, threads, keep)
+    run(work, Door(host, port, max_batch, max_queue, api_key, tuple(cors or ())), tiles, compile, threads, keep)
 
 
 @app.command(short_help="Prove on your own models that the output stays the same.")
@@ -195,8 +196,7 @@ def tune(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer prompts and shorter answers, a sixth of the tokens: 1 to 2 minutes for smollm2 on 2 CPU cores.")] = False,
     dtype: DType = "float32",
     threads: Threads = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Folder for speculative_config.json (what was chosen; generate --config takes it) and tune.json; "
-                                             "nothing is written without it.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder for speculative_config.json (for generate --config) and tune.json; nothing is written without it.")] = None,
     check: Annotated[bool, typer.Option("--check", help="Measure the choice afterwards, against plain generate.")] = False,
 ):
     """Find the draft, and the K or the tree, that is fastest on your prompts and this machine."""

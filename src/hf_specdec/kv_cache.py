@@ -122,6 +122,17 @@ class SlotLayer(CacheLayerMixin):
         if self.indexer is not None:
             self.indexer.keep(rows)
 
+    def add(self, other: SlotLayer) -> None:
+        """Take the rows of another layer in, behind these, in buffers of the planned capacity."""
+        if not other.is_initialized:
+            return
+        more = [torch.nn.functional.pad(part, (0, 0, 0, self.plan.capacity - part.shape[2])) for part in (other.keys, other.values)]
+        if self.is_initialized:
+            self.settled()
+            more = [torch.cat(parts) for parts in zip((self.keys, self.values), more)]
+        self.dtype, self.device, self.is_initialized = other.dtype, other.device, True
+        self.keys, self.values = more
+
     def row(self, b: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [H, length, D] of row b."""
         return self.keys[b, :, :length], self.values[b, :, :length]
@@ -226,6 +237,14 @@ class SlotCache(Cache):
         """Drop all other rows."""
         for layer in self.layers:
             layer.keep(rows)
+
+    def add(self, other: SlotCache) -> None:
+        """Take the rows of another cache of the same model in, behind these."""
+        self.plan.capacity = max(self.plan.capacity, other.plan.capacity)
+        for index, layer in enumerate(other.layers):
+            if index == len(self.layers):
+                self.layers.append(SlotLayer(self.plan, index))
+            self.layers[index].add(layer)
 
     def release(self) -> None:
         """The call is over: nobody reads the cache any more."""

@@ -234,11 +234,11 @@ def asked(port: int, path: str, body: dict | None = None) -> str:
 
 
 @contextmanager
-def serving(folder: str):
+def serving(folder: str, *more: str):
     """(port, process) of a server that answers."""
     with socket.create_server(("localhost", 0)) as own:
         port = own.getsockname()[1]
-    command = [sys.executable, "-m", "hf_specdec", "serve", folder, "--port", str(port), "--k", "3"]
+    command = [sys.executable, "-m", "hf_specdec", "serve", folder, "--port", str(port), "--k", "3", *more]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         for _ in range(600):

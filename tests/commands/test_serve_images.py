@@ -12,6 +12,7 @@ import torch
 from transformers import AutoConfig, CLIPImageProcessor, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor, ProcessorMixin
 
 from hf_specdec.commands import serve
+from hf_specdec.commands.answering import is_shown, without_marks
 
 from ..bench.conftest import byte_tokenizer
 from ..seeing import FAMILIES as seeing_families
@@ -118,8 +119,8 @@ def test_a_text_whose_processor_says_that_it_is_text_is_kept(name):
         out = answer(input_ids=text, attention_mask=torch.ones_like(text), max_new_tokens=8, do_sample=False, eos_token_id=None, **{name: torch.zeros_like(text)})
         assert torch.equal(out, plain(model, text))
     assert "(40 of them known)" in said[-1]
-    marked = serve.without_marks({"input_ids": ids, name: torch.ones_like(ids)})
-    assert name in marked and serve.is_shown(marked)
+    marked = without_marks({"input_ids": ids, name: torch.ones_like(ids)})
+    assert name in marked and is_shown(marked)
 
 
 def test_a_prompt_that_is_read_in_both_directions_is_read_anew_at_every_turn():

@@ -11,6 +11,7 @@ import torch
 
 MOST = 20  # likeliest tokens that are told of each place, as in the API
 LEAST = -9999.0  # JSON has no -inf
+IN_RESPONSES = "message.output_text.logprobs"  # what a request to /v1/responses says to `include`
 PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that byte-level tokenizers write as themselves (GPT-2's `bytes_to_unicode`)
 BYTES = {chr(byte): byte for byte in PRINTED} | {chr(256 + place): byte for place, byte in enumerate(byte for byte in range(256) if byte not in PRINTED)}
 
@@ -30,6 +31,7 @@ def wanted(body: dict[str, Any]) -> int | None:
     said = body.get("logprobs")
     if "prompt" in body:
         return said
+    said = IN_RESPONSES in (body.get("include") or ()) or body.get("top_logprobs") if "input" in body else said
     return (body.get("top_logprobs") or 0) if said else None
 
 
@@ -37,11 +39,8 @@ def check_logprobs(body: dict[str, Any]) -> None:
     """ValueError for log-probabilities that are asked for otherwise than the API has it, or that there are none of."""
     said, top = body.get("logprobs"), body.get("top_logprobs")
     if "input" in body:
-        asked = "top_logprobs" if top else "include" if "message.output_text.logprobs" in (body.get("include") or ()) else None
-        if asked:
-            raise ValueError(f"{asked}: this server tells no log-probabilities in responses; ask for chat completions.")
-        return
-    if "prompt" in body:
+        name, said = "top_logprobs", top
+    elif "prompt" in body:
         name, said = "logprobs", None if said is False else said
         body["logprobs"] = said
     else:
@@ -164,6 +163,11 @@ def of_chat(entries: list[Entry], words: Words) -> dict[str, Any]:
 
     content = [one(each.token, each.logprob, each.first) | {"top_logprobs": [one(*other, each.first) for other in each.top]} for each in entries]
     return {"content": content, "refusal": None}
+
+
+def of_response(entries: list[Entry], words: Words) -> list[dict[str, Any]]:
+    """`logprobs` of a text of /v1/responses."""
+    return of_chat(entries, words)["content"]
 
 
 def of_text(entries: list[Entry], places: Places) -> dict[str, Any]:

@@ -26,3 +26,7 @@ Prompts = Annotated[
         "--prompts", help="shipped (three sets), one of them (code_edit, summary, chat), a .jsonl file, or hub:NAME[:SPLIT]."
     ),
 ]
+MaxBatch = Annotated[int, typer.Option("--max-batch", min=1, help="Answers that are written at a time; more wait.")]
+MaxQueue = Annotated[int, typer.Option("--max-queue", min=0, help="Requests that may wait; more are told to come again (429).")]
+Key = Annotated[str | None, typer.Option("--api-key", envvar="HF_SPECDEC_API_KEY", help="Answer those alone that send it, as clients' api_key; everybody without it.")]
+Cors = Annotated[list[str] | None, typer.Option("--cors", help="An origin whose pages may ask, * for all (repeatable); none without it.")]

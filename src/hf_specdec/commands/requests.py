@@ -42,18 +42,26 @@ def check(body: dict[str, Any], template: Any, form: str | None = None, size: in
             raise ValueError(f"{name}: expected a number {f'of {least} or more' if most == float('inf') else f'from {least} to {most}'}, got {value!r}.")
     if not is_number(body.get("seed") or 0, int):
         raise ValueError(f"seed: expected an int, got {body['seed']!r}.")
-    if (body.get("best_of") or 1) > (body.get("n") or 1):
-        raise ValueError("best_of: this server does not choose among answers; leave it out, or make it n.")
+    check_best_of(body), predicted_of(body)
     if not all(isinstance(text, str) and text for text in stops_of(body)):
         raise ValueError(f"stop: expected a text or a list of texts, none of them empty, got {body['stop']!r}.")
     if (length := sum(map(len, stops_of(body)))) > STOPS:
         raise ValueError(f"stop: texts of {length} characters, {STOPS} at most; every token of the vocabulary is compared with each place in them.")
-    check_count(body.get("n") or 1, len(prompts_of(body)))
+    check_count(best_of(body), len(prompts_of(body)))
     for (token,) in bias_of(body) if size else ():
         if not 0 <= token < size:
             raise ValueError(f"logit_bias: token id {token} is not from 0 to {size - 1}, as this model's are.")
     schema_of(body), check_logprobs(body)
     check_tools(body, template, form)
+
+
+def check_best_of(body: dict[str, Any]) -> None:
+    """ValueError for a choice among answers that there cannot be."""
+    n, of = body.get("n") or 1, body.get("best_of")
+    if of is not None and of < n:
+        raise ValueError(f"best_of: it is at least n, got {of} for n={n}.")
+    if best_of(body) > n and (body.get("stream") or "prompt" not in body):
+        raise ValueError("best_of: more than n, of completions without a stream alone; which answers are best is known at the end. Leave out best_of, or stream.")
 
 
 def check_messages(body: dict[str, Any]) -> None:
@@ -108,6 +116,22 @@ def prompts_of(body: dict[str, Any]) -> list[Any]:
     return prompt if isinstance(prompt, list) and not (prompt and is_ids(prompt)) else [prompt]
 
 
+def best_of(body: dict[str, Any]) -> int:
+    """Answers that are written to every prompt."""
+    return max(body.get("best_of") or 1, body.get("n") or 1)
+
+
+def predicted_of(body: dict[str, Any]) -> str | None:
+    """The text that `prediction` says much of the answer will be; None without one."""
+    if (said := body.get("prediction")) is None:
+        return None
+    content = said.get("content") if isinstance(said, dict) and said.get("type") == "content" else None
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    if "messages" not in body or not all(isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts):
+        raise ValueError('prediction: of chat completions, {"type": "content", "content": a text, or a list of {"type": "text", "text": ...}}.')
+    return "".join(part["text"] for part in parts)
+
+
 def stops_of(body: dict[str, Any]) -> list[Any]:
     said = body.get("stop")
     return said if isinstance(said, list) else [] if said is None else [said]
@@ -151,8 +175,8 @@ def configured(config: Any, body: dict[str, Any]) -> Any:
 
 
 def singles(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """One request for each of the answers that are asked for: n to every prompt, each with a seed of its own."""
-    shared, seed, count = {name: value for name, value in body.items() if name not in ("n", "best_of")}, body.get("seed"), body.get("n") or 1
+    """One request for each of the answers that are written: n to every prompt, or best_of, each with a seed of its own."""
+    shared, seed, count = {name: value for name, value in body.items() if name not in ("n", "best_of", "prediction")}, body.get("seed"), best_of(body)
     return [shared | ({} if prompt is None else {"prompt": prompt}) | ({} if seed is None else {"seed": seed + place}) for prompt in prompts_of(body) for place in range(count)]
 
 

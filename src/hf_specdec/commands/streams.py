@@ -88,6 +88,35 @@ async def finished(stream: AsyncIterator[str], error_of: Callable[[str], dict]) 
         yield "data: [DONE]\n\n"
 
 
+async def with_logprobs(stream: AsyncIterator[str], told: deque, of: Callable[[list[Entry]], list[dict]]) -> AsyncIterator[str]:
+    """The events of a response with the log-probabilities `of` the tokens that `Pieces` has told: of each piece of text, and of the whole at its end."""
+    whole: list[dict] = []
+    async with aclosing(stream):
+        async for text in stream:
+            for head, _, data in (event.rpartition("data: ") for event in text.split("\n\n") if event):
+                event = json.loads(data)
+                kind = event["type"].removeprefix("response.")
+                entries = told.popleft() if told and kind in ("output_text.delta", "reasoning_text.delta", "function_call_arguments.done") else []
+                if kind == "output_text.delta":
+                    event["logprobs"] = of(entries)
+                    whole += event["logprobs"]
+                elif kind == "output_text.done":
+                    whole += of([entry for each in told for entry in each])  # of the end, which is no text
+                    told.clear()
+                    event["logprobs"] = whole
+                for part in _texts(event):
+                    part["logprobs"] = whole
+                yield f"{head}data: {json.dumps(event)}\n\n"
+
+
+def _texts(event: dict) -> list[dict]:
+    """The finished texts in an event of a response."""
+    if event["type"] == "response.content_part.done":
+        return [event["part"]]
+    items = [event["item"]] if event["type"] == "response.output_item.done" else event["response"]["output"] if event["type"] == "response.completed" else []
+    return [part for item in items if item["type"] == "message" for part in item["content"]]
+
+
 @dataclass(frozen=True)
 class Streamed:
     """An answer's events, what `Pieces` told of them, what makes a choice's `logprobs` of that (None: there are none), what ends it, and whether it calls one tool alone."""
@@ -99,9 +128,9 @@ class Streamed:
     one_call: bool = False
 
 
-async def in_turn(answers: list[Streamed], of_a_prompt: int, usage: bool) -> AsyncIterator[str]:
+async def in_turn(answers: list[Streamed], of_a_prompt: int, usage: bool, details: Callable[[], dict] = dict) -> AsyncIterator[str]:
     """The events of several answers, one after the other, each with its choice's index. of_a_prompt: answers; usage: whether an event of its own, at the end, says what
-    all took."""
+    all took, with its `details`."""
     spent, last = {"prompt_tokens": 0, "completion_tokens": 0}, {}
     try:
         for place, answer in enumerate(answers):
@@ -119,7 +148,7 @@ async def in_turn(answers: list[Streamed], of_a_prompt: int, usage: bool) -> Asy
                             choice |= {"logprobs": answer.logprobs(entries)} if answer.logprobs and entries else {}
                         yield f"data: {json.dumps(last)}\n\n"
         if usage:
-            yield f"data: {json.dumps(last | {'choices': [], 'usage': spent | {'total_tokens': sum(spent.values())}})}\n\n"
+            yield f"data: {json.dumps(last | {'choices': [], 'usage': spent | {'total_tokens': sum(spent.values())} | details()})}\n\n"
     finally:  # a client that goes leaves answers that have not begun
         for answer in answers:
             answer.leave()
