@@ -31,8 +31,9 @@ def call(model, ids, new: int, **more):
 
 
 def together(jobs, joint: Joint | None = None) -> list:
-    """What each job returns; the next one is begun when the one before has made three rounds."""
+    """What each job returns. All but the last begin at once; that one when the others have waited for each other six times."""
     joint, found = joint or Joint(), [None] * len(jobs)
+    arrive, arrivals = joint.arrive, iter(range(10**9))
 
     def run(place: int) -> None:
         try:
@@ -41,12 +42,27 @@ def together(jobs, joint: Joint | None = None) -> list:
         except Exception as error:
             found[place] = error
 
-    threads = [threading.Thread(target=run, args=(place,)) for place in range(len(jobs))]
+    def begin(some) -> None:
+        """By one that holds the monitor, so that none of them is through before the others have come."""
+        before = joint.coming
+        for thread in some:
+            thread.start()
+        while joint.coming < before + len(some):
+            time.sleep(0.001)
+
+    def noted(seat) -> None:
+        if next(arrivals) == 5:
+            begin(threads[1:][-1:])
+        arrive(seat)
+
+    joint.arrive, threads = noted, [threading.Thread(target=run, args=(place,)) for place in range(len(jobs))]
+    with joint.monitor:
+        begin(threads[:-1] or threads)
     for thread in threads:
-        thread.start()
-        time.sleep(0.01)
-    for thread in threads:
+        while thread.ident is None:
+            time.sleep(0.001)
         thread.join(60)
+    joint.arrive = arrive
     assert not joint.seats and not joint.rows and joint.shared is None
     return found
 
