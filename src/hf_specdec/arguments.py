@@ -192,7 +192,7 @@ def check_call(model, input_ids, processors, generation, model_kwargs: dict, tra
     _check_mask(mask, generation, input_ids.shape, cache, traits)
     real = torch.ones_like(input_ids).bool() if mask is None else mask[:, -input_ids.shape[1]:].bool()
     if isinstance(cache, QuantizedCache):
-        check_quantised(cache, model, real, bool(traits.states or traits.own_cache or traits.indexed or traits.encoder != "none"))
+        check_quantised(cache, compat.quantised_rows(cache), model, real, bool(traits.states or traits.own_cache or traits.indexed or traits.encoder != "none"))
     longest = int(real.sum(-1).max())
     if traits.max_positions and longest > traits.max_positions:
         raise ValueError(f"input_ids: the prompt has {longest} tokens and the target's context is {traits.max_positions}. Shorten the prompt.")

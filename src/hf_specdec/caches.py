@@ -105,9 +105,9 @@ def reaches(config: Any) -> dict[int, int]:
     return {index: layer.sliding_window for index, layer in enumerate(_empty_cache(config).layers) if getattr(layer, "is_sliding", False)}
 
 
-def check_quantised(cache: QuantizedCache, model: PreTrainedModel, real: torch.Tensor, kept: bool) -> None:
-    """Refuse a `QuantizedCache` where what is quantised together would not be what it is in plain generate: of several rows or a padded one in real [B, P], of a model of which
-    something else is `kept`, or filled with other rows or by another model."""
+def check_quantised(cache: QuantizedCache, rows: int | None, model: PreTrainedModel, real: torch.Tensor, kept: bool) -> None:
+    """Refuse a `QuantizedCache` of `rows` where what is quantised together would not be what it is in plain generate: of several rows or a padded one in real [B, P], of a model
+    of which something else is `kept`, or filled with other rows or by another model."""
     name, config = f"{CACHE}: a QuantizedCache (cache_implementation=\"quantized\")", model.config.get_text_config()
     if len(real) > 1 or not bool(real.all()):
         raise ValueError(f"{name} takes one row without padding: rows are quantised together, and accept different numbers of tokens. Generate the rows one by one (num_return_sequences "
@@ -116,7 +116,7 @@ def check_quantised(cache: QuantizedCache, model: PreTrainedModel, real: torch.T
         raise ValueError(f"{name}: {type(model).__name__} keeps more than keys and values of every layer, of its own text. Leave it out, or use speculative=False.")
     if len(cache.layers) != config.num_hidden_layers:
         raise ValueError(f"{name} holds {len(cache.layers)} layers and the target has {config.num_hidden_layers}. Pass a cache that the target has filled, or leave it out.")
-    if cache.layers[0].is_initialized and (rows := len(cache.layers[0]._dequantize(cache.layers[0]._quantized_keys))) != 1:
+    if rows not in (None, 1):
         raise ValueError(f"{name} holds {rows} rows and the call has 1. Pass a cache of the same row, or leave it out.")
 
 
