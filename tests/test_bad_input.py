@@ -16,6 +16,7 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import (
     AutoModelForCausalLM,
+    Cache,
     DynamicCache,
     GenerationConfig,
     LlamaForCausalLM,
@@ -30,6 +31,7 @@ from transformers import (
     TextStreamer,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
+from transformers.cache_utils import DynamicLayer
 
 import hf_specdec
 from hf_specdec import SpeculativeConfig, SpeculativeDecoder, integration, registry
@@ -592,14 +594,15 @@ CALLS = {
     "one empty row": (lambda m: dict(inputs=a_row_of_padding()), ("input_ids", "at least one")),
     "prompt beyond the context": (lambda m: dict(inputs=padded(prompts(257))), ("input_ids", "257", "256", "Shorten the prompt")),
     "short static cache": (lambda m: {CACHE: StaticCache(config=m.config, max_cache_len=15)}, (CACHE, "StaticCache has room for 15 tokens", "max_cache_len=16")),
-    "offloaded cache by name": (lambda m: dict(cache_implementation="offloaded"), ("cache_implementation", "Leave cache_implementation unset")),
-    "quantised cache": (lambda m: {CACHE: quantised()}, (CACHE, "QuantizedCache", "Pass a DynamicCache")),
-    "offloaded cache": (lambda m: {CACHE: offloaded()}, (CACHE, "offloaded DynamicCache", "Pass a DynamicCache")),
-    "offloaded static cache by config": (lambda m: dict(generation_config=GenerationConfig(cache_implementation="offloaded_static", max_new_tokens=5)),
-                               ("cache_implementation", "Leave cache_implementation unset")),
+    "quantised cache of two rows": (lambda m: {CACHE: quantised(), "inputs": padded(prompts(5, 5))}, (CACHE, "QuantizedCache", "one row", "one by one")),
+    "quantised cache of beams": (lambda m: {CACHE: quantised(), "num_beams": 2}, (CACHE, "QuantizedCache", "one row", "num_beams")),
+    "quantised cache of a padded row": (lambda m: {CACHE: quantised(), "inputs": dict(input_ids=torch.tensor([[0, 1, 2]]), attention_mask=torch.tensor([[0, 1, 1]]))},
+                                        (CACHE, "QuantizedCache", "without padding")),
+    "quantised cache of another model": (lambda m: {CACHE: quantised(3)}, (CACHE, "QuantizedCache", "3 layers", "target has 2")),
+    "cache of another kind": (lambda m: {CACHE: Cache(layers=[])}, (CACHE, "Cache cannot be read", "Pass a DynamicCache")),
     "cache longer than the prompt": (lambda m: {CACHE: filled(m)}, (CACHE, "input_ids", "must be the whole conversation")),
     **{f"{name} cache by name": (lambda m, name=name: dict(cache_implementation=name), ("cache_implementation", name, "Leave cache_implementation unset"))
-       for name in ("quantized", "paged", "offloaded_hybrid")},
+       for name in ("paged",)},
     "pieces of no tokens": (lambda m: dict(prefill_chunk_size=0), ("prefill_chunk_size=0", "1 or more", "Drop it")),
     "pieces of half a token": (lambda m: dict(prefill_chunk_size=0.5), ("prefill_chunk_size=0.5", "1 or more", "Drop it")),
     "contrastive search": (lambda m: dict(penalty_alpha=0.6, top_k=4), ("penalty_alpha=0.6", "contrastive search", "use speculative=False")),
@@ -636,16 +639,11 @@ CALLS = {
 }
 
 
-def offloaded():
-    try:
-        return DynamicCache(offloading=True)
-    except RuntimeError as error:  # a CUDA build of torch without a driver
-        pytest.skip(f"transformers makes no offloaded cache here: {error}")
-
-
-def quantised():
+def quantised(layers: int = 2):
     """Its backend may not be installed, and nothing of it is used before it is refused."""
-    return QuantizedCache.__new__(QuantizedCache)
+    cache = QuantizedCache.__new__(QuantizedCache)
+    Cache.__init__(cache, layers=[DynamicLayer() for _ in range(layers)])
+    return cache
 
 
 def filled(model) -> DynamicCache:
@@ -701,8 +699,8 @@ def test_arguments_by_position_are_arguments_all_the_same():
     model, config = enabled(tiny_llama()), GenerationConfig(max_new_tokens=5, do_sample=False, pad_token_id=0)
     ids = torch.tensor(ROWS)
     assert model.generate(ids, config, speculative=True)[0, 12:].tolist() == plain(model, ROWS, max_new_tokens=5)[0]
-    config.cache_implementation = "quantized"
-    with refused(model, words=("cache_implementation='quantized'",)):
+    config.cache_implementation = "paged"
+    with refused(model, words=("cache_implementation='paged'",)):
         model.generate(ids, config, speculative=True)
     with pytest.raises(TypeError, match="generation_config"):
         model.generate(ids, config, generation_config=config, speculative=True)
@@ -710,8 +708,8 @@ def test_arguments_by_position_are_arguments_all_the_same():
 
 def test_a_cache_that_the_model_s_own_config_asks_for_is_taken_away_there():
     model = enabled(tiny_llama())
-    model.generation_config.cache_implementation = "quantized"
-    with refused(model, words=("cache_implementation='quantized'", "model.generation_config.cache_implementation = None")):
+    model.generation_config.cache_implementation = "paged"
+    with refused(model, words=("cache_implementation='paged'", "model.generation_config.cache_implementation = None")):
         call(model)
 
 

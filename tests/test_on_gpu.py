@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from hf_specdec import integration
+from hf_specdec.caches import CACHE
 from tests.conformance.builders import VARIANTS, make
-from tests.helpers import padded, tiny_llama
+from tests.helpers import build, padded, perturbed, tiny_llama
 from tests.test_pretend_gpu import BETWEEN, CASES, ONLY_ON_THE_HOST, ROWS, modules_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -62,3 +63,36 @@ def test_the_host_waits_once_a_round(name):
         found.append((len(waits), len(out.speculation.rounds), waits))
     waits, rounds = (second - first for first, second in zip(found[0][:2], found[1][:2]))
     assert rounds and (name in BETWEEN or waits == rounds * (2 if name in ("ngram_recycling", "mixture") else 1)), found[1][2]
+
+
+@pytest.mark.parametrize("name", ["offloaded", "offloaded_static"])
+def test_an_offloaded_cache_gives_plain_generates_text_and_goes_on_in_either(name):
+    """Plain generate with the same cache, and without one: streams and copies are the device's own here."""
+    model, inputs = tiny_llama(1).to("cuda"), {key: value.to("cuda") for key, value in padded(ROWS[:1]).items()}
+    options = dict(do_sample=False, max_new_tokens=60, pad_token_id=0, eos_token_id=None, return_dict_in_generate=True)
+    expected = model.generate(**inputs, **options).sequences
+    theirs = model.generate(**inputs, **options, cache_implementation=name)
+    for draft in (None, perturbed(model, 0.02)):
+        out = integration.generate(model, **inputs, **options, cache_implementation=name, speculative=True, assistant_model=draft, num_assistant_tokens=5)
+        assert torch.equal(out.sequences, expected) and torch.equal(theirs.sequences, expected)
+        for own, other in zip(out[CACHE].layers, theirs[CACHE].layers):
+            assert own.keys.device == other.keys.device and own.device == other.device
+            torch.testing.assert_close(own.keys[:, :, : expected.shape[1] - 1], other.keys[:, :, : expected.shape[1] - 1], atol=2e-3, rtol=0)
+    if name == "offloaded":
+        again = dict(input_ids=torch.cat([expected, inputs["input_ids"]], dim=1))
+        wanted = model.generate(**again, **options).sequences
+        for goes_on in (model.generate, lambda **given: integration.generate(model, **given, speculative=True)):
+            cache = integration.generate(model, **inputs, **options, cache_implementation=name, speculative=True)[CACHE]
+            assert torch.equal(goes_on(**again, **options, **{CACHE: cache}).sequences, wanted)
+
+
+def test_an_offloaded_cache_takes_two_layers_of_the_device():
+    """At most, beside the weights and a pass; a cache that is not offloaded takes all eight."""
+    model = build("llama", vocab_size=61, hidden_size=256, intermediate_size=64, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=8, max_position_embeddings=8192).to("cuda")
+    ids, taken = torch.randint(1, 60, (1, 6000), generator=torch.Generator().manual_seed(0)).to("cuda"), {}
+    for name in ("dynamic", "offloaded"):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        integration.generate(model, ids, do_sample=False, max_new_tokens=30, pad_token_id=0, eos_token_id=None, cache_implementation=name, prefill_chunk_size=256, speculative=True)
+        taken[name] = torch.cuda.max_memory_allocated() - before
+    assert taken["dynamic"] - taken["offloaded"] > 3 * 2 * 6000 * 256 * 4

@@ -9,10 +9,10 @@ from math import ceil
 from typing import Any
 
 import torch
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel, QuantizedCache
 
 from . import compat, lengths
-from .caches import cached_tokens, check_cache, check_implementation, read_cache, seeing, static_in
+from .caches import cached_tokens, check_cache, check_implementation, check_quantised, offloads, read_cache, seeing, static_in
 from .config import SpeculativeConfig, instead_of
 from .drafts.base import Draft
 from .hints import meant, nearest, what
@@ -181,12 +181,18 @@ def check_call(model, input_ids, processors, generation, model_kwargs: dict, tra
     if cache is not None and traits.encoder != "own":
         if generation.use_cache is False:
             raise ValueError(f"use_cache=False beside {compat.CACHE}: plain generate() would read the whole text anew for every token, behind what is cached. Pass one of the two.")
-        check_cache(cache, model.config, input_ids.shape[0], ceil(generation.max_length) - 1)
+        if offloads(cache) and traits.own_cache:
+            raise ValueError(f"{compat.CACHE}: what {type(model).__name__} has read is of a kind of its own, and stays on its device. Pass a cache that is not offloaded, or none and no "
+                             f"cache_implementation.")
+        if not isinstance(cache, QuantizedCache):
+            check_cache(cache, model.config, input_ids.shape[0], ceil(generation.max_length) - 1)
         cached = cached_tokens(cache)
     shown = _check_inputs(model.config, model_kwargs, traits, cached)
     mask, positions = model_kwargs.get(traits.mask_name), model_kwargs.get("position_ids")
     _check_mask(mask, generation, input_ids.shape, cache, traits)
     real = torch.ones_like(input_ids).bool() if mask is None else mask[:, -input_ids.shape[1]:].bool()
+    if isinstance(cache, QuantizedCache):
+        check_quantised(cache, compat.quantised_rows(cache), model, real, bool(traits.states or traits.own_cache or traits.indexed or traits.encoder != "none"))
     longest = int(real.sum(-1).max())
     if traits.max_positions and longest > traits.max_positions:
         raise ValueError(f"input_ids: the prompt has {longest} tokens and the target's context is {traits.max_positions}. Shorten the prompt.")
@@ -199,7 +205,8 @@ def check_call(model, input_ids, processors, generation, model_kwargs: dict, tra
         if cached and not bool(real.all()) and counting(model):
             raise ValueError(f"{compat.CACHE}: {type(model).__name__} counts the positions of a text from the length of its cache on, and rows of a padded batch are counted "
                              f"otherwise by plain generate() and by speculative=True. Leave the cache out, or continue the rows one by one.")
-        _check_tails(cache, real)
+        if not isinstance(cache, QuantizedCache):
+            _check_tails(cache, real)
     if not shown:
         _check_positions(positions, real, cached)
     lengths.check_rope(model, generation.max_length, "target")

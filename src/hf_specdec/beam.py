@@ -142,7 +142,7 @@ class BeamCall(Call):
         longest, limit = self._lengths()
         if self.source is not None:
             self.source.keep(list(range(0, len(self.input_ids), generation.num_beams)))  # transformers has repeated it for every beam
-        target = CachedModel(self.model, limit, "target", self.traits, self.source)
+        target = self._target(limit, compile=False)
         target.look(self.media)
         if asked := asked_for(generation):
             target.per_token = BeamStates(asked, target.cache.plan, self.columns, self.input_ids.shape[1], self.max_new, self.windows, "" if self.source is None else "decoder_", self.streams_first)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
@@ -26,6 +27,9 @@ from .tap import layers_of
 from .tree import Tree
 from .uploads import upload
 
+if TYPE_CHECKING:
+    from .elsewhere import Elsewhere
+
 
 class CachedModel(Forward):
     """lengths: committed tokens per row whose keys and values are in the cache; where there are `states`, those that the states stand for.
@@ -34,8 +38,8 @@ class CachedModel(Forward):
     """
 
     def __init__(self, model: PreTrainedModel, limit: int, role: str = "target", traits: ModelTraits | None = None, source: Source | None = None,
-                 compile: bool | str = False):
-        super().__init__(model, limit, role, traits, source, compile)
+                 compile: bool | str = False, elsewhere: Elsewhere | None = None):
+        super().__init__(model, limit, role, traits, source, compile and elsewhere is None, elsewhere)
         self.fresh: list[int] = []
         self.chunk: int | None = None
         self.told = False  # whether the last pass was no plain step although nothing was proposed: states had to be told what has been committed
@@ -49,6 +53,8 @@ class CachedModel(Forward):
         """`room`, the tokens that each row may still get, such that drafted tokens stay in the model's context while the row does; where blocks of all rows end
         in the same columns, of which MPT and GPT-Neo have no more than positions, while the longest row does."""
         limit = self.traits.max_positions
+        if self.elsewhere is not None:
+            room = [min(left, self.elsewhere.room(length)) for left, length in zip(room, self.lengths or [0] * len(room))]
         if limit and self._in_columns and max(map(len, rows)) <= limit:
             return [min(left, limit - max(map(len, rows)) + 1) for left in room]
         return [min(left, limit - len(row) + 1) if limit and len(row) <= limit else left for row, left in zip(rows, room)]
@@ -111,7 +117,7 @@ class CachedModel(Forward):
         if proposal is None:
             proposal = Proposal.from_lists([[] for _ in rows], self.device)
         if self._begins:
-            return self._start(fresh, proposal)
+            return self._start(fresh if self.media is not None else self._in_chunks(fresh), proposal)
         fresh = self._not_apart(fresh, proposal)
         self.fresh, n = [len(tokens) for tokens in fresh], len(proposal.tree)
         sizes = [own + size for own, size in zip(self.fresh, proposal.sizes)]
@@ -127,7 +133,7 @@ class CachedModel(Forward):
     @property
     def _begins(self) -> bool:
         """Whether the next pass is the one over the prompts, and is to be by itself: states have to be kept as it leaves them, and it alone reads what is shown."""
-        if self.states is not None and not self.states.begun:
+        if any(part is not None and not part.begun for part in (self.states, self.elsewhere)):
             return True
         return (self.states is not None or self.media is not None) and not any(self.lengths)
 
@@ -174,6 +180,8 @@ class CachedModel(Forward):
             self.lengths, prompts = [size - end for size, end in zip(sizes, ends)], [[0] * (end - len(own)) + own for own, end in zip(prompts, ends)]
         logits = [self._forward(self._padded(prompts, 0), None, ends, torch.tensor(ends, device="cpu")[:, None] - 1)]
         self.lengths, self.fresh = [size - 1 for size in whole], [1] * len(sizes)
+        if self.elsewhere is not None:
+            self.elsewhere.begun = True
         if len(proposal.tree):
             logits.append(self._forward(proposal.tokens.to(self.device), proposal.tree, proposal.sizes, first=1))
         return torch.cat(logits, dim=1)
@@ -275,7 +283,7 @@ class CachedModel(Forward):
     def load(self, cache: DynamicCache, columns: list[list[int]], cached: int) -> None:
         """Copy a caller's cache of `cached` columns; slot s of row b comes from column columns[b][s], the others are padding."""
         columns = [[column for column in row if column < cached] for row in columns]
-        self.cache.load(read_cache(cache), columns, self.device)
+        self.cache.load((read_cache if self.elsewhere is None else self.elsewhere.read)(cache), columns, self.device)
         self.lengths = [len(row) for row in columns]
         if self.states is not None:
             self.states.load(cache, self.lengths)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel, StaticCache
+from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel, QuantizedCache, StaticCache
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer, StaticLayer
 
 CACHE = "cache" if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters else "past_key_values"  # "cache" since 5.24
@@ -22,7 +22,8 @@ _MAY_RECORD = _VERSION >= (5, 21)  # before, a window that records its past does
 INDEXED = "indexed_attention"
 _KNOWN_LAYERS, _KNOWN_BLOCKS = {"full_attention", "sliding_attention", "chunked_attention"}, {"attention"}
 _KNOWN_LAYERS |= {INDEXED} if hasattr(Cache, "update_indexer") else set()
-_ALIKE = (None, "dynamic", "dynamic_full", "static", "hybrid", "hybrid_chunked", "sliding_window")
+_ALIKE = (None, "dynamic", "dynamic_full", "static", "hybrid", "hybrid_chunked", "sliding_window", "offloaded", "offloaded_static", "offloaded_hybrid",
+          "offloaded_hybrid_chunked", "quantized")
 _PLAIN = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}  # DummyLayer is newer than 5.17
 
 
@@ -53,11 +54,10 @@ def states_of(model: PreTrainedModel, config: Any) -> tuple[int, ...]:
 
 
 def check_implementation(name: str | None, own: str) -> None:
-    """ValueError for a `cache_implementation` whose text would be another one. That of a static cache is a dynamic one's. own: what a refusal ends with."""
+    """ValueError for a `cache_implementation` that is none of a single call. own: what a refusal ends with."""
     if name in _ALIKE:
         return
-    why = "what is quantised, and when, goes by how many tokens a pass reads, so its text would not be plain generate()'s" if name == "quantized" else \
-        "keys and values would stay on the device" if "offloaded" in name else "the speculative loop keeps a cache of its own, which can roll back"
+    why = "the speculative loop keeps a cache of its own, which can roll back"
     raise ValueError(f"cache_implementation={name!r}: {why}. Leave cache_implementation unset, or use speculative=False.{own}")
 
 
@@ -100,11 +100,30 @@ def windows_of(cache: Any, config: Any, shown: bool) -> tuple[int | None, ...]:
     return (*sizes[:begin], *sizes[begin:end] * loops, *sizes[end : len(kinds) or None], *(sizes[kinds.index(kind)] for kind in shared))
 
 
+def reaches(config: Any) -> dict[int, int]:
+    """By layer, how many tokens a layer with a window sees at most."""
+    return {index: layer.sliding_window for index, layer in enumerate(_empty_cache(config).layers) if getattr(layer, "is_sliding", False)}
+
+
+def check_quantised(cache: QuantizedCache, rows: int | None, model: PreTrainedModel, real: torch.Tensor, kept: bool) -> None:
+    """Refuse a `QuantizedCache` of `rows` where what is quantised together would not be what it is in plain generate: of several rows or a padded one in real [B, P], of a model
+    of which something else is `kept`, or filled with other rows or by another model."""
+    name, config = f"{CACHE}: a QuantizedCache (cache_implementation=\"quantized\")", model.config.get_text_config()
+    if len(real) > 1 or not bool(real.all()):
+        raise ValueError(f"{name} takes one row without padding: rows are quantised together, and accept different numbers of tokens. Generate the rows one by one (num_return_sequences "
+                         f"and num_beams make rows, too), or leave it out.")
+    if kept or seeing(model.config) or getattr(config, "num_kv_shared_layers", 0) or model.config.is_encoder_decoder:
+        raise ValueError(f"{name}: {type(model).__name__} keeps more than keys and values of every layer, of its own text. Leave it out, or use speculative=False.")
+    if len(cache.layers) != config.num_hidden_layers:
+        raise ValueError(f"{name} holds {len(cache.layers)} layers and the target has {config.num_hidden_layers}. Pass a cache that the target has filled, or leave it out.")
+    if rows not in (None, 1):
+        raise ValueError(f"{name} holds {rows} rows and the call has 1. Pass a cache of the same row, or leave it out.")
+
+
 def check_cache(cache: Any, config: Any, rows: int, longest: int) -> None:
     """Refuse a caller's cache that is neither a plain `DynamicCache` nor a `StaticCache`, was filled with other `rows` or by another model, or has no room for `longest` tokens."""
-    offloaded = "offloaded " if getattr(cache, "offloading", False) else ""
-    if offloaded or not isinstance(cache, (DynamicCache, StaticCache)) or any("Quantized" in type(part).__name__ for part in (cache, *cache.layers)):
-        raise ValueError(f"{CACHE}: {offloaded}{type(cache).__name__} cannot be read and rolled back. Pass a DynamicCache or a StaticCache, or none and no cache_implementation.")
+    if not isinstance(cache, (DynamicCache, StaticCache)) or any("Quantized" in type(layer).__name__ for layer in cache.layers):
+        raise ValueError(f"{CACHE}: {type(cache).__name__} cannot be read and rolled back. Pass a DynamicCache, a StaticCache or a QuantizedCache, or none and no cache_implementation.")
     room = min([layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer) and not layer.is_sliding], default=longest)
     if room < longest:
         raise ValueError(f"{CACHE}: the StaticCache has room for {room} tokens and the call may need {longest}. Pass one with max_cache_len={longest}, or lower max_new_tokens.")
@@ -145,6 +164,11 @@ def read_cache(cache: DynamicCache) -> list[tuple[int, torch.Tensor, torch.Tenso
     length, layers = cached_tokens(cache), [(i, layer) for i, layer in enumerate(cache.layers) if getattr(layer, "keys", None) is not None]
     held = [(i, *(part[:, :, :length] if isinstance(layer, StaticLayer) else part for part in (layer.keys, layer.values))) for i, layer in layers if layer.keys.ndim == 4]
     return [(i, keys, values, length - keys.shape[2]) for i, keys, values in held]
+
+
+def offloads(cache: Any) -> bool:
+    """Whether keys and values of this cache, or of that for the decoder's own text, are to be in the host's memory."""
+    return bool(getattr(getattr(cache, "self_attention_cache", cache), "offloading", False))
 
 
 def refill(cache: StaticCache, layers: list[tuple[torch.Tensor, torch.Tensor] | None]) -> StaticCache:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from math import ceil
 from typing import Any
 
@@ -11,7 +12,7 @@ from transformers.generation import MaxLengthCriteria
 
 from . import compat, joint, lengths, registry
 from .arguments import check_call, check_draft_stop
-from .caches import IN_MODULES, MADE, cached_tokens, counts_tokens, let_go, static_in, windows_of
+from .caches import IN_MODULES, MADE, cached_tokens, counts_tokens, let_go, offloads, static_in, windows_of
 from .cached_model import CachedModel
 from .config import MAX_ASSISTANT_TOKENS
 from .devices import seat_of
@@ -19,6 +20,7 @@ from .distributions import Sampler
 from .draft_stop import StopRule
 from .drafts.base import Context, Draft
 from .drafts.vocabulary import check_vocabulary
+from .elsewhere import elsewhere
 from .following import settle, that_follow
 from .guidance import Guided, guidance_of, without_guidance
 from .kinds import STREAMS_FIRST
@@ -149,12 +151,18 @@ class Call:
         return output
 
     def _target(self, limit: int, compile: bool | str) -> CachedModel:
+        place = elsewhere(self.made, self.model)
         if self.guidance is not None:
-            return Guided(self.guidance, self.prompts, self.model, limit, "target", self.traits, compile)
+            return Guided(self.guidance, self.prompts, self.model, limit, "target", self.traits, compile, place)
         if (seat := joint.seat()) is not None:  # other threads' calls run, too
             free = self.config.num_assistant_tokens == "auto" and (self.config.seed is None or not self.generation.do_sample)
-            return joint.Member(seat, self.decoder.draft, free, self.model, limit, "target", self.traits, self.source, compile)
-        return CachedModel(self.model, limit, "target", self.traits, self.source, compile)
+            return joint.Member(seat, self.decoder.draft, free, self.model, limit, "target", self.traits, self.source, compile, place)
+        return CachedModel(self.model, limit, "target", self.traits, self.source, compile, place)
+
+    @staticmethod
+    def _own_in(made: Any) -> Any:
+        """The cache for the decoder's own text in that of an encoder-decoder, where it is of a kind of its own."""
+        return static_in(made) or (made.self_attention_cache if offloads(made) else None)
 
     def _lengths(self) -> tuple[int, int]:
         """Tokens of the longest text there can be, and slots for it with what is drafted beyond. ValueError for a target that cannot score that, and for
@@ -203,7 +211,8 @@ class Call:
             rows = [loop.cached_rows[row.index] for row in sequences.rows]
             columns = [[*own, *range(prompt, width)] for own in self.columns]
             config = None if self.source else self.model.config
-            cache = assemble_cache(config, rows, columns, width - 1, static_in(self.made) if self.source else self.cache)
+            write, into = partial(assemble_cache, config, rows, columns, width - 1), self._own_in(self.made) if self.source else self.cache
+            cache = write(into) if loop.target.elsewhere is None else loop.target.elsewhere.hand_back(write, into, loop.target.lengths[0])
             if self.traits.states:
                 loop.target.states.store(cache)
             cache = loop.target.run.with_cross(cache, self.made) if self.source else cache

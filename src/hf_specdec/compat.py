@@ -49,8 +49,7 @@ def is_prefix_free(processor: LogitsProcessor) -> bool:
 def that_keeps_a_state(processors: Sequence[LogitsProcessor]) -> tuple[str, str] | None:
     """Of the first processor with a state of its own, which tentative calls on drafted tokens would corrupt: the argument that asks for such a one, and
     its class; None without."""
-    found = ((name, type(processor).__name__) for processor in processors for kind, name in _TENTATIVE_CALLS_BREAK.items() if isinstance(processor, kind))
-    return next(found, None)
+    return next(((name, type(processor).__name__) for processor in processors for kind, name in _TENTATIVE_CALLS_BREAK.items() if isinstance(processor, kind)), None)
 
 
 def processors_per_row(processors: Sequence[LogitsProcessor], input_ids: torch.Tensor, prompts: list[list[int]]) -> list[list[LogitsProcessor]]:
@@ -87,8 +86,7 @@ def _for_prompt(processor: LogitsProcessor, row: int, input_ids: torch.Tensor, p
     `prompt` [1, L] alone. One that a user has made of something else keeps it, row by row."""
     own, padded = copy.copy(processor), input_ids[row : row + 1]
     if isinstance(processor, lp.EncoderRepetitionPenaltyLogitsProcessor):
-        ids = processor.encoder_input_ids
-        ids = ids[row * len(ids) // len(input_ids)][None]
+        ids = (given := processor.encoder_input_ids)[row * len(given) // len(input_ids)][None]
         own.encoder_input_ids = prompt if torch.equal(ids, padded) else ids
         return own
     own.batch_size, own.generated_ngrams = 1, [processor.generated_ngrams[row * processor.batch_size // len(input_ids)]]
@@ -156,8 +154,7 @@ def traits_of(model: PreTrainedModel, role: str) -> ModelTraits:
     if not isinstance(model, GenerationMixin) and model.get_output_embeddings() is None:
         raise ValueError(f"{name} has no head that writes tokens. Load it with AutoModelForCausalLM.from_pretrained.")
     _refuse_what_cannot_roll_back(model, config, name)
-    forward = taken_by(model)
-    head = model.get_output_embeddings()
+    forward, head = taken_by(model), model.get_output_embeddings()
     encoder, states = "own" if model.config.is_encoder_decoder else "another's" if "encoder_outputs" in forward else "none", states_of(model, config)
     masks, flash, own = _masks(config, bool(states)), flash_of(config), encoder == "own"
     own_mask = config.model_type in OWN_MASK or getattr(config, "alibi", False) or len(masks) > 1 and model.config.model_type in ONE_MASK \
@@ -256,9 +253,7 @@ def _masks(config: Any, states: bool = False) -> tuple[tuple[str | None, str, in
         return tuple((key, *sizes["full_attention"]) for key in ("full_attention", "hybrid")) + tuple(sliding)
     if getattr(config, "layer_types", None):
         return tuple((key, *sizes[key]) for key in sorted(set(config.layer_types)) if key in sizes)
-    if window is not None:
-        return ((None, "sliding", window),)
-    return ((None, "chunked", chunk),) if chunk is not None else ((None, "full", 0),)
+    return ((None, "sliding", window),) if window is not None else ((None, "chunked", chunk),) if chunk is not None else ((None, "full", 0),)
 
 
 # --- transformers' own beam search --------------------------------------------------------------------------------------
@@ -284,8 +279,8 @@ class _Beams(GenerationMixin):
 
 def beam_search(model: PreTrainedModel, logits: Callable[[torch.Tensor], torch.Tensor], input_ids: torch.Tensor, processors, criteria, generation, shown: Callable, read: Any):
     """transformers' beam search over `logits`, int64 [B, L] -> [B, V], from prompts int64 [batch * num_beams, P]. shown: what else a step puts out; read: what an encoder has."""
-    read = read if isinstance(read, dict) else {}
-    return GenerationMixin._beam_search(_Beams(model, logits, shown), input_ids, processors, criteria, generation, use_cache=True, encoder_outputs=read)
+    return GenerationMixin._beam_search(_Beams(model, logits, shown), input_ids, processors, criteria, generation, use_cache=True,
+                                        encoder_outputs=read if isinstance(read, dict) else {})
 
 
 def compiled_decoding() -> dict[str, Any]:
@@ -298,3 +293,8 @@ def compiled_decoding() -> dict[str, Any]:
 def mask_width(generation: Any, otherwise: int) -> int:
     """Columns of an attention mask that transformers has dropped because it hides nothing."""
     return getattr(generation, "_mask_length", otherwise)
+
+
+def quantised_rows(cache: Any) -> int | None:
+    """How many rows a `QuantizedCache` holds; None where it is empty."""
+    return len(cache.layers[0]._dequantize(cache.layers[0]._quantized_keys)) if cache.layers[0].is_initialized else None

@@ -17,7 +17,7 @@ from . import compat, passes
 from .caches import MADE, seeing
 from .compiled import WIDTHS, CompiledPasses, FixedBuffers
 from .head import READ, head_at, places_of
-from .kv_cache import SlotCache
+from .kv_cache import SlotCache, SlotLayer
 from .layerwise import TRIAL
 from .lengths import check_counting, counts_itself
 from .lockstep import in_stages, shared_by_processes
@@ -33,6 +33,7 @@ from .tree import Tree
 from .uploads import upload
 
 if TYPE_CHECKING:
+    from .elsewhere import Elsewhere
     from .per_token import PerToken
 
 
@@ -49,12 +50,13 @@ class Forward:
     per_token: where hidden states and attentions are kept that a call is to return; None where it is not.
     taps: who sees what layers put out (`watch`).
     calls, seconds: forwards run, and the time they took on the host.
+    elsewhere: where keys and values are that are not simply on the device; such passes are not compiled.
     compiled: the passes over fixed shapes, where compile=True; the prompt pass, and what does not compile, runs without.
     """
 
     def __init__(self, model: PreTrainedModel, limit: int, role: str = "target", traits: compat.ModelTraits | None = None,
-                 source: Source | None = None, compile: bool | str = False):
-        self.model, self.role = model, role
+                 source: Source | None = None, compile: bool | str = False, elsewhere: Elsewhere | None = None):
+        self.model, self.role, self.elsewhere = model, role, elsewhere
         self.run = model if source is None else Decoder(model, source)
         self.traits = traits or compat.traits_of(compat.unwrap(model), role)
         aligned = self.traits.own_positions and not self.traits.states
@@ -93,7 +95,8 @@ class Forward:
         if self.traits.own_cache:
             cache = OwnCache(model.config, limit)
             return cache, Snapshots(cache)
-        cache = SlotCache(limit, FixedBuffers(self.model, self.role) if compile else None, self.traits.states, StateLayer, aligned, seeing(model.config))
+        plain, carrying = (SlotLayer, StateLayer) if self.elsewhere is None else (self.elsewhere.layer, self.elsewhere.layer)
+        cache = SlotCache(limit, FixedBuffers(self.model, self.role) if compile else None, self.traits.states, carrying, aligned, seeing(model.config), plain)
         return cache, Checkpoints(cache.layers, model) if self.traits.states else None
 
     @property

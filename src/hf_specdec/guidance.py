@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import isfinite
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import LogitsProcessorList, PreTrainedModel, UnbatchedClassifierFreeGuidanceLogitsProcessor
@@ -26,6 +26,9 @@ from .probe import check_tokens
 from .proposal import Proposal
 from .signatures import taken_by
 from .tree import Tree
+
+if TYPE_CHECKING:
+    from .elsewhere import Elsewhere
 
 _REFUSED = "is not there with speculative=True"
 
@@ -108,8 +111,9 @@ class Guided(CachedModel):
     begins:  per row, the unconditional text, and how many tokens of the row, its prompt, it takes the place of.
     """
 
-    def __init__(self, guidance: Guidance, prompts: list[list[int]], model: PreTrainedModel, limit: int, role: str, traits: compat.ModelTraits, compile: bool | str):
-        super().__init__(model, limit, role, traits, compile=compile)
+    def __init__(self, guidance: Guidance, prompts: list[list[int]], model: PreTrainedModel, limit: int, role: str, traits: compat.ModelTraits, compile: bool | str,
+                 elsewhere: Elsewhere | None = None):
+        super().__init__(model, limit, role, traits, compile=compile, elsewhere=elsewhere)
         self.scale, self.begins = guidance.scale, list(zip(guidance.texts, map(len, prompts)))
         if traits.max_positions and any(guidance.ahead):  # padding takes up positions
             traits = replace(traits, max_positions=traits.max_positions - max(guidance.ahead))

@@ -123,11 +123,11 @@ class Member(CachedModel):
     asked: the row's tokens, and those that are proposed. answer: their logits [1, N+1, V], or what has gone wrong.
     """
 
-    def __init__(self, seat: Seat, draft: Draft, free: bool, model, limit: int, role: str, traits, source=None, compile: bool | str = False):
-        super().__init__(model, limit, role, traits, source, compile)
+    def __init__(self, seat: Seat, draft: Draft, free: bool, model, limit: int, role: str, traits, source=None, compile: bool | str = False, place=None):
+        super().__init__(model, limit, role, traits, source, compile, place)
         self.seat, self.free, self.asked, self.answer = seat, free, None, None
         kinds = all(each.name in READ_TEXT and not each.may_branch for each in draft.all())
-        self.joins = kinds and source is None and not (compile or traits.states or traits.own_cache or traits.indexed or traits.encoder != "none" or self.cache.plan.aligned)
+        self.joins = kinds and source is place is None and not (compile or traits.states or traits.own_cache or traits.indexed or traits.encoder != "none" or self.cache.plan.aligned)
 
     @property
     def joined(self) -> bool:

@@ -7,6 +7,7 @@ overwrite before any mask shows them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -180,7 +181,8 @@ class SlotPlan:
     start:    first slot of the block where all rows have the same one, else None (then `slots` int64 [B, Q] of `rows` [B, 1] count).
     width:    Q, tokens per row in the block.
     visible:  slots that attention reads: the longest row with its block, or with `whole` all there are.
-    cached:   slots before the block in the longest row.
+    cached:   slots before the block in the longest row; `starts`: where it begins in each.
+    passes:   how many blocks have been laid out.
     padded:   whether blocks of texts of which nothing is cached begin with padding: with a slot below 0, which stands for one that is not seen.
     aligned:  whether blocks are to be seen in the same columns of all rows, by models that count columns; `columns` int64 [B, visible], where rows are unequal, are
               the slots that they are shown there: before a shorter row comes what a mask has to hide.
@@ -193,13 +195,15 @@ class SlotPlan:
         self.start: int | None = 0
         self.slots = self.columns = None
         self.rows: torch.Tensor | None = None
-        self.width = self.visible = self.cached = 0
+        self.width = self.visible = self.cached = self.passes = 0
+        self.starts: list[int] = []
         self.whole = self.padded = False
 
     def lay(self, starts: list[int], width: int, device, whole: bool = False) -> None:
         """Plan a block of `width` tokens that begins at slot starts[b] in row b. The capacity grows by an eighth at a time,
         never beyond `limit` (longest row + drafted tokens). whole: attention reads all slots there are, and `slots` counts."""
         self.width, self.cached, self.whole, self.padded = width, max(starts), whole, min(starts) < 0
+        self.starts, self.passes = list(starts), self.passes + 1
         self.visible = self.cached + width
         level = min(starts) == self.cached
         self.start, self.slots = self.cached if level else None, None
@@ -219,18 +223,18 @@ class SlotPlan:
 
 class SlotCache(Cache):
     """A `transformers.Cache` of `SlotLayer`s. `limit`: most slots a row can ever need; buffers, aligned: as in `SlotPlan`; layer(plan, index, count): makes
-    those that carry `count` states, of which `states` has one number a layer; seen: the layers that look at what prompts show."""
+    those that carry `count` states, of which `states` has one number a layer; seen: the layers that look at what prompts show; plain(plan, index): makes the others."""
 
     def __init__(self, limit: int, buffers: FixedBuffers | None = None, states: tuple[int, ...] = (), layer: type[SlotLayer] = SlotLayer,
-                 aligned: bool = False, seen: tuple[int, ...] = ()):
+                 aligned: bool = False, seen: tuple[int, ...] = (), plain: Callable[[SlotPlan, int], SlotLayer] = SlotLayer):
         super().__init__(layers=[])
-        self.seen = seen
+        self.seen, self.plain = seen, plain
         self.plan = SlotPlan(limit, buffers, aligned)
-        self.layers += [layer(self.plan, i, count) if count else SlotLayer(self.plan, i) for i, count in enumerate(states)]
+        self.layers += [layer(self.plan, i, count) if count else plain(self.plan, i) for i, count in enumerate(states)]
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
         while len(self.layers) <= layer_idx:
-            self.layers.append((SeenLayer if len(self.layers) in self.seen else SlotLayer)(self.plan, len(self.layers)))
+            self.layers.append((SeenLayer if len(self.layers) in self.seen else self.plain)(self.plan, len(self.layers)))
         return self.layers[layer_idx].update(key_states, value_states)
 
     def keep(self, rows: torch.Tensor) -> None:
