@@ -64,6 +64,8 @@ class CachedModel(Forward):
         if self.states is None or len(rows) == 1 or not any(k) or not any(self.lengths):
             return k
         waiting = [len(row) - length for row, length in zip(rows, self.lengths)]
+        if self.traits.own_cache:
+            return self.states.together(waiting, k)
         width = max(1 + max(k), *waiting)
         return [min(own, width - n) for own, n in zip(k, waiting)]
 
@@ -140,8 +142,9 @@ class CachedModel(Forward):
             self.told, self.states.final = several and not any(sizes), False
             apart = apart or several and self.states.apart(fresh, sizes)
         if apart:
+            before = self.lengths
             self.feed([tokens[:-1] for tokens in fresh])
-            fresh = [tokens[-1:] for tokens in fresh]
+            fresh = [tokens[now - own :] for tokens, own, now in zip(fresh, before, self.lengths)]
         if self.states is not None:
             self.states.final = self.role == "target" and not any(sizes) and len(set(map(len, fresh))) == 1
         return fresh
@@ -217,7 +220,7 @@ class CachedModel(Forward):
     def feed(self, rows: list[list[int]]) -> None:
         """Cache tokens (ragged, some rows may have none) without asking for logits. Where there are states, one pass up to the end of each row: what the
         others read in it that have ended before is taken back."""
-        ends = [0, max(map(len, rows))] if self.states is None else sorted({0, *map(len, rows)})
+        ends = [0, max(map(len, rows))] if self.states is None else [0, min(map(len, rows))] if self.traits.own_cache else sorted({0, *map(len, rows)})
         for begin, end in pairwise(ends):
             sizes = [len(tokens[begin:end]) for tokens in rows]
             tokens = self._padded([tokens[begin:end] for tokens in rows], 0)

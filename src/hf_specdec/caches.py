@@ -13,6 +13,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer, Stat
 
 CACHE = "cache" if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters else "past_key_values"  # "cache" since 5.24
 MADE = {"cpmant": "cache", "minimax": "cache", "openai-gpt": "", "rwkv": "state", "xlstm": "cache"}  # what they are given again, as they have made it themselves
+READ_IN_PIECES = {"cpmant"}  # so that they are not told of which places logits are wanted
 OWN_CACHE = frozenset(  # go on over several tokens as they do token by token, from a cache of their own kind; not tried before transformers 5.24
     ["deepseek_v4", "glm5_next_text", "inkling2_loop_text", "minimax_m3_vl_text", "qwen4_exp_text", *MADE] if CACHE == "cache" else ())
 IN_MODULES = {"recurrent_gemma"}  # where plain generate keeps the states of these, so that no cache says them

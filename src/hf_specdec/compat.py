@@ -15,7 +15,7 @@ from transformers import CompileConfig, GenerationMixin, LogitsProcessor, PreTra
 from transformers.generation import logits_process as lp
 
 from . import assistants
-from .caches import CACHE, INDEXED, OWN_CACHE, states_of, strange_layers
+from .caches import CACHE, INDEXED, OWN_CACHE, READ_IN_PIECES, states_of, strange_layers
 from .flash import flash_of, why_not
 from .kinds import BOTH_WAYS, ENCODER_DECODERS, GO_ON, HANDS_ON, ONE_MASK, OWN_MASK, OWN_MASK_BEFORE_SDPA, OWN_WAYS, OWN_WAYS_BEFORE
 from .positions import max_positions, placed, writer
@@ -168,7 +168,7 @@ def traits_of(model: PreTrainedModel, role: str) -> ModelTraits:
     return ModelTraits(
         masks=masks,
         own_positions=own_mask or encoder != "none" or not where or bool(states) or bool(flash),
-        logits_to_keep="logits_to_keep" in forward,
+        logits_to_keep="logits_to_keep" in forward and config.model_type not in READ_IN_PIECES,
         vocab_size=head.weight.shape[0] if torch.is_tensor(getattr(head, "weight", None)) else getattr(head, "out_features", config.vocab_size),
         max_positions=max_positions(model, config),
         encoder=encoder,

@@ -31,6 +31,8 @@ _answers: WeakKeyDictionary = WeakKeyDictionary()
 def check_batch(model: PreTrainedModel, traits: ModelTraits, batch: int, role: str) -> None:
     """ValueError naming `role` if `model` cannot score `batch` ragged rows in one pass, or its flash attention not even one. The encoder-decoders that are not
     refused have been seen to."""
+    if traits.own_cache and role == "target":
+        return
     tested = traits.encoder == "own" and compat.unwrap(model).config.model_type not in COMPOSED
     if (batch == 1 and not traits.flash) or tested or obeys_masks(model, traits):
         return
