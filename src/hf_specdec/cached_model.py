@@ -30,6 +30,7 @@ from .uploads import upload
 class CachedModel(Forward):
     """lengths: committed tokens per row whose keys and values are in the cache; where there are `states`, those that the states stand for.
     fresh: per row, how many tokens before the candidates the last pass has fed, the root included.
+    padding: per prompt, its padding, where the model takes that for text; [] elsewhere.
     The rest is what `Forward` has.
     """
 
@@ -38,6 +39,7 @@ class CachedModel(Forward):
         super().__init__(model, limit, role, traits, source, compile)
         self.fresh: list[int] = []
         self.chunk: int | None = None
+        self.padding: list[list[int]] = []
         self.told = False  # whether the last pass was no plain step although nothing was proposed: states had to be told what has been committed
 
     @property
@@ -172,8 +174,9 @@ class CachedModel(Forward):
         self.told = False
         sizes = ends = [len(tokens) for tokens in prompts]
         whole = [length + size for length, size in zip(self.lengths, sizes)]
-        if self.states is not None and min(sizes) < max(sizes):
-            ends = [max(sizes)] * len(sizes)
+        if self.states is not None and (min(sizes) < max(sizes) or any(self.padding)):
+            prompts = [pads + own for pads, own in zip(self.padding, prompts)] if self.padding else prompts
+            ends = [max(map(len, prompts))] * len(sizes)
             self.lengths, prompts = [size - end for size, end in zip(sizes, ends)], [[0] * (end - len(own)) + own for own, end in zip(prompts, ends)]
         logits = [self._forward(self._padded(prompts, 0), None, ends, torch.tensor(ends, device="cpu")[:, None] - 1)]
         self.lengths, self.fresh = [size - 1 for size in whole], [1] * len(sizes)
