@@ -77,7 +77,7 @@ def shown_line(family: seeing.Family) -> str:
             continue
         inputs = family.prompts(rows)
         wanted = model.generate(**inputs, max_new_tokens=20)
-        drafts = [None, perturbed(model, 0.02), *([MixtureDraft()] if rows > 1 and family.trees else [])]
+        drafts = [None, *([perturbed(model, 0.02)] if seeing.drafts_for(model, rows) else []), *([MixtureDraft()] if rows > 1 and family.trees else [])]
         found = [integration.generate(model, **inputs, max_new_tokens=20, assistant_model=draft, num_assistant_tokens=4) for draft in drafts]
         columns.append("exact" if all(torch.equal(own, wanted) for own in found) else "DIFFERS")
     columns += [] if family.ragged else ["refused"]
