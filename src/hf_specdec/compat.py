@@ -121,7 +121,7 @@ class ModelTraits:
     placed:         positions are given although masks are the model's own.
     flash:          it runs flash attention, which has masks of its own.
     indexed:        layers keep the keys of an indexer beside keys and values.
-    own_cache:      it reads from a cache of its own kind (`own_cache.py`): chains of one row, as with `states`.
+    own_cache:      it reads from a cache of its own kind (`own_cache.py`): chains, as with `states`; as a draft of one row.
     """
 
     masks: tuple[tuple[str | None, str, int], ...]
