@@ -38,7 +38,8 @@ tokens they have seen, or plain generate keeps them in the model's modules (Recu
 "own cache": the cache is plain generate's, because what is kept of a text is of a kind of its own (keys compressed by groups, keys of an indexer beside states, layers
 that run several times), or what the model makes itself (MiniMax, RWKV, xLSTM, CPM-Ant), or there is none and the text is read again in every pass, as in plain generate (OpenAI GPT).
 Passes go on from a copy; after a rejection the one before takes its place, and what was accepted is read again in front of the next candidates.
-They need transformers 5.24, and take chains and one row; a caller's cache goes in and out, but for those that make it themselves.
+They need transformers 5.24, and take chains; as a draft, one row. A caller's cache goes in and out with one row, but for those that make it themselves. Of those that are refused in ragged
+batches, prompts of one length work (RWKV: with `use_cache=False`); xLSTM's ragged text is plain generate's of the same batch, where it reads padding as text.
 
 "selected": an indexer picks the keys that are attended to; here, too, a caller's cache is refused, and none is handed back.
 
@@ -77,7 +78,7 @@ def shown_line(family: seeing.Family) -> str:
             continue
         inputs = family.prompts(rows)
         wanted = model.generate(**inputs, max_new_tokens=20)
-        drafts = [None, perturbed(model, 0.02), *([MixtureDraft()] if rows > 1 and family.trees else [])]
+        drafts = [None, *([perturbed(model, 0.02)] if seeing.drafts_for(model, rows) else []), *([MixtureDraft()] if rows > 1 and family.trees else [])]
         found = [integration.generate(model, **inputs, max_new_tokens=20, assistant_model=draft, num_assistant_tokens=4) for draft in drafts]
         columns.append("exact" if all(torch.equal(own, wanted) for own in found) else "DIFFERS")
     columns += [] if family.ragged else ["refused"]

@@ -12,8 +12,9 @@ from transformers import CONFIG_MAPPING, CTRLLMHeadModel
 
 import hf_specdec
 from hf_specdec import compat
+from hf_specdec.bench.simulated import SimulatedTable
 from hf_specdec.caches import CACHE, GOES_ON
-from tests.helpers import VOCAB, KnowingTreeDraft, build, generated, perturbed, plain, prompts, repetitive, speculate
+from tests.helpers import VOCAB, KnowingTreeDraft, build, generated, padded, perturbed, plain, prompts, repetitive, speculate
 
 _LLAMA = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
               num_key_value_heads=2, max_position_embeddings=128)
@@ -35,7 +36,7 @@ _LATENT = dict(_HEADS, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_n
 class Family:
     """kind: the model_type of transformers. ragged: whether it takes a batch of rows of different lengths. branches: whether its masks are ours to make.
     spread: standard deviation of the random weights, such that its text is neither stuck nor at a tie. window: what is special about its masks.
-    trees: whether it takes them."""
+    trees: whether it takes them. padding: whether plain generate reads that of a batch as text."""
 
     name: str
     kind: str
@@ -44,6 +45,7 @@ class Family:
     branches: bool = True
     spread: float = 0.3
     window: str = ""
+    padding: bool = False
 
     @property
     def trees(self) -> bool:
@@ -338,13 +340,14 @@ OWN_CACHES = [
     Family("Inkling 2 (loop, text)", "inkling2_loop_text", dict(_INKLING, unpadded_vocab_size=VOCAB, n_layers_per_attn_res_block=1)),
     Family("MiniMax", "minimax", dict(_LLAMA, **_MOE, head_dim=8, block_size=8, layer_types=_DELTA["layer_types"])),
     Family("RWKV", "rwkv", dict(vocab_size=VOCAB, hidden_size=32, attention_hidden_size=32, num_hidden_layers=2, context_length=512)),
-    Family("xLSTM", "xlstm", dict(vocab_size=VOCAB, hidden_size=128, embedding_dim=128, num_hidden_layers=2, num_blocks=2, num_heads=2)),
+    Family("xLSTM", "xlstm", dict(vocab_size=VOCAB, hidden_size=128, embedding_dim=128, num_hidden_layers=2, num_blocks=2, num_heads=2), padding=True),
     Family("CPM-Ant", "cpmant", dict(vocab_size=VOCAB, hidden_size=32, num_attention_heads=4, dim_head=8, dim_ff=48, num_hidden_layers=2, prompt_length=3, prompt_types=3), spread=0.6),
     Family("OpenAI GPT", "openai-gpt", dict(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=512)),
 ]
 if torch.__version__ < "2.8":  # whose scatter takes no int32, which their own code gives it
     OWN_CACHES = [family for family in OWN_CACHES if not family.kind.startswith(("glm5", "qwen4"))]
-FAMILIES += [replace(family, ragged=False, window="own cache") for family in OWN_CACHES if CACHE == "cache"]
+_LEVEL = ("deepseek_v4", "minimax", "minimax_m3_vl_text", "rwkv")  # of which plain generate itself reads no padding, or no rows, as texts
+FAMILIES += [replace(family, ragged=family.kind not in _LEVEL, window="own cache") for family in OWN_CACHES if CACHE == "cache"]
 FAMILIES = [line for line in FAMILIES if line.kind in CONFIG_MAPPING]  # of the installed transformers
 FAMILIES = [line for line in FAMILIES if line.kind not in ("axk2", "cohere_compass_text") or CACHE == "cache"]  # before 5.24 the first is refused, and the other's
 # own code fails with this config
@@ -403,10 +406,14 @@ def outcome(family: Family, attn: str, batch: int, tree: bool = False, seed: int
     """"exact" if lookups, a perturbed copy of the model (or, with `tree`, a tree of tokens) draft text equal to plain generate's;
     "refused: ..." with the reason; anything else is the difference."""
     model, texts = reference(family.name, attn, seed)
+    if batch > 1 and family.padding:
+        texts = generated(model.generate(**padded(ROWS), max_new_tokens=MAX_NEW, do_sample=False, pad_token_id=0), ROWS)
     finished = [row + text for row, text in zip(ROWS, texts)]
     writes = getattr(model.config, "output_vocab_size", None) or VOCAB
     chain = KnowingTreeDraft(finished, parents=(0, 1, 2, 3), vocab=writes) if family.window in ("states", "own cache") else None  # their texts repeat nothing
     drafts = {"tree": KnowingTreeDraft(finished, vocab=writes)} if tree else {"lookup" if chain is None else "knowing": chain, "model": perturbed(model)}
+    if family.window == "own cache" and batch > 1 and not tree:  # such a model drafts for one row
+        drafts["model"] = SimulatedTable(texts, 0.7, seed)
     calls = [[0], [1], [2]] if batch == 1 else [[0, 1, 2]]
     try:
         for name, draft in drafts.items():

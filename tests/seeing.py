@@ -11,6 +11,7 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForMultimodalLM, AutoModelForSeq2SeqLM
 
+from hf_specdec import compat
 from hf_specdec.kinds import BOTH_WAYS
 from tests.helpers import VOCAB
 from tests.timm_stand_in import without_timm
@@ -468,13 +469,13 @@ LINES = [
     Family("Apertus 1.5", "apertus1p5", _APERTUS, _sized(16, (8, 8)), spread=0.5, attn="eager"),
     Family("dots.3", "dots3_note", _DOTS, _patches(48)),
     Family("Hy4-VL", "hy_v4_vl", _HY4, _patches(48, breaks=1), _AXES, attn="eager"),
-    Family("GLM-5.3 Flash", "glm5_next", _GLM5, _patches(96), trees=False, ragged=False),
+    Family("GLM-5.3 Flash", "glm5_next", _GLM5, _patches(96), trees=False),
     Family("PaliGemma", "paligemma", dict(_PALIGEMMA, text_config=text("gemma")), _pictures(16), ("token_type_ids",)),
     Family("PaliGemma 2", "paligemma", dict(_PALIGEMMA, text_config=text("gemma2", **_HYBRID, query_pre_attn_scalar=8)), _pictures(16), ("token_type_ids",), trees=False,
            attn="eager"),
     Family("Phi-4 Multimodal", "phi4_multimodal", _PHI4, _phi4),
     Family("Mllama", "mllama", _MLLAMA, _mllama),
-    Family("Qwen4-Exp", "qwen4_exp", _QWEN4, _patches(96), _AXES, **_ALONE),
+    Family("Qwen4-Exp", "qwen4_exp", _QWEN4, _patches(96), _AXES, trees=False),
     Family("MiniMax-M3-VL", "minimax_m3_vl", _MINIMAX, _patches(96), **_ALONE),
     Family("Inkling 2", "inkling2", dict(
         _TOKENS, text_config=_INKLING, vision_config=dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, patch_size=4,
@@ -493,8 +494,8 @@ LINES = [
     Family("dots.3 (video)", "dots3_note", _DOTS, _films(4, 48), token=VIDEO),
     Family("Hy4-VL (video)", "hy_v4_vl", _HY4, _films(12, 48, frames=2), _AXES, attn="eager", token=VIDEO),
     Family("GLM-5.3 Flash (video)", "glm5_next", dict(_GLM5, image_start_token_id=56, image_end_token_id=55, video_start_token_id=START, video_end_token_id=END),
-           _films(4, 96), trees=False, ragged=False),
-    Family("Qwen4-Exp (video)", "qwen4_exp", _QWEN4, _films(4, 96), _AXES, **_ALONE, token=VIDEO),
+           _films(4, 96), trees=False),
+    Family("Qwen4-Exp (video)", "qwen4_exp", _QWEN4, _films(4, 96), _AXES, trees=False, token=VIDEO),
     Family("MiniMax-M3-VL (video)", "minimax_m3_vl", _MINIMAX, _films(4, 96), **_ALONE, token=VIDEO),
     # sounds
     Family("Qwen2-Audio", "qwen2_audio", dict(audio_token_index=IMAGE, text_config=text("qwen2"), audio_config=dict(
@@ -541,3 +542,8 @@ LINES = [
 FAMILIES = [family for family in LINES  # of the installed transformers
             if family.kind in CONFIG_MAPPING and VERSION >= SINCE.get(family.name, VERSION) and VERSION != FAILS.get(family.name)
             and (torch.__version__ >= "2.8" or family.kind not in ("glm5_next", "qwen4_exp"))]  # whose own code gives scatter int32
+
+
+def drafts_for(model, rows: int) -> bool:
+    """Whether such a model drafts for so many rows."""
+    return rows == 1 or not compat.traits_of(model, "target").own_cache

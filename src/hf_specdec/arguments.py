@@ -20,7 +20,7 @@ from .kinds import COMPOSED, READ_BESIDE
 from .media import both_ways, media_in, untried
 from .per_token import check_per_token
 from .positions import counting
-from .probe import check_batch, check_mode, check_source
+from .probe import check_batch, check_mode, check_own_cache, check_source
 from .signatures import taken_by
 
 # Arguments that ask transformers for another way of decoding, and what to do instead.
@@ -215,7 +215,9 @@ def check_call(model, input_ids, processors, generation, model_kwargs: dict, tra
     if input_ids.shape[0] > 1:
         lengths.check_counting(model, generation.max_length, "target")
     _check_processors(processors, generation, own)
-    check_batch(model, traits, input_ids.shape[0], "target")
+    check_batch(model, traits, input_ids.shape[0], "target", generation.use_cache is False)
+    if traits.own_cache:
+        check_own_cache(model, generation, real)
     return shown if shown or both_ways(model.config, cached) else None
 
 

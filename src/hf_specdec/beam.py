@@ -144,6 +144,7 @@ class BeamCall(Call):
             self.source.keep(list(range(0, len(self.input_ids), generation.num_beams)))  # transformers has repeated it for every beam
         target = self._target(limit, compile=False)
         target.look(self.media)
+        target.padding = [*dict(zip(map(tuple, self.prompts), self.padding)).values()]  # of the first pass, which has a row for each
         if asked := asked_for(generation):
             target.per_token = BeamStates(asked, target.cache.plan, self.columns, self.input_ids.shape[1], self.max_new, self.windows, "" if self.source is None else "decoder_", self.streams_first)
         context = Context([], longest, self.traits.vocab_size, compat.device_of(self.model), Sampler.greedy(), _no_noise, self.source, self._stop(), target,

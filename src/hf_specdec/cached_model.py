@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 class CachedModel(Forward):
     """lengths: committed tokens per row whose keys and values are in the cache; where there are `states`, those that the states stand for.
     fresh: per row, how many tokens before the candidates the last pass has fed, the root included.
+    padding: per prompt, its padding, where the model takes that for text; [] elsewhere.
     The rest is what `Forward` has.
     """
 
@@ -42,6 +43,7 @@ class CachedModel(Forward):
         super().__init__(model, limit, role, traits, source, compile and elsewhere is None, elsewhere)
         self.fresh: list[int] = []
         self.chunk: int | None = None
+        self.padding: list[list[int]] = []
         self.told = False  # whether the last pass was no plain step although nothing was proposed: states had to be told what has been committed
 
     @property
@@ -70,6 +72,8 @@ class CachedModel(Forward):
         if self.states is None or len(rows) == 1 or not any(k) or not any(self.lengths):
             return k
         waiting = [len(row) - length for row, length in zip(rows, self.lengths)]
+        if self.traits.own_cache:
+            return self.states.together(waiting, k)
         width = max(1 + max(k), *waiting)
         return [min(own, width - n) for own, n in zip(k, waiting)]
 
@@ -146,8 +150,9 @@ class CachedModel(Forward):
             self.told, self.states.final = several and not any(sizes), False
             apart = apart or several and self.states.apart(fresh, sizes)
         if apart:
+            before = self.lengths
             self.feed([tokens[:-1] for tokens in fresh])
-            fresh = [tokens[-1:] for tokens in fresh]
+            fresh = [tokens[now - own :] for tokens, own, now in zip(fresh, before, self.lengths)]
         if self.states is not None:
             self.states.final = self.role == "target" and not any(sizes) and len(set(map(len, fresh))) == 1
         return fresh
@@ -175,8 +180,9 @@ class CachedModel(Forward):
         self.told = False
         sizes = ends = [len(tokens) for tokens in prompts]
         whole = [length + size for length, size in zip(self.lengths, sizes)]
-        if self.states is not None and min(sizes) < max(sizes):
-            ends = [max(sizes)] * len(sizes)
+        if self.states is not None and (min(sizes) < max(sizes) or any(self.padding)):
+            prompts = [pads + own for pads, own in zip(self.padding, prompts)] if self.padding else prompts
+            ends = [max(map(len, prompts))] * len(sizes)
             self.lengths, prompts = [size - end for size, end in zip(sizes, ends)], [[0] * (end - len(own)) + own for own, end in zip(prompts, ends)]
         logits = [self._forward(self._padded(prompts, 0), None, ends, torch.tensor(ends, device="cpu")[:, None] - 1)]
         self.lengths, self.fresh = [size - 1 for size in whole], [1] * len(sizes)
@@ -225,7 +231,7 @@ class CachedModel(Forward):
     def feed(self, rows: list[list[int]]) -> None:
         """Cache tokens (ragged, some rows may have none) without asking for logits. Where there are states, one pass up to the end of each row: what the
         others read in it that have ended before is taken back."""
-        ends = [0, max(map(len, rows))] if self.states is None else sorted({0, *map(len, rows)})
+        ends = [0, max(map(len, rows))] if self.states is None else [0, min(map(len, rows))] if self.traits.own_cache else sorted({0, *map(len, rows)})
         for begin, end in pairwise(ends):
             sizes = [len(tokens[begin:end]) for tokens in rows]
             tokens = self._padded([tokens[begin:end] for tokens in rows], 0)

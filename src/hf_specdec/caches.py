@@ -13,8 +13,13 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer, Stat
 
 CACHE = "cache" if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters else "past_key_values"  # "cache" since 5.24
 MADE = {"cpmant": "cache", "minimax": "cache", "openai-gpt": "", "rwkv": "state", "xlstm": "cache"}  # what they are given again, as they have made it themselves
+READ_IN_PIECES = {"cpmant"}  # so that they are not told of which places logits are wanted
 OWN_CACHE = frozenset(  # go on over several tokens as they do token by token, from a cache of their own kind; not tried before transformers 5.24
     ["deepseek_v4", "glm5_next_text", "inkling2_loop_text", "minimax_m3_vl_text", "qwen4_exp_text", *MADE] if CACHE == "cache" else ())
+MIXED = {"rwkv"}  # of one token for each of several rows, plain generate's passes make one of all rows' tokens
+PADDING_READ = {"rwkv", "xlstm"}  # as text: they look at no mask
+PADDING_COUNTED = {"deepseek_v4", "minimax_m3_vl_text"}  # among the tokens of the groups or blocks that they read
+BESIDE_BEAMS = {"minimax"}  # states that plain generate does not sort with its beams
 IN_MODULES = {"recurrent_gemma"}  # where plain generate keeps the states of these, so that no cache says them
 _VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 GOES_ON = _VERSION >= (5, 17)  # before, models do not go on from a state over several tokens, or not all of them

@@ -12,7 +12,7 @@ from transformers.generation import MaxLengthCriteria
 
 from . import compat, joint, lengths, registry
 from .arguments import check_call, check_draft_stop
-from .caches import IN_MODULES, MADE, cached_tokens, counts_tokens, let_go, offloads, static_in, windows_of
+from .caches import IN_MODULES, MADE, PADDING_READ, cached_tokens, counts_tokens, let_go, offloads, static_in, windows_of
 from .cached_model import CachedModel
 from .config import MAX_ASSISTANT_TOKENS
 from .devices import seat_of
@@ -67,6 +67,7 @@ class Call:
         if embeds is not None:
             self.media = Embedded(model, {"inputs_embeds": embeds}, input_ids, self.columns, None)
         self.prompts = [row[columns].tolist() for row, columns in zip(input_ids, self.columns)]
+        self.padding = [row[~keep].tolist() for row, keep in zip(input_ids, mask.bool())] if compat.unwrap(model).config.model_type in PADDING_READ else []
         if min(map(len, self.prompts)) == 0:
             raise ValueError(f"input_ids: a row of padding alone cannot be continued. Give every row at least one token, or {self.traits.mask_name} with a 1 where the token of "
                              f"padding is meant: without one, transformers takes it for padding.")
@@ -131,6 +132,7 @@ class Call:
         if cached or self.by_columns:
             target.ahead = ahead(self.positions, self.columns, self.input_ids.shape[1])
         target.look(self.media, generation.prefill_chunk_size)
+        target.padding = self.padding
         target.reader = decoder.draft.read if decoder.draft.reads_prompt else None
         seeds = self._seeds(batch)
         noise, gumbel = Noise(seeds, seat_of(device)), Gumbel(seeds, seat_of(device)) if rule.coupled else None

@@ -15,7 +15,7 @@ from transformers import CompileConfig, GenerationMixin, LogitsProcessor, PreTra
 from transformers.generation import logits_process as lp
 
 from . import assistants
-from .caches import CACHE, INDEXED, OWN_CACHE, states_of, strange_layers
+from .caches import CACHE, INDEXED, OWN_CACHE, READ_IN_PIECES, states_of, strange_layers
 from .flash import flash_of, why_not
 from .kinds import BOTH_WAYS, ENCODER_DECODERS, GO_ON, HANDS_ON, ONE_MASK, OWN_MASK, OWN_MASK_BEFORE_SDPA, OWN_WAYS, OWN_WAYS_BEFORE
 from .positions import max_positions, placed, writer
@@ -119,7 +119,7 @@ class ModelTraits:
     placed:         positions are given although masks are the model's own.
     flash:          it runs flash attention, which has masks of its own.
     indexed:        layers keep the keys of an indexer beside keys and values.
-    own_cache:      it reads from a cache of its own kind (`own_cache.py`): chains of one row, as with `states`.
+    own_cache:      it reads from a cache of its own kind (`own_cache.py`): chains, as with `states`; as a draft of one row.
     """
 
     masks: tuple[tuple[str | None, str, int], ...]
@@ -165,7 +165,7 @@ def traits_of(model: PreTrainedModel, role: str) -> ModelTraits:
     return ModelTraits(
         masks=masks,
         own_positions=own_mask or encoder != "none" or not where or bool(states) or bool(flash),
-        logits_to_keep="logits_to_keep" in forward,
+        logits_to_keep="logits_to_keep" in forward and config.model_type not in READ_IN_PIECES,
         vocab_size=head.weight.shape[0] if torch.is_tensor(getattr(head, "weight", None)) else getattr(head, "out_features", config.vocab_size),
         max_positions=max_positions(model, config),
         encoder=encoder,

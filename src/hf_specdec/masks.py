@@ -67,6 +67,8 @@ class Placing:
         """position_ids int64 [B, width], counted in tokens, and attention_mask, for the block that `plan` has laid out: in row b, sizes[b] tokens of a
         chain, or nodes of `tree` from node `first` on, behind lengths[b] tokens (and, of a tree, those that come before)."""
         device, chain = self.device, tree is None or tree.is_chain
+        if self.traits.own_cache and (len(sizes) > 1 or any(plan.pads)):
+            return self._in_columns(plan, [length + first for length in lengths], width, sizes)
         if self.traits.states and (len(sizes) > 1 or plan.whole):  # else of one row, whose masks the model makes itself, which say the same
             return self._beside_states(plan, [length + first for length in lengths], width, sizes)
         if self.traits.states and not self.traits.placed:  # Mamba takes a mask for its block alone; there is no padding
@@ -118,3 +120,12 @@ class Placing:
         slots = torch.arange(plan.visible, device=self.device)[None, None]
         masks = {key: additive(kind, size, slots <= positions[..., None], positions[..., None], slots, self.dtype) for key, kind, size in self.traits.masks}
         return given | {"attention_mask": masks | dict.fromkeys(RECURRENT) if self.traits.placed else None}
+
+    def _in_columns(self, plan: SlotPlan, starts: list[int], width: int, sizes: list[int]) -> dict:
+        """Of several rows whose cache is of its own kind: all blocks begin at the same column, and each row's padding is before its text, as in plain generate."""
+        firsts, last, pads = upload([starts, sizes, plan.pads], self.device)[..., None]
+        given, columns = {}, torch.arange(plan.visible, device=self.device)
+        if self.traits.placed:
+            given["position_ids"] = (firsts + torch.arange(width, device=self.device).minimum(last - 1)).clamp(min=0)
+        whole = not any(plan.pads) and min(sizes) == width
+        return given | {"attention_mask": None if whole else ((columns >= pads) & (columns < plan.cached + last)).long()}

@@ -11,6 +11,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from . import compat
 from .cached_model import CachedModel
+from .caches import BESIDE_BEAMS, MIXED, PADDING_COUNTED
 from .compat import ModelTraits, own_mask_refusal
 from .kinds import BOTH_WAYS, COMPOSED
 from .lengths import check_counting
@@ -28,9 +29,14 @@ TESTED = frozenset(
 _answers: WeakKeyDictionary = WeakKeyDictionary()
 
 
-def check_batch(model: PreTrainedModel, traits: ModelTraits, batch: int, role: str) -> None:
+def check_batch(model: PreTrainedModel, traits: ModelTraits, batch: int, role: str, anew: bool = False) -> None:
     """ValueError naming `role` if `model` cannot score `batch` ragged rows in one pass, or its flash attention not even one. The encoder-decoders that are not
-    refused have been seen to."""
+    refused have been seen to. anew: plain generate() reads its text anew for every token."""
+    if traits.own_cache and role == "target":
+        if batch > 1 and not anew and model.config.model_type in MIXED:
+            raise ValueError(f"{role}: plain generate() of {type(model).__name__} mixes the rows of a batch from the second new token on, so there is no text to be equal to. Pass "
+                             f"use_cache=False, whose texts these are, or generate the rows one by one (num_return_sequences and num_beams make rows, too).")
+        return
     tested = traits.encoder == "own" and compat.unwrap(model).config.model_type not in COMPOSED
     if (batch == 1 and not traits.flash) or tested or obeys_masks(model, traits):
         return
@@ -38,6 +44,21 @@ def check_batch(model: PreTrainedModel, traits: ModelTraits, batch: int, role: s
         raise ValueError(f"{role}: {type(model).__name__} runs attn_implementation={compat.flash_of(model.config.get_text_config())!r}, which gives the tokens of a "
                          f'pass other logits than a pass over the whole text does. Call model.set_attn_implementation("sdpa"), or use speculative=False.')
     raise ValueError(own_mask_refusal(model, role))
+
+
+def check_own_cache(model: PreTrainedModel, generation: Any, real: torch.Tensor) -> None:
+    """ValueError where plain generate() itself does not read rows of a batch as texts: of a model whose cache is of its own kind, which makes tokens of `real` [B, P]."""
+    config, anew, beams = model.config.get_text_config(), generation.use_cache is False, generation.num_beams or 1
+    name, first = type(model).__name__, next(iter(getattr(config, "layer_types", None) or ()), None)
+    if len(real) > 1 and not real.all() and config.model_type in PADDING_COUNTED:
+        raise ValueError(f"attention_mask: plain generate() of {name} counts the padding of a batch among the tokens that it groups, so that a row's text depends on the others. Give "
+                         f"prompts of one length together, or generate the rows one by one.")
+    if len(real) > 1 and not real.all() and not anew and config.model_type == "minimax" and first == "linear_attention":
+        raise ValueError(f"attention_mask: plain generate() of {name} shows the padding of a batch to all tokens behind the prompts, because its first layer is no attention. Pass "
+                         f"use_cache=False, with which it does not, give prompts of one length together, or generate the rows one by one.")
+    if beams > 1 and not anew and config.model_type in BESIDE_BEAMS:
+        raise ValueError(f"num_beams={beams}: the states of {name} do not follow the beams of plain generate(), so that it finds others than without a cache. Pass use_cache=False, "
+                         f"whose beams these are, or use num_beams=1.")
 
 
 def check_tokens(model: torch.nn.Module, ids: torch.Tensor, prompts: list[list[int]], name: str = "input_ids") -> None:

@@ -16,6 +16,8 @@ CASES = [("Qwen3.5 (text)", "model", {}), ("Falcon-H1", "prompt_lookup", dict(te
          ("Mamba 2", "model", dict(repetition_penalty=1.3))]
 OF_ONE_ROW = [("DeepSeek-V4", "model", dict(temperature=0.8)), ("Qwen4-Exp (text)", "prompt_lookup", dict(top_k=4)), ("MiniMax-M3 (text, sparse)", "uniform", {}),
               ("RWKV", "model", dict(temperature=1.2)), ("MiniMax", "prompt_lookup", dict(top_p=0.9)), ("OpenAI GPT", "model", {})]
+OF_ROWS = [("Qwen4-Exp (text)", "prompt_lookup", dict(top_k=4)), ("OpenAI GPT", "uniform", {}), ("DeepSeek-V4", "prompt_lookup", dict(temperature=0.8))]
+LEVEL = [[1, 2, 3, 1], [2, 5, 2, 5], [4, 4, 1, 2]]  # plain generate counts the padding of DeepSeek-V4 among its tokens
 every_case = pytest.mark.parametrize(("name", "draft", "options"), CASES, ids=[f"{case[0]}-{case[1]}" for case in CASES])
 pytestmark = pytest.mark.skipif(not GOES_ON, reason="this transformers does not go on from a state over several tokens")
 
@@ -37,12 +39,12 @@ def test_the_first_tokens_follow_the_targets_own_law(name, draft, options):
 
 
 @pytest.mark.share(3 / 5)
-@every_case
+@pytest.mark.parametrize(("name", "draft", "options"), CASES + OF_ROWS, ids=[f"{case[0]}-{case[1]}" for case in CASES + OF_ROWS])
 def test_the_first_tokens_of_every_row_of_a_batch_do(name, draft, options):
-    model = target(name)
-    found, traces = law.counts(model, PROMPTS, make(draft, model, VARIANTS), N, 3, 3, chunk=300, max_new_tokens=6, **options)
-    assert law.worst_p_value(found, [law.joint(model, row, 3, **options) for row in PROMPTS], 3) > law.THRESHOLD
-    assert sum(trace.proposed for trace in traces) > N, "hardly anything was drafted, so hardly anything was shown"
+    model, rows = target(name), LEVEL if name == "DeepSeek-V4" else PROMPTS
+    found, traces = law.counts(model, rows, make(draft, model, VARIANTS), N, 3, 3, chunk=300, max_new_tokens=6, **options)
+    assert law.worst_p_value(found, [law.joint(model, row, 3, **options) for row in rows], 3) > law.THRESHOLD
+    assert sum(trace.proposed for trace in traces) > (N if (name, draft, options) in CASES else N / 2), "hardly anything was drafted, so hardly anything was shown"
 
 
 @pytest.mark.share(1 / 2)

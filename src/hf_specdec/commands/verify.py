@@ -147,8 +147,8 @@ def _together(model, draft) -> int:
 
     models = [run.model for run in draft.models()] if isinstance(draft, Draft) else [draft]
     try:
-        for own in (model, *models):
-            check_batch(own, compat.traits_of(compat.unwrap(own), "target"), ROWS, "target")
+        for own, role in ((model, "target"), *((one, "assistant_model") for one in models)):
+            check_batch(own, compat.traits_of(compat.unwrap(own), "target"), ROWS, role)
     except ValueError:  # the call says what is wrong, if it is not that
         return 1
     return ROWS
