@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
@@ -27,19 +26,15 @@ from .tap import layers_of
 from .tree import Tree
 from .uploads import upload
 
-if TYPE_CHECKING:
-    from .elsewhere import Elsewhere
-
 
 class CachedModel(Forward):
     """lengths: committed tokens per row whose keys and values are in the cache; where there are `states`, those that the states stand for.
     fresh: per row, how many tokens before the candidates the last pass has fed, the root included.
-    padding: per prompt, its padding, where the model takes that for text; [] elsewhere.
-    The rest is what `Forward` has.
+    padding: per prompt, its padding, where the model takes that for text; [] elsewhere. The rest is what `Forward` has.
     """
 
     def __init__(self, model: PreTrainedModel, limit: int, role: str = "target", traits: ModelTraits | None = None, source: Source | None = None,
-                 compile: bool | str = False, elsewhere: Elsewhere | None = None):
+                 compile: bool | str = False, elsewhere=None):  # an Elsewhere
         super().__init__(model, limit, role, traits, source, compile and elsewhere is None, elsewhere)
         self.fresh: list[int] = []
         self.chunk: int | None = None
@@ -72,10 +67,8 @@ class CachedModel(Forward):
         if self.states is None or len(rows) == 1 or not any(k) or not any(self.lengths):
             return k
         waiting = [len(row) - length for row, length in zip(rows, self.lengths)]
-        if self.traits.own_cache:
-            return self.states.together(waiting, k)
         width = max(1 + max(k), *waiting)
-        return [min(own, width - n) for own, n in zip(k, waiting)]
+        return self.states.together(waiting, k) if self.traits.own_cache else [min(own, width - n) for own, n in zip(k, waiting)]
 
     def look(self, media: Media | None, chunk: int | None = None) -> None:
         """The first pass reads what the prompts show, too. chunk: how many tokens of a row a pass reads at most (transformers' prefill_chunk_size); all where there
