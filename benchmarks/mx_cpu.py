@@ -27,7 +27,7 @@ from hf_specdec.mx.kernels.instructions import INTEGERS, PRODUCTS
 
 SHAPES = ("4096x4096", "11008x4096", "4096x11008", "32000x4096")  # of Llama-2-7B, outputs x inputs
 CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")  # "491520K"
-COPIES_BYTES = max(96 * 2**20, int(CACHE.read_text("utf-8").strip("K\n")) * 1280 if CACHE.is_file() else 0)  # weights of each contestant, in several copies: beyond the last-level cache
+COPIES_BYTES = max(96 * 2**20, int(CACHE.read_text(encoding="utf-8").strip("K\n")) * 1280 if CACHE.is_file() else 0)  # weights of each contestant, in several copies: beyond the last-level cache
 
 
 def main() -> None:
