@@ -221,7 +221,7 @@ def loaded() -> list[str]:
 
 def after(program: str) -> list[str]:
     """The words that a Python of its own prints."""
-    environment = {"PYTHONPATH": str(SOURCE.parent), "PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1"}
+    environment = {"PYTHONPATH": str(SOURCE.parent), "PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "PYTHONPYCACHEPREFIX": sys.pycache_prefix or ""}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
