@@ -9,6 +9,8 @@ BENCH_ARGS ?= --out benchmarks/out
 VENV := .venv
 LOWEST := .venv-lowest
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+# Bytecode is kept beside the packages, whatever PYTHONDONTWRITEBYTECODE says: every test that starts a Python would compile torch and transformers again.
+BYTECODE = PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX="$(CURDIR)/$(1)/bytecode"
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -49,13 +51,13 @@ demo: venv
 	$(VENV)/bin/hf-specdec demo
 
 test: venv
-	$(TEST_ENV) $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+	$(TEST_ENV) $(call BYTECODE,$(VENV)) $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
 
 test-all: venv
-	$(TEST_ENV) HF_SPECDEC_FULL=1 $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+	$(TEST_ENV) $(call BYTECODE,$(VENV)) HF_SPECDEC_FULL=1 $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
 
 test-lowest: $(LOWEST)/.installed
-	$(TEST_ENV) $(LOWEST)/bin/python -m pytest $(PYTEST_ARGS)
+	$(TEST_ENV) $(call BYTECODE,$(LOWEST)) $(LOWEST)/bin/python -m pytest $(PYTEST_ARGS)
 
 bench: venv
 	$(VENV)/bin/hf-specdec bench $(BENCH_ARGS)
