@@ -4,21 +4,24 @@
 #include "mx.h"
 
 #ifdef MX_AMX_KNOWN
+#include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #define TILES_OF_BF16
 #include "amx.h"
 
-/* Linux grants a process the memory for tiles if it asks; a processor without them, or an older kernel, does not. */
-int mx_has_amx(void) {
-    static int known = -1;
-    if (known < 0) known = __builtin_cpu_supports("amx-bf16") && __builtin_cpu_supports("amx-tile") && !syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18);
-    return known;
+/* Products of bfloat16, or of bytes. Linux grants a process the memory for tiles if it asks; a processor without them, or an older kernel, does not. */
+int mx_has_amx(int bytes) {
+    enum { BF16 = 1 << 22, TILE = 1 << 24, INT8 = 1 << 25, MAY_ASK = 0x1023 /* ARCH_REQ_XCOMP_PERM */, TILES = 18 };
+    static int known = -1; /* asking takes long on a virtual machine */
+    unsigned a, b, c, d = 0;
+    if (known < 0) known = __get_cpuid_count(7, 0, &a, &b, &c, &d) && d & TILE && !syscall(SYS_arch_prctl, MAY_ASK, TILES) ? (int)d : 0;
+    return (known & (bytes ? INT8 : BF16)) != 0;
 }
 
-/* x [m, k] bfloat16, MOST rows (the last ones may be fewer) after MOST rows, and of these block after block. Behind it, for every eight rows, the exponents (as stored) of their smallest and largest numbers that are
- * neither zero nor infinite nor nan. This packs eight rows. */
+/* x [m, k] bfloat16: MOST rows (the last ones may be fewer) after MOST rows, and of these block after block. Behind it, for every eight rows, the exponents (as
+ * stored) of their smallest and largest numbers that are neither zero nor infinite nor nan. This packs eight rows. */
 __attribute__((target("avx2"))) void mx_pack_blocks(const void *x, void *packed, int64_t chunk, int64_t m, int64_t k) {
     uint16_t *to = packed;
     const __m256i none = _mm256_set1_epi16(0x7f80);

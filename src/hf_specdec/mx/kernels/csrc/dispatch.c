@@ -32,7 +32,7 @@ int mx_has_path(int path) {
                __builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("avx512vnni") &&
                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bf16");
 #ifdef MX_AMX_KNOWN
-    if (path == MX_AMX) return mx_has_path(MX_AVX512_BF16) && mx_has_amx();
+    if (path == MX_AMX) return mx_has_path(MX_AVX512_BF16) && mx_has_amx(0);
 #endif
 #elif defined(__aarch64__)
     if (path == MX_NEON) return has_dot_products();

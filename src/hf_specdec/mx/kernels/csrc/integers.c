@@ -34,7 +34,7 @@ int mx_has_integers(int path, int kind) {
     if (kind == AVX512VL_VNNI) return path >= MX_AVX512F && has_avx512_vnni(0);
     if (kind == WIDE_VNNI) return path >= MX_AVX512F && has_avx512_vnni(1);
 #ifdef MX_AMX_KNOWN
-    if (kind == AMX) return path == MX_AMX && mx_has_path(MX_AMX) && __builtin_cpu_supports("amx-int8");
+    if (kind == AMX) return path == MX_AMX && mx_has_path(MX_AMX) && mx_has_amx(1);
 #endif
 #endif
     return 0;

@@ -34,7 +34,7 @@ typedef struct {
     int32_t integers; /* x is rounded to MXINT8 before the product: for E2M3, E2M1 and INT8 */
 } mx_layer;
 
-/* One stretch of row groups times m rows of x; x is packed: integers (integers.h), bfloat16 (MX_AVX512_BF16: mx_pack_pairs), float32 (MX_AVX512F: mx_pack_floats);
+/* One stretch of row groups times m rows of x; x is packed: integers (integers.h), bfloat16 (MX_AVX512_BF16: mx_pack_pairs, MX_AMX: mx_pack_blocks), float32 (MX_AVX512F: mx_pack_floats);
  * else, and for float32 weights, it is float32 of which a row and a block begin x_row and x_block numbers after the one before. */
 typedef struct {
     const mx_layer *layer;
@@ -92,7 +92,7 @@ void mx_run32_avx2(const mx_job *, int64_t, int64_t);
 void mx_run32_avx512(const mx_job *, int64_t, int64_t);
 #define MX_AMX_GROUPS 16 /* row groups that are then decoded at once */
 #define MX_AMX_MANY 64 /* rows of x above which weights are decoded once for all of them */
-int mx_has_amx(void);
+int mx_has_amx(int bytes);
 int mx_is_tiny(const uint16_t *x, int64_t k);
 void mx_pack_blocks(const void *x, void *packed, int64_t chunk, int64_t m, int64_t k);
 void mx_pack_pairs(const uint32_t *x, uint32_t *packed, int64_t chunk, int64_t m, int64_t k);
