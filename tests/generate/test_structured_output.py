@@ -5,10 +5,10 @@ from functools import lru_cache
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LogitsProcessorList
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LogitsProcessorList, PreTrainedTokenizerFast
 
 import hf_specdec
-from hf_specdec.bench.embedded import embedded_folder
 from hf_specdec.drafts import ModelDraft, ModelTreeDraft, NGramRecyclingDraft
 from tests.helpers import generated, perturbed, plain, speculate, tiny_llama
 
@@ -23,10 +23,12 @@ TEXTS = ['{"colour": "red", "count": 3} and {"colour": "green"', "What colour is
 
 @lru_cache(maxsize=None)
 def tokenizer():
-    try:
-        return AutoTokenizer.from_pretrained(str(embedded_folder()))
-    except (OSError, ImportError) as error:
-        pytest.skip(f"no tokenizer without {error}")
+    """Of bytes and the words of the schema: for a vocabulary of 49152 tokens outlines takes half a minute."""
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=512, special_tokens=["<end>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    core.train_from_iterator([SCHEMA, *TEXTS], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>", pad_token="<end>")
 
 
 @lru_cache(maxsize=None)
@@ -100,8 +102,8 @@ def test_what_is_sampled_is_of_the_grammar(grammar, draft):
         made = options(grammar, do_sample=True, max_new_tokens=90)
         tokens = generated(speculate(target(), rows()[:1], DRAFTS[draft](target()), 5, seed=seed, **made), rows()[:1])[0]
         text = tokenizer().decode(tokens, skip_special_tokens=True)
-        if tokens[-1] == tokenizer().eos_token_id:
-            assert set(json.loads(text)) == {"colour", "count", "flags", "name"}
+        if tokens[-1] == tokenizer().eos_token_id:  # xgrammar lets control characters be in strings
+            assert set(json.loads(text, strict=False)) == {"colour", "count", "flags", "name"}
         else:
             assert text.lstrip().startswith("{")
 
