@@ -162,6 +162,7 @@ def test_sampled_and_in_beams(gpu):
         assert ours(gpu, kind(), inputs, **options, cache_implementation="offloaded").sequences.held.tolist() == expected.tolist()
 
 
+@pytest.mark.share(1 / 4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("make", [lambda config: DynamicCache(offloading=True), lambda config: DynamicCache(config=config, offloading=True),
                                   lambda config: DynamicCache(config=config, offloading=True, offload_only_non_sliding=True),
