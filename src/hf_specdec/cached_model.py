@@ -35,7 +35,7 @@ class CachedModel(Forward):
 
     def __init__(self, model: PreTrainedModel, limit: int, role: str = "target", traits: ModelTraits | None = None, source: Source | None = None,
                  compile: bool | str = False, elsewhere=None):  # an Elsewhere
-        super().__init__(model, limit, role, traits, source, compile and elsewhere is None, elsewhere)
+        super().__init__(model, limit, role, traits, source, compile if elsewhere is None else False, elsewhere)
         self.fresh: list[int] = []
         self.chunk: int | None = None
         self.padding: list[list[int]] = []
