@@ -34,7 +34,7 @@ def pytest_report_header(config) -> list[str]:
 
 
 def left_out(items) -> set[str]:
-    """Cases that `@pytest.mark.share(x)` leaves out: of each function's n cases a seeded choice of 0.12 * x * n stays, one at least, none for x = 0."""
+    """Cases that `@pytest.mark.share(x)` leaves out: of each function's n cases a seeded choice of 0.08 * x * n stays, one at least, none for x = 0."""
     functions = {}
     for item in items:
         if item.get_closest_marker("share"):
@@ -42,7 +42,7 @@ def left_out(items) -> set[str]:
     out = set()
     for name, cases in functions.items():
         share = cases[0].get_closest_marker("share").args[0]
-        kept = max(1, round(0.12 * share * len(cases))) if share else 0  # so that all of it ends in a quarter of an hour on two cores
+        kept = max(1, round(0.08 * share * len(cases))) if share else 0  # so that all of it ends in a quarter of an hour on two cores
         out |= {case.nodeid for case in random.Random(name).sample(cases, len(cases) - kept)}
     return out
 
