@@ -22,7 +22,7 @@ HEAD = """# Supported families
 
 Made by `python -m tests.architecture_matrix` on transformers {transformers}, torch {torch}, in float32 on random models. "exact":
 greedy text equal to plain `generate` token for token, drafted by prompt lookup and by a perturbed copy of the model (for trees: by
-a tree of ten tokens). But for those of "own cache", the cache is the package's own; a plain `DynamicCache` may be passed in and is handed back.
+a tree of ten tokens). But for those of "own cache", the cache is the package's own; a caller's is read, and [handed back](usage.md#what-comes-back).
 
 {count}
 
@@ -41,7 +41,7 @@ Passes go on from a copy; after a rejection the one before takes its place, and 
 They need transformers 5.24, and take chains; as a draft, one row. A caller's cache goes in and out with one row, but for those that make it themselves. Of those that are refused in ragged
 batches, prompts of one length work (RWKV: with `use_cache=False`); xLSTM's ragged text is plain generate's of the same batch, where it reads padding as text.
 
-"selected": an indexer picks the keys that are attended to; here, too, a caller's cache is refused, and none is handed back.
+"selected": an indexer picks the keys that are attended to; a caller's cache is refused, and none is handed back.
 
 | family | model_type | masks | attention | batch 1 | ragged batch | tree |
 | --- | --- | --- | --- | --- | --- | --- |
@@ -81,7 +81,6 @@ def shown_line(family: seeing.Family) -> str:
         drafts = [None, *([perturbed(model, 0.02)] if seeing.drafts_for(model, rows) else []), *([MixtureDraft()] if rows > 1 and family.trees else [])]
         found = [integration.generate(model, **inputs, max_new_tokens=20, assistant_model=draft, num_assistant_tokens=4) for draft in drafts]
         columns.append("exact" if all(torch.equal(own, wanted) for own in found) else "DIFFERS")
-    columns += [] if family.ragged else ["refused"]
     shown = ", ".join(sorted(name for name in family.prompts(1) if name not in ("input_ids", "attention_mask", *family.marks)))
     return f"| {family.name} | `{family.kind}` | {shown} | {' | '.join(columns)} |\n"
 

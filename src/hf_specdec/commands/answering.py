@@ -1,4 +1,4 @@
-"""The model that `hf-specdec serve` hands to transformers' server: a conversation is not read from its beginning at every turn, and calls of several threads take turns."""
+"""The model that `hf-specdec serve` hands to transformers' server: a conversation is not read from its beginning at every turn, and calls of several threads share its passes."""
 
 from __future__ import annotations
 
