@@ -19,7 +19,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 help:
 	@echo "make demo         install into $(VENV), then stream an answer and time it on real weights"
-	@echo "make test         install into $(VENV), then run a seeded share of every test (about 20 minutes on 2 cores)"
+	@echo "make test         install into $(VENV), then run a seeded share of the tests (10 to 20 minutes on 2 cores)"
 	@echo "make test-all     the full counts"
 	@echo "make test-lowest  the same share as make test, on the lowest supported transformers (in $(LOWEST))"
 	@echo "make bench        plain, stock assisted and our generate, interleaved, on the shipped prompts"

@@ -18,7 +18,11 @@ from hf_specdec.mx.kernels import cpu
 from hf_specdec.round_cost import RoundCost
 from hf_specdec.schedule import AutoSchedule
 
+from . import durations
 from .helpers import FULL
+
+SEED = os.environ.get("HF_SPECDEC_SEED", "")  # of the share of tests that is run
+PER_FUNCTION = 2.5  # seconds
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts the tests in the background has it ignored
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -29,21 +33,23 @@ def pytest_report_header(config) -> list[str]:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     return [
         f"torch {torch.__version__}, transformers {transformers.__version__}, {device}, {torch.get_num_threads()} thread(s)",
-        "counts: full" if FULL else "counts: a seeded share of every kind (HF_SPECDEC_FULL=1 runs all)",
+        "counts: full" if FULL else f"counts: a seeded share of every kind (HF_SPECDEC_SEED={SEED}; HF_SPECDEC_FULL=1 runs all)",
     ]
 
 
 def left_out(items) -> set[str]:
-    """Cases that `@pytest.mark.share(x)` leaves out: of each function's n cases a seeded choice of 0.08 * x * n stays, one at least, none for x = 0."""
-    functions = {}
+    """What a run leaves out of a seeded choice. `@pytest.mark.share(x)`: of the function's n cases 0.08 * x * n stay, one at least, none for x = 0.
+    Of any function, as many as take PER_FUNCTION seconds by tests/durations.txt: where one case takes longer, it stays with that probability."""
+    functions, seconds, out = {}, durations.read(), set()
     for item in items:
-        if item.get_closest_marker("share"):
-            functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    out = set()
+        functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for name, cases in functions.items():
-        share = cases[0].get_closest_marker("share").args[0]
-        kept = max(1, round(0.08 * share * len(cases))) if share else 0  # so that all of it ends in a quarter of an hour on two cores
-        out |= {case.nodeid for case in random.Random(name).sample(cases, len(cases) - kept)}
+        draw, kept, mark = random.Random(SEED + name), len(cases), cases[0].get_closest_marker("share")
+        if mark:
+            kept = max(1, round(0.08 * mark.args[0] * kept)) if mark.args[0] else 0
+        if kept * seconds.get(name, 0) > PER_FUNCTION:
+            kept = int(PER_FUNCTION / seconds[name] + draw.random())
+        out |= {case.nodeid for case in draw.sample(cases, len(cases) - kept)}
     return out
 
 

@@ -13,6 +13,7 @@ import pytest
 
 import hf_specdec
 from hf_specdec import registry
+from tests import durations
 
 SOURCE = Path(hf_specdec.__file__).parent
 LEAVES = {"__main__", "bench", "cli", "commands", "mx", "viz", "training"}
@@ -307,3 +308,10 @@ def test_the_loop_fits_its_budget_and_the_median_file_120_lines():
 @every_module
 def test_every_file_says_first_what_it_is(module):
     assert ast.get_docstring(tree_of(module))
+
+
+def test_the_tests_whose_time_is_written_down_are_there():
+    root = Path(__file__).parents[1]
+    functions = {path: {node.name for node in ast.walk(ast.parse((root / path).read_text(encoding="utf-8"))) if isinstance(node, ast.FunctionDef)}
+                 for path in {name.partition("::")[0] for name in durations.read()}}  # fmt: skip
+    assert not [name for name in durations.read() if name.partition("::")[2] not in functions[name.partition("::")[0]]]
