@@ -8,7 +8,7 @@
 #define TILES_OF_BF16
 #include "amx.h"
 
-#define PANEL 16 /* blocks */
+#define PANEL 18 /* blocks, at most: with as many of 32 rows of x, in the first-level cache */
 #define FAR 60   /* a scale of more than 2^60, or less than 2^-60: rows are left to amx.c */
 
 /* The largest distance of a scale of these groups from 1, in binary places. */
@@ -54,12 +54,19 @@ MX_INLINE AMX void decode(const mx_layer *l, const mx_table *table, int64_t grou
 }
 
 /* totals[row][group], `stride` bytes a row, of one or two groups += `count` blocks of x, `block` numbers apart, times w, `apart` bytes from group to group. */
-MX_INLINE void add(const uint16_t *x, int64_t block, const uint8_t *w, int64_t apart, int64_t count, float *totals, int64_t stride, const int groups, const int rows) {
+MX_INLINE void add(const uint16_t *x, int64_t block, const uint8_t *w, int64_t apart, int64_t count, float *totals, int64_t stride, const int groups, const int rows, const int fresh) {
     char *low = (char *)(totals + 16 * stride / 4);
-    TILE_LOAD(0, totals, stride);
-    if (groups > 1) TILE_LOAD(1, totals + MX_ROWS, stride);
-    if (rows > 16) TILE_LOAD(2, low, stride);
-    if (rows > 16 && groups > 1) TILE_LOAD(3, low + 64, stride);
+    if (fresh) {
+        TILE_ZERO(0);
+        if (groups > 1) TILE_ZERO(1);
+        if (rows > 16) TILE_ZERO(2);
+        if (rows > 16 && groups > 1) TILE_ZERO(3);
+    } else {
+        TILE_LOAD(0, totals, stride);
+        if (groups > 1) TILE_LOAD(1, totals + MX_ROWS, stride);
+        if (rows > 16) TILE_LOAD(2, low, stride);
+        if (rows > 16 && groups > 1) TILE_LOAD(3, low + 64, stride);
+    }
     for (int64_t b = 0; b < count; b++, x += block, w += 1024) {
         const uint8_t *both[2] = {w, w + apart};
         products(x, 2 * MX_BLOCK, both, groups, rows, 0);
@@ -76,37 +83,34 @@ MX_INLINE AMX void multiply(const mx_job *job, int64_t group, const int groups, 
     const int64_t blocks = l->k / MX_BLOCK, stride = 64 * groups, m = job->m;
     const mx_table table = bits == 8 ? mx_load_byte_table(job) : mx_load_table(job);
     const int far = bits < 16 ? farthest(l, group, groups) : 0;
-    __builtin_memset(totals, 0, (size_t)(m * stride));
-    for (int64_t b0 = 0, configured = 0; b0 < blocks; b0 += PANEL) {
-        const int64_t count = blocks - b0 < PANEL ? blocks - b0 : PANEL;
+    const int64_t panels = (blocks + PANEL - 1) / PANEL;
+    for (int64_t p = 0, b0 = 0, count, configured = 0; p < panels; p++, b0 += count) {
+        count = (blocks - b0) / (panels - p);
         for (int g = 0; bits < 16 && far <= FAR && g < groups; g++) decode(l, &table, group + g, b0, count, decoded[g], bits, integer);
         for (int64_t m0 = 0, rows; m0 < m; m0 += rows) {
             rows = m - m0 < MOST ? m - m0 : MOST;
             if (bits < 16 && !within(job, m0, rows, far)) continue;
             if (rows != configured) configure(configured = rows);
             const uint16_t *x = (const uint16_t *)job->x + m0 * l->k + b0 * rows * MX_BLOCK;
-            const uint8_t *next = (const uint8_t *)(x + rows * l->k); /* the rows that come next */
+            float *sums = totals + (panels > 1 ? m0 * stride / 4 : 0);
             for (int g = 0, some; g < groups; g += some) {
-                ask(next + 64 * rows * count * g / groups, next + 64 * rows * count * (g + 2) / groups);
                 const uint8_t *w = bits < 16 ? (const uint8_t *)decoded[g] : mx_group_codes(l, group + g) + b0 * 1024;
                 const int64_t apart = bits < 16 ? (int64_t)sizeof *decoded : blocks * 1024;
-                float *at = totals + (m0 * groups + g) * MX_ROWS;
+                float *at = sums + g * MX_ROWS;
                 some = groups - g > 1 && (bits < 16 || group + g + 1 < l->n / MX_ROWS) ? 2 : 1; /* the last one may lie elsewhere */
-                if (some == 2 && rows > 16) add(x, rows * MX_BLOCK, w, apart, count, at, stride, 2, 32);
-                else if (some == 2) add(x, rows * MX_BLOCK, w, apart, count, at, stride, 2, 16);
-                else if (rows > 16) add(x, rows * MX_BLOCK, w, apart, count, at, stride, 1, 32);
-                else add(x, rows * MX_BLOCK, w, apart, count, at, stride, 1, 16);
+                if (some == 2 && rows > 16) add(x, rows * MX_BLOCK, w, apart, count, at, stride, 2, 32, !p);
+                else if (some == 2) add(x, rows * MX_BLOCK, w, apart, count, at, stride, 2, 16, !p);
+                else if (rows > 16) add(x, rows * MX_BLOCK, w, apart, count, at, stride, 1, 32, !p);
+                else add(x, rows * MX_BLOCK, w, apart, count, at, stride, 1, 16, !p);
             }
+            for (int64_t r = 0; p + 1 == panels && r < rows; r++)
+                for (int g = 0; g < groups; g++) store_row(job, m0 + r, group + g, _mm512_load_ps(sums + (r * groups + g) * MX_ROWS));
         }
     }
     TILE_RELEASE();
     for (int64_t m0 = 0, rows; m0 < m; m0 += rows) {
         rows = m - m0 < MOST ? m - m0 : MOST;
-        if (bits == 16 || within(job, m0, rows, far)) {
-            for (int64_t r = m0; r < m0 + rows; r++)
-                for (int g = 0; g < groups; g++) store_row(job, r, group + g, _mm512_loadu_ps(totals + (r * groups + g) * MX_ROWS));
-            continue;
-        }
+        if (bits == 16 || within(job, m0, rows, far)) continue;
         mx_job these = *job;
         these.x = (const uint16_t *)job->x + m0 * l->k, these.m = rows;
         these.out = (char *)job->out + m0 * l->n * (job->out_dtype == MX_DT_F32 ? 4 : 2);

@@ -223,9 +223,14 @@ mx_run mx_make_job(mx_job *job, const mx_layer *layer, const mx_input *in, void 
 /* A few long pieces a thread, handed out as threads come free: a processor that is busy with something else delays
  * one piece, and each piece is read in one go. An even number of groups, which are multiplied two at a time. */
 int64_t mx_piece_groups(int64_t groups, int64_t m, int path, int threads) {
-    if (path == MX_AMX && m > MX_AMX_MANY && threads > 1) { /* these read x once a piece, and as many groups at a time */
-        const int64_t share = (groups + 2 * threads - 1) / (2 * threads);
-        return share < MX_AMX_GROUPS ? (share + 1) & ~1 : MX_AMX_GROUPS;
+    if (path == MX_AMX && m > MX_AMX_MANY && threads > 1) { /* these read x once a piece: few ones, and of the same size for all threads */
+        const int64_t least = (groups + MX_AMX_GROUPS * threads - 1) / (MX_AMX_GROUPS * threads);
+        int64_t best = 0, most = INT64_MAX;
+        for (int64_t each = least; each <= 2 * least; each++) {
+            const int64_t some = ((groups + each * threads - 1) / (each * threads) + 1) & ~1;
+            if (some * each < most) best = some, most = some * each;
+        }
+        return best;
     }
     return threads < 2 ? groups : groups <= 2 * threads ? 1 : m > MANY_ROWS ? 2 : ((groups - 1) / (PIECES * threads) + 2) & ~1;
 }

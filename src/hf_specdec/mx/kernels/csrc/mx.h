@@ -90,7 +90,7 @@ void mx_run32_portable(const mx_job *, int64_t, int64_t);
 void mx_run32_neon(const mx_job *, int64_t, int64_t);
 void mx_run32_avx2(const mx_job *, int64_t, int64_t);
 void mx_run32_avx512(const mx_job *, int64_t, int64_t);
-#define MX_AMX_GROUPS 16 /* row groups that are then decoded at once */
+#define MX_AMX_GROUPS 20 /* row groups that are then decoded at once */
 #define MX_AMX_MANY 64 /* rows of x above which weights are decoded once for all of them */
 int mx_has_amx(int bytes);
 int mx_is_tiny(const uint16_t *x, int64_t k);
