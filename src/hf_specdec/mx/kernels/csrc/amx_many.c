@@ -53,8 +53,10 @@ MX_INLINE AMX void decode(const mx_layer *l, const mx_table *table, int64_t grou
     }
 }
 
-/* totals[row][group], `stride` bytes a row, of one or two groups += `count` blocks of x, `block` numbers apart, times w, `apart` bytes from group to group. */
-MX_INLINE void add(const uint16_t *x, int64_t block, const uint8_t *w, int64_t apart, int64_t count, float *totals, int64_t stride, const int groups, const int rows, const int fresh) {
+/* totals[row][group], `stride` bytes a row, of one or two groups += `count` blocks of x, `block` numbers apart, times w, `apart` bytes from group to group. With `fresh`, they
+ * begin at zero. */
+MX_INLINE void add(const uint16_t *x, int64_t block, const uint8_t *w, int64_t apart, int64_t count, float *totals, int64_t stride, const int groups, const int rows,
+                   const int fresh) {
     char *low = (char *)(totals + 16 * stride / 4);
     if (fresh) {
         TILE_ZERO(0);
