@@ -148,7 +148,7 @@ class ReadsOneLayer(SharedKVDraft):
     """Of a target whose config names no types of layers, the last one stands for all."""
 
     def _layers(self, target):
-        return dict.fromkeys(self.model.config.get_text_config().layer_types, target.config.num_hidden_layers - 1)
+        return dict.fromkeys(self.model.config.get_text_config().layer_types, target.config.get_text_config().num_hidden_layers - 1)
 
 
 def masked_places(target, block: int = 5, window: int = 6, **settings):
