@@ -106,7 +106,7 @@ FAMILIES = [
     Family("Gemma 3n", "gemma3n", dict(
         vision_config=dict(hidden_size=16, vocab_size=4, vocab_offset=VOCAB), audio_config=dict(
             hidden_size=32, conf_num_hidden_layers=1, conf_num_attention_heads=4, input_feat_size=8, vocab_size=4, vocab_offset=VOCAB + 4),
-        text_config={**_SHARED, "intermediate_size": [48] * 4, "activation_sparsity_pattern": [0.0] * 4, "altup_num_inputs": 2, "laurel_rank": 8}), spread=0.2, window="hybrid"),
+        text_config={**_SHARED, "intermediate_size": [48] * 4, "activation_sparsity_pattern": [0.0] * 4, "altup_num_inputs": 2, "laurel_rank": 8}), spread=0.05, window="hybrid"),
     Family("Gemma 4 (text)", "gemma4_text", _SHARED, spread=0.2, window="hybrid"),
     Family("GLM", "glm", {**_LLAMA, "head_dim": 8}),
     Family("GLM-4", "glm4", {**_LLAMA, "head_dim": 8}),
