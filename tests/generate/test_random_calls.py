@@ -116,3 +116,11 @@ def test_the_text_is_plain_generates_or_the_call_is_refused(seed):
         assert torch.equal(out.sequences, wanted[0].sequences)
     else:
         assert_same_rows(out, rows, wanted)
+
+
+def test_a_rule_that_is_not_exact_is_seen():
+    model, rows = enabled(LINES[0].model("eager")), repetitive(13, 7)
+    options = dict(do_sample=False, pad_token_id=0, eos_token_id=None, return_dict_in_generate=True, max_new_tokens=20)
+    out = model.generate(**padded(rows), **options, speculative={"lenience": 0.01}, num_assistant_tokens=4, assistant_model=VARIANTS["model, unrelated"](model))
+    with pytest.raises(AssertionError):
+        assert_same_rows(out, rows, references(model, rows, options))
