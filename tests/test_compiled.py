@@ -173,6 +173,26 @@ def test_a_cache_that_grows_needs_no_other_functions(name, compile, traced, stri
     assert {own[1] for own in made.tried if isinstance(own[1], int)} >= {32, 64, 128} and len(made.made) == len(made.slots) and not made.apart
 
 
+@pytest.mark.parametrize("compile", ["model", "layers"])
+@pytest.mark.parametrize("name", ["Llama", "Gemma 3 (text)"])
+def test_one_number_says_how_many_slots_there_are(name, compile, strict, monkeypatch):
+    """Of all buffers and masks: torch makes a tensor of every number that it gives a compiled function."""
+    torch._dynamo.reset()
+    numbers = []
+
+    def backend(graph, inputs):
+        numbers.append([str(value.node.expr) for value in inputs if isinstance(value, torch.SymInt)])
+        return graph
+
+    monkeypatch.setattr(passes, "options", lambda device, places, whole=True: {"backend": backend})
+    monkeypatch.setattr(compiled, "FLAT", 0)
+    target, rows = family(name).model("eager"), prompts(20)
+    monkeypatch.setattr(compiled.CompiledPasses, "start", lambda *given: None)  # the prompt's length is another number
+    speculate(target, rows, PromptLookupDraft(), 4, speculative={"seed": 0, "compile": compile}, max_new_tokens=8)
+    hf_specdec.disable(target)
+    assert numbers and all(len(set(given)) == 1 and len(given) <= 2 for given in numbers)  # two buffers and a mask a layer would be three numbers and more
+
+
 @pytest.mark.share(1 / 2)
 @pytest.mark.parametrize("compile", ["model", "layers"])
 def test_a_model_that_asks_how_many_slots_there_are_gets_functions_for_each_number(compile, traced, strict, monkeypatch):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 from transformers import EncoderDecoderCache, PreTrainedModel
@@ -87,6 +88,15 @@ class FixedStates(FixedLayer, LinearAttentionLayer):
     def update_recurrent_state(self, recurrent_states, state_idx: int = 0, **kwargs):
         self.recurrent_states[state_idx] = recurrent_states
         return recurrent_states
+
+
+def of_one_length(held: Iterable[Held], *others: Any) -> None:
+    """Tell the compiler that all buffers have as many slots as the first of them, and so have the masks [B, 1, W, S] among `others`: one number stands for them all.
+    Torch makes a tensor of every number that it gives a compiled function, in every pass. ValueError where they differ."""
+    slots = [part.shape[2] for layer in held for part in (layer.keys, layer.values) if part is not None]
+    slots += [part.shape[3] for part in others if isinstance(part, torch.Tensor) and part.dim() == 4]
+    if any(size != slots[0] for size in slots):
+        raise ValueError("the layers of one cache have unequal numbers of slots")
 
 
 def fixed(held: Held, slots: torch.Tensor) -> FixedLayer:

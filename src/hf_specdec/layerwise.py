@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 from transformers import Cache
 
-from .fixed_cache import EmptyCache, FixedCache, fixed
+from .fixed_cache import EmptyCache, FixedCache, fixed, of_one_length
 from .passes import Functions, alone
 from .recurrences import telling
 
@@ -39,6 +39,7 @@ def _forward(layer: nn.Module, cache: Cache, at: int | str, args: tuple, kwargs:
 def at_slots(layer, at, args, kwargs, held, slots, count):
     """A layer over a block whose keys and values go to `slots` of the buffers that it has `held`: what it puts out, and the states that it has taken. It may ask for any
     of `count` layers. Compiled as a whole."""
+    of_one_length([held], *args, *kwargs.values())
     own = fixed(held, slots)
     return telling(_forward, layer, FixedCache([own] * count), at, args, kwargs), own.taken
 
