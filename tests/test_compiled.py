@@ -21,6 +21,7 @@ from hf_specdec import compiled, passes
 from hf_specdec.cached_model import CachedModel
 from hf_specdec.compat import CACHE
 from hf_specdec.distributions import Sampler
+from hf_specdec.fixed_cache import Held, of_one_length
 from hf_specdec.law import draw
 from hf_specdec.schedule import AutoSchedule
 from hf_specdec.drafts import CompressedDraft, EarlyExitDraft, MixtureDraft, ModelDraft, PromptLookupDraft
@@ -191,6 +192,18 @@ def test_one_number_says_how_many_slots_there_are(name, compile, strict, monkeyp
     speculate(target, rows, PromptLookupDraft(), 4, speculative={"seed": 0, "compile": compile}, max_new_tokens=8)
     hf_specdec.disable(target)
     assert numbers and all(len(set(given)) == 1 and len(given) <= 2 for given in numbers)  # two buffers and a mask a layer would be three numbers and more
+
+
+def test_an_argument_that_is_no_mask_may_have_another_length():
+    def ask(keys, values, mask, cosines):
+        return of_one_length([Held(keys, values)], mask, cosines), keys + values
+
+    torch._dynamo.reset()
+    run = torch.compile(ask, backend="eager", fullgraph=True, dynamic=True)
+    for slots in (32, 48, 96):
+        buffer, mask, cosines = torch.ones(1, 2, slots, 8), torch.ones(1, 1, 4, slots), torch.ones(1, 1, 4, 8)
+        assert not run(buffer, buffer, mask, cosines)[0] and of_one_length([Held(buffer, buffer)], mask)
+    assert len(_debug_get_cache_entry_list(ask.__code__)) == 1
 
 
 @pytest.mark.share(1 / 2)

@@ -90,13 +90,12 @@ class FixedStates(FixedLayer, LinearAttentionLayer):
         return recurrent_states
 
 
-def of_one_length(held: Iterable[Held], *others: Any) -> None:
-    """Tell the compiler that all buffers have as many slots as the first of them, and so have the masks [B, 1, W, S] among `others`: one number stands for them all.
-    Torch makes a tensor of every number that it gives a compiled function, in every pass. ValueError where they differ."""
+def of_one_length(held: Iterable[Held], *others: Any) -> bool:
+    """Whether all buffers have as many slots as the first of them, and so have the masks [B, 1, W, S] among `others`. Where a compiler traces the question, one number
+    stands for them all from here on: torch makes a tensor of every number that it gives a compiled function, in every pass."""
     slots = [part.shape[2] for layer in held for part in (layer.keys, layer.values) if part is not None]
     slots += [part.shape[3] for part in others if isinstance(part, torch.Tensor) and part.dim() == 4]
-    if any(size != slots[0] for size in slots):
-        raise ValueError("the layers of one cache have unequal numbers of slots")
+    return not any(size != slots[0] for size in slots)
 
 
 def fixed(held: Held, slots: torch.Tensor) -> FixedLayer:
