@@ -158,7 +158,7 @@ class CompiledPasses:
             return None
         if key not in self.layerwise.tried and tokens.shape[1] != TRIAL:
             trial(mask is not None)
-            if not self.usable:
+            if not self.usable or self.layerwise.changes[key] > MOST_CHANGES:
                 return None
         self.untried = key not in self.layerwise.tried
         try:
@@ -170,8 +170,12 @@ class CompiledPasses:
             self.layerwise.changes[key] += error.changed
             self.layerwise.tried -= {key} if error.changed else set()
             return None
-        except Exception as error:
+        except (MemoryError, torch.OutOfMemoryError) as error:
             self._refuse(error)
+            return None
+        except Exception:  # a layer that does not compile by itself: passes over few tokens may, or the whole model
+            self.layerwise.changes[key] = MOST_CHANGES + 1
+            self.layerwise.tried.discard(key)
             return None
 
     def most_steps(self) -> int:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 from transformers import Cache
 
-from .fixed_cache import EmptyCache, FixedCache, fixed, of_one_length
+from .fixed_cache import EmptyCache, FixedCache, Held, fixed, of_one_length
 from .passes import Functions, alone
 from .recurrences import telling
 
@@ -151,8 +151,7 @@ class Layerwise:
             args = args[:at] + args[at + 1 :]
         given = (layer, at, args, kwargs)
         if self.places is not None:
-            own = self.cache.layers[i]
-            given += (own.held, own.slots, len(self.layers))
+            given += (*self._held(i), len(self.layers))
         if run is None:
             run, done = self._function(i, given)
             self.steps[self.key, self.slots][i] = run, at
@@ -160,10 +159,16 @@ class Layerwise:
             done = run(*given)
         out, states = done
         if self.places is None:
-            self.cache.update(*states, i)
+            if states:  # none of a layer that looks at the keys of another
+                self.cache.update(*states, i)
         elif states is not None:
             self.cache.layers[i].taken = states
         return out
+
+    def _held(self, i: int) -> tuple[Held, torch.Tensor]:
+        """What layer i holds, and where the block goes: nothing of the layers at the end that look at the keys of others."""
+        own = self.cache.layers
+        return (own[i].held, own[i].slots) if i < len(own) else (Held(None, None), own[0].slots)
 
     def _place(self, args: tuple, kwargs: dict) -> int | str:
         """Where the cache is among the arguments of a layer."""
