@@ -194,14 +194,15 @@ def test_one_number_says_how_many_slots_there_are(name, compile, strict, monkeyp
     assert numbers and all(len(set(given)) == 1 and len(given) <= 2 for given in numbers)  # two buffers and a mask a layer would be three numbers and more
 
 
+@pytest.mark.share(1 / 4)
 @pytest.mark.parametrize("compile", ["model", "layers"])
 @pytest.mark.parametrize("name", ["Gemma 4 (text)", "Gemma 3n (text)"])
 def test_layers_that_look_at_the_keys_of_others_are_compiled_too(name, compile, traced, strict, monkeypatch):
     monkeypatch.setattr(compiled, "FLAT", 0)
     target, rows = family(name).model("eager"), prompts(20)
-    out = speculate(target, rows, PromptLookupDraft(), 4, speculative={"seed": 0, "compile": compile}, max_new_tokens=24)
+    out = speculate(target, rows, PromptLookupDraft(), 4, speculative={"seed": 0, "compile": compile}, max_new_tokens=12)
     hf_specdec.disable(target)
-    assert generated(out, rows) == plain(target, rows, max_new_tokens=24)
+    assert generated(out, rows) == plain(target, rows, max_new_tokens=12)
     by_layers = compiled._by_layers[target].functions.made
     assert by_layers and (compile == "layers" or compiled._functions[target].made)
 
@@ -211,9 +212,9 @@ def test_prompts_that_do_not_compile_are_no_reason_for_other_passes(traced, stri
     monkeypatch.setattr(compiled, "FLAT", 0)
     target, rows = family("Dory").model("eager"), prompts(20)
     for _ in range(2):
-        out = speculate(target, rows, PromptLookupDraft(), 4, speculative={"seed": 0, "compile": "model"}, max_new_tokens=24)
+        out = speculate(target, rows, PromptLookupDraft(), 4, speculative={"seed": 0, "compile": "model"}, max_new_tokens=12)
         hf_specdec.disable(target)
-        assert generated(out, rows) == plain(target, rows, max_new_tokens=24)
+        assert generated(out, rows) == plain(target, rows, max_new_tokens=12)
     assert compiled._functions[target].made and not compiled._refusals.get(target)
 
 
