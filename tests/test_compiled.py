@@ -198,13 +198,16 @@ def test_one_number_says_how_many_slots_there_are(name, compile, strict, monkeyp
 @pytest.mark.parametrize("compile", ["model", "layers"])
 @pytest.mark.parametrize("name", ["Gemma 4 (text)", "Gemma 3n (text)"])
 def test_layers_that_look_at_the_keys_of_others_are_compiled_too(name, compile, traced, strict, monkeypatch):
+    """And so are prompts, once for all lengths."""
     monkeypatch.setattr(compiled, "FLAT", 0)
-    target, rows = family(name).model("eager"), prompts(20)
-    out = speculate(target, rows, PromptLookupDraft(), 4, speculative={"seed": 0, "compile": compile}, max_new_tokens=12)
-    hf_specdec.disable(target)
-    assert generated(out, rows) == plain(target, rows, max_new_tokens=12)
-    by_layers = compiled._by_layers[target].functions.made
-    assert by_layers and (compile == "layers" or compiled._functions[target].made)
+    target = family(name).model("eager")
+    for length in (20, 9):
+        rows = prompts(length)
+        out = speculate(target, rows, PromptLookupDraft(), 4, speculative={"seed": 0, "compile": compile}, max_new_tokens=12)
+        hf_specdec.disable(target)
+        assert generated(out, rows) == plain(target, rows, max_new_tokens=12)
+    by_layers = compiled._by_layers[target]
+    assert by_layers.functions.made and not by_layers.changes and (compile == "layers" or compiled._functions[target].made)
 
 
 def test_prompts_that_do_not_compile_are_no_reason_for_other_passes(traced, strict, monkeypatch):

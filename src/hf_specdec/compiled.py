@@ -45,7 +45,7 @@ _refusals: WeakKeyDictionary = WeakKeyDictionary()  # model -> {why it runs with
 
 def forward(model, tokens, embeds, positions, mask, slots, layers, read):
     """One pass over a `Block`: logits [B, W, V], what the layers that are watched put out, and the states that layers have taken. Compiled as a whole."""
-    of_one_length(layers, *(mask.values() if isinstance(mask, dict) else [mask]))
+    of_one_length(layers, mask)
     return telling(over, _cache(layers, slots, read), model, tokens, embeds, positions, mask, read)
 
 
@@ -71,7 +71,7 @@ def several(model, tokens, embeds, positions, mask, slots, layers, read, vocab, 
     """Passes over one token each, every one over that of the first `vocab` tokens which `drawing` (a `distributions.Drawing`) takes after the one
     before, with uniform float64 [B, n]: int64 [B, n], their laws [B, n, vocab] or None, and the last states that were noted. The others are those of a
     `Block`; make(model, states, tokens) makes the inputs of a pass of the states noted in the one before."""
-    of_one_length(layers, *(mask.values() if isinstance(mask, dict) else [mask]))
+    of_one_length(layers, mask)
     drawn, laws, (make, states) = [], [], embeds or (None, None)
     for i in range(positions.shape[1]):
         masks = {name: each[:, :, i : i + 1] for name, each in mask.items()} if isinstance(mask, dict) else mask[:, :, i : i + 1]

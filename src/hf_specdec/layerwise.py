@@ -8,7 +8,7 @@ was compiled for the first one runs all of them, and they know the cache of that
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock, get_ident
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_leaves
 from transformers import Cache
 
 from .fixed_cache import EmptyCache, FixedCache, Held, fixed, of_one_length
@@ -39,7 +39,7 @@ def _forward(layer: nn.Module, cache: Cache, at: int | str, args: tuple, kwargs:
 def at_slots(layer, at, args, kwargs, held, slots, count):
     """A layer over a block whose keys and values go to `slots` of the buffers that it has `held`: what it puts out, and the states that it has taken. It may ask for any
     of `count` layers. Compiled as a whole."""
-    of_one_length([held], *args, *kwargs.values())
+    of_one_length([held], *args, kwargs)
     own = fixed(held, slots)
     return telling(_forward, layer, FixedCache([own] * count), at, args, kwargs), own.taken
 
@@ -190,10 +190,12 @@ class Layerwise:
 
     def _compile(self, given: tuple, leaves: list, changed: bool) -> Callable:
         tensors = [part for part in leaves if isinstance(part, torch.Tensor)]
+        shared = [part for part in tree_leaves([dict(own) for own in leaves if isinstance(own, Mapping)]) if isinstance(part, torch.Tensor)]  # keys that later layers look at
         if self.places is not None:
             masks = [part for part in tensors if part.dim() == 4 and part.shape[-1] == self.slots]
-            return alone(at_slots, self.device, self.places, whole=False, sizes=[(mask, 3) for mask in masks] + [(part, 2) for part in given[4][:2] if part is not None])
-        sizes = [(part, dim) for part in tensors for dim, size in enumerate(part.shape) if size == TRIAL]
+            buffers = [part for part in (*given[4][:2], *shared) if part is not None]
+            return alone(at_slots, self.device, self.places, whole=False, sizes=[(mask, 3) for mask in masks] + [(part, 2) for part in buffers])
+        sizes = [(part, dim) for part in (*tensors, *shared) for dim, size in enumerate(part.shape) if size == TRIAL]
         if not sizes:
             raise NotCompiled(changed)
         return alone(from_start, self.device, TRIAL, whole=False, sizes=sizes)
