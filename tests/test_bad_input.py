@@ -608,11 +608,6 @@ CALLS = {
     "contrastive search": (lambda m: dict(penalty_alpha=0.6, top_k=4), ("penalty_alpha=0.6", "contrastive search", "use speculative=False")),
     "contrastive search by config": (lambda m: dict(generation_config=GenerationConfig(penalty_alpha=0.6, top_k=4, max_new_tokens=5)),
                                      ("penalty_alpha=0.6", "contrastive search", "use speculative=False")),
-    "stock prompt lookup": (lambda m: dict(prompt_lookup_num_tokens=3), ("prompt_lookup_num_tokens=3", "Drop it", "num_assistant_tokens")),
-    "stock prompt lookup by config": (lambda m: dict(generation_config=GenerationConfig(prompt_lookup_num_tokens=3, max_new_tokens=5)),
-                                      ("prompt_lookup_num_tokens=3", "Drop it", "num_assistant_tokens")),
-    "stock prompt lookup, two rows": (lambda m: dict(inputs=padded(prompts(5, 4)), prompt_lookup_num_tokens=3), ("prompt_lookup_num_tokens=3",)),
-    "early exit": (lambda m: dict(assistant_early_exit=1), ("assistant_early_exit=1", "EarlyExitDraft(model, layers)", "drop it")),
     "DoLa": (lambda m: dict(dola_layers="low"), ("dola_layers='low'", "use speculative=False")),
     "forced words": (lambda m: dict(force_words_ids=[[3]]), ("force_words_ids", "constrained beam search", "use speculative=False")),
     "stock schedule": (lambda m: dict(num_assistant_tokens_schedule="constant"), ("num_assistant_tokens_schedule='constant'", "Drop it", "num_assistant_tokens")),
@@ -665,7 +660,7 @@ def test_a_call_that_cannot_be_served_is_refused(name):
 
 
 @pytest.mark.parametrize("name", ["prompt beyond the context", "short static cache", "classifier-free guidance",
-                                  "contrastive search", "contrastive search by config", "stock prompt lookup", "DoLa", "forced words"])
+                                  "contrastive search", "contrastive search by config", "DoLa", "forced words"])
 def test_the_hook_refuses_what_the_override_refuses(name):
     arguments, words = CALLS[name]
     model = tiny_llama()

@@ -30,7 +30,7 @@ LINES = [
     {"drafts.growth", "drafts.earning", "drafts.inner", "drafts.progress", "drafts.mapped", "drafts.datastore", "drafts.vocabulary", "drafts.one_by_one", "drafts.layout"},
     {"drafts.*", "acceptance"},
     {"drafts", "loop", "arguments", "loading", "guidance", "joint"},
-    {"call", "warm"},
+    {"call", "warm", "stock_drafts"},
     {"beam", "standing"},
     {"adapters"},
     {"integration"},

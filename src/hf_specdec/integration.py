@@ -7,7 +7,6 @@ the class itself is never touched. The subclass is made again when a copy or a p
 from __future__ import annotations
 
 import copy
-import inspect
 import threading
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StopStringCriteria
 
-from . import adapters, compat, method, registry, standing
+from . import adapters, compat, method, registry, standing, stock_drafts
 from .arguments import check_arguments, check_draft, check_hook, check_names, check_said_once, given_in_config, goes_into
 from .beam import BeamCall
 from .call import Call
@@ -28,6 +27,7 @@ from .hints import by_name, meant, what
 from .loading import as_draft, behind, loaded, source_of
 from .probe import check_weights
 from .sequences import check_streamer
+from .signatures import named_arguments
 from .trace import SpeculationTrace
 
 _OPTIONS = ("num_assistant_tokens", "lenience", "acceptance")
@@ -45,7 +45,7 @@ class _Enabled:
         model, a `Draft`, or None for the config's default draft), `num_assistant_tokens`, `lenience`, `acceptance`. Without
         it the call is stock, unless `enable` was told otherwise; with False it is."""
         stock = super().generate if isinstance(self, _Enabled) else MethodType(type(self).generate, self)  # kept by a caller, and disabled since
-        return standing.call(partial(_generate, self, stock, *args, **kwargs), self, _named(stock, args, kwargs), speculative, assistant_model)
+        return standing.call(partial(_generate, self, stock, *args, **kwargs), self, named_arguments(stock, args, kwargs), speculative, assistant_model)
 
     def __reduce_ex__(self, protocol):
         reduced = super().__reduce_ex__(protocol)
@@ -120,7 +120,7 @@ def generate(model, *args, speculative=True, **kwargs):
 
 
 def _generate(model, stock, *args, began=None, speculative=None, assistant_model=None, **kwargs):
-    named, own = _named(stock, args, kwargs), compat.unwrap(model).generation_config
+    named, own = named_arguments(stock, args, kwargs), compat.unwrap(model).generation_config
     if speculative is None:
         speculative = getattr(named.get("generation_config"), "speculative", None)
     if speculative is None or speculative is False:
@@ -136,16 +136,17 @@ def _generate(model, stock, *args, began=None, speculative=None, assistant_model
     options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
     check_said_once(speculative, options)
     said = {**speculative, **options} if isinstance(speculative, dict) else options
+    kwargs, asked = stock_drafts.taken_over(kwargs, model, *(assistant_model, said) if began is None else ())  # began: enable() said it, which a call may override
     if not isinstance(speculative, SpeculativeConfig) and "num_assistant_tokens" not in said:
         options["num_assistant_tokens"] = given_in_config(kwargs, own, "num_assistant_tokens")
-    config = SpeculativeConfig.resolve(speculative, **options)
+    config, assistant_model = asked.put_into(SpeculativeConfig.resolve(speculative, **options)), assistant_model if asked == stock_drafts.Asked() else asked.draft
     bound = {name: kwargs.pop(name, None) for name in ("streamer", "tokenizer", "assistant_tokenizer", "stop_strings")}
     if kwargs.pop("custom_generate", None) is not None:
         raise ValueError("custom_generate cannot be combined with speculative=; pass custom_generate=SpeculativeDecoder(...) alone.")
     check_names(kwargs, compat.unwrap(model))
     check_arguments(kwargs, compat.unwrap(model))
     check_draft(assistant_model, "assistant_model", "speculative")
-    standing.check_one_draft(speculative if began is None else None, assistant_model)  # began: enable() said it, which a call may override
+    standing.check_one_draft(speculative if began is None else None, assistant_model)
     decoder = SpeculativeDecoder(assistant_model, config, **bound)
     decoder.began = began or decoder.began
     decoder.load(model)
@@ -156,17 +157,6 @@ def _generate(model, stock, *args, began=None, speculative=None, assistant_model
     if getattr(output, "sequences", None) is not None and getattr(output, "speculation", None) is None:
         output.speculation = decoder.trace  # Whisper makes an output of its own of ours
     return output
-
-
-def _named(stock, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of a call of `stock`, the model's own `generate`, by name, those that were passed by position, too."""
-    if not args:
-        return kwargs
-    signature = inspect.signature(stock)
-    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in signature.parameters.values()):  # PEFT's hands all on
-        signature = inspect.signature(GenerationMixin.generate.__get__(stock))
-    named = signature.bind_partial(*args, **kwargs).arguments
-    return {name: value for name, value in {**named, **named.get("kwargs", {})}.items() if name not in ("self", "kwargs")}
 
 
 # --- the decoding method ----------------------------------------------------------------------------------------------

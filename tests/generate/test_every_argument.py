@@ -49,13 +49,14 @@ NO_MEANING = {
     "logits_to_keep": dict(logits_to_keep=2), "continuous_batching_config": dict(continuous_batching_config={}),
 }
 REFUSED = {
-    "use_mtp": True, "token_healing": True, "prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 3, "assistant_early_exit": 1, "assistant_ensemble_weight": 0.5, "penalty_alpha": 0.6,
+    "token_healing": True, "max_matching_ngram_size": 3, "assistant_ensemble_weight": 0.5, "penalty_alpha": 0.6,
     "dola_layers": "low", "constraints": [1], "force_words_ids": [[3]], "num_assistant_tokens_schedule": "heuristic", "assistant_confidence_threshold": 0.3, "assistant_lookbehind": 4, "target_lookbehind": 4,
     "synced_gpus": True, "num_beam_groups": 2, "diversity_penalty": 0.5,
 }
 ELSEWHERE = {  # and where they are tested
     "inputs", "num_assistant_tokens", "assistant_model", "streamer", "custom_generate",  # ours, or every test's
     "stop_strings",  # test_stopping
+    "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp",  # test_stock_drafts, test_mtp
     "bos_token_id", "decoder_start_token_id",  # below
     "is_assistant",  # transformers sets it in the config of its own assistant
 }

@@ -368,8 +368,6 @@ def test_a_generation_config_of_the_callers_means_what_arguments_mean():
         proposed({"speculative": True}, assistant_confidence_threshold=0.4)
     with pytest.raises(ValueError, match="^max_matching_ngram_size=3.*num_assistant_tokens says"):
         proposed({"speculative": True}, max_matching_ngram_size=3)
-    with pytest.raises(ValueError, match="^assistant_early_exit=1: .*EarlyExitDraft"):
-        proposed({"speculative": True}, assistant_early_exit=1)
     with pytest.raises(ValueError, match="^token_healing=True: .*heal_tokens"):
         proposed({"speculative": True}, token_healing=True)
     model.generation_config.assistant_confidence_threshold = 0.4  # what a checkpoint carries is nobody's wish

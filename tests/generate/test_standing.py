@@ -120,7 +120,7 @@ def test_what_transformers_fills_into_a_config_is_not_asked_for(rounds):
         model.generate(**padded(ROWS), generation_config=GenerationConfig(max_new_tokens=5, assistant_lookbehind=3), speculative=True)
 
 
-@pytest.mark.parametrize(("options", "word"), [(dict(prompt_lookup_num_tokens=3, eos_token_id=63), "prompt_lookup_num_tokens"),
+@pytest.mark.parametrize(("options", "word"), [(dict(max_matching_ngram_size=3, prompt_lookup_num_tokens=3, eos_token_id=63), "max_matching_ngram_size"),
                                                (dict(guidance_scale=1.5, num_beams=2, do_sample=True), "guidance_scale")], ids=["lookup", "guidance"])  # fmt: skip
 def test_a_call_that_is_refused_is_stock_and_says_why(options, word, rounds):
     model, stock = hf_specdec.enable(tiny_llama(), speculative=True), tiny_llama()
