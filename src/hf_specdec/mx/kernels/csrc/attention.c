@@ -83,10 +83,10 @@ int mx_attention_rows(const mx_attention *a, int path, int threads) {
     const int64_t room = (a->slots + 31) & ~31, dk = (a->dk + 15) & ~15, dv = (a->dv + 15) & ~15, count = tile_of(a, threads, room);
     const int64_t tiles = (a->queries + count - 1) / count, items = a->batch * a->kv_heads * tiles;
     const int64_t rows = a->heads / a->kv_heads * count, bias = a->mask ? (a->mask_stride[1] ? rows : count) * room : 0;
-    const int64_t scratch = rows * (dk + dv + room + 16 + 16 + 1) + bias + 32 * (dk > dv ? dk : dv);
+    const int64_t scratch = rows * (dk + dv + room + 16 + 16) + ((rows + 15) & ~15) + bias + 32 * (dk > dv ? dk : dv); /* whole lines of a cache */
     if (threads > items) threads = (int)items;
     if (threads < 1) threads = 1;
-    float *memory = malloc((size_t)threads * (size_t)scratch * sizeof(float));
+    float *memory = aligned_alloc(64, (size_t)threads * (size_t)scratch * sizeof(float));
     if (!memory) return 1;
     const tiled all = {a, run, count, tiles, scratch, memory};
     mx_share(one_tile, &all, items, threads);

@@ -24,6 +24,8 @@ typedef double v8d __attribute__((vector_size(64), aligned(4)));
 #ifndef HELD
 #define HELD(x)
 #endif
+#define AHEAD 128 /* slots of keys, and then of values, that are asked for in advance */
+#define BUSY 32   /* rows of a tile that keep its thread busy while they are read */
 #ifdef PAIR
 #define PAIRS 1
 #else
@@ -206,7 +208,7 @@ MX_INLINE TARGET void tile(const mx_attention *a, int64_t b, int64_t group, int6
     const int64_t numbers = pairs ? (a->dk + 1) / 2 : (a->dk + 1) & ~1;
     work w = {.query = scratch, .rows = n, .room = room, .shared = a->mask && a->mask_stride[1] ? 1 : heads};
     w.scores = w.query + n * dk, w.block = w.scores + n * room, w.sums = w.block + 32 * (dk > dv ? dk : dv), w.tops = w.sums + n * dv;
-    w.totals = (v8d *)(w.tops + 16 * n), w.end = (int32_t *)(w.totals + n), w.bias = a->mask ? (float *)(w.end + n) : 0;
+    w.totals = (v8d *)(w.tops + 16 * n), w.end = (int32_t *)(w.totals + n), w.bias = a->mask ? (float *)(w.end + ((n + 15) & ~15)) : 0;
     const char *keys = (const char *)a->k + (b * a->k_stride[0] + group * a->k_stride[1]) * bytes;
     const char *values = (const char *)a->v + (b * a->v_stride[0] + group * a->v_stride[1]) * bytes;
     int64_t low = a->mask ? a->slots : 0, high = 0, step;
@@ -220,14 +222,22 @@ MX_INLINE TARGET void tile(const mx_attention *a, int64_t b, int64_t group, int6
             float *bias = w.bias + i / w.shared * room;
             biases(a, b, h, q, bias, room);
             int64_t from = 0, to = a->slots;
+            while (from + 16 <= to && hides(bias + from)) from += 16;
             while (from < to && bias[from] == -__builtin_inff()) from++;
+            while (from + 16 <= to && hides(bias + to - 16)) to -= 16;
             while (from < to && bias[to - 1] == -__builtin_inff()) to--;
             if (from < to) low = from < low ? from : low, high = to > high ? to : high;
         }
         w.end[i] = (int32_t)high;
         *(vw *)(w.tops + 16 * i) = (vw){0.0f} - __builtin_inff();
     }
+    const int64_t key_step = a->k_stride[2] * bytes, value_step = a->v_stride[2] * bytes, key_bytes = a->dk * bytes, value_bytes = a->dv * bytes;
+    const int64_t asked = n < BUSY ? high : 0;
+    ask_slots(keys, key_step, key_bytes, low, low + AHEAD < asked ? low + AHEAD : asked);
     for (int64_t s = low & -wide; s < high; s += wide) {
+        const int64_t next = s + AHEAD, turn = low + next - high; /* behind the last keys come the first values */
+        if (next < high) ask_slots(keys, key_step, key_bytes, next, next + wide < asked ? next + wide : asked);
+        else ask_slots(values, value_step, value_bytes, turn, turn + wide < asked ? turn + wide : asked);
         across(keys, a->k_stride[2], s, a->slots, a->dk, w.block, dtype, pairs, wide);
         int64_t i = 0;
 #define SCORE(many) \
@@ -251,6 +261,7 @@ MX_INLINE TARGET void tile(const mx_attention *a, int64_t b, int64_t group, int6
     __builtin_memset(w.sums, 0, (size_t)(n * dv) * sizeof(float));
     for (int64_t s = low & -16; s < high; s += 16) {
         const float *value = sixteen(values, a->v_stride[2], s, a->slots, a->dv, w.block, &step, dtype);
+        ask_slots(values, value_step, value_bytes, s + AHEAD, s + AHEAD + 16 < asked ? s + AHEAD + 16 : asked);
         weigh(&w, s);
         for (int64_t i = 0; i < n;) {
             const int64_t rows = n - i < WEIGHTS ? n - i : WEIGHTS, left = w.end[i + rows - 1] - s, slots = left < 16 ? left : 16;

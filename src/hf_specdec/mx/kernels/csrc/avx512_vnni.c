@@ -132,7 +132,7 @@ MX_INLINE VNNI void multiply_wide(const mx_job *job, int64_t group, float *total
 
 MX_INLINE VNNI void run(const mx_job *job, int64_t group, int64_t last, const int bits) {
     const int64_t m = job->m;
-    float *totals = m > WIDE ? malloc((size_t)(2 * m * MX_ROWS) * sizeof(float)) : NULL;
+    float *totals = m > WIDE ? aligned_alloc(64, (size_t)(2 * m * MX_ROWS) * sizeof(float)) : NULL;
     for (int groups; group < last; group += groups) {
         groups = m > 2 && group + 2 <= last ? 2 : 1; /* one or two rows wait for memory alone, which is read faster from one place */
         if (totals && groups == 2) multiply_wide(job, group, totals, 2, bits);

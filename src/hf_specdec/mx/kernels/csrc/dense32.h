@@ -91,7 +91,7 @@ MX_INLINE TARGET void multiply_groups(const mx_job *job, int64_t group, float *a
 }
 
 TARGET void RUN(const mx_job *job, int64_t first, int64_t last) {
-    float *all = job->m > WIDE ? malloc((size_t)(job->m * GROUPS * MX_ROWS) * sizeof(float)) : NULL;
+    float *all = job->m > WIDE ? aligned_alloc(64, (size_t)(job->m * GROUPS * MX_ROWS) * sizeof(float)) : NULL;
     if (GROUPS > 1 && job->m > FEW)
         for (; first + GROUPS <= last; first += GROUPS) multiply_groups(job, first, all, GROUPS);
     for (; first < last; first++) multiply_groups(job, first, all, 1);

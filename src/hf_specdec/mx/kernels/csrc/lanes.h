@@ -124,3 +124,16 @@ MX_INLINE TARGET void along(const char *base, int64_t at, int64_t size, float *t
             to[d] = to[d + 1], to[d + 1] = first;
         }
 }
+
+/* Whether sixteen slots are hidden. */
+MX_INLINE TARGET int hides(const float *bias) {
+    vwi seen = {0};
+    for (int i = 0; i < 16; i += LANES) seen |= *(const vw *)(bias + i) > -__builtin_inff();
+    return !ANY(seen);
+}
+
+/* Ask for slots s .. last - 1 of keys or values, of `size` bytes each and `stride` bytes apart: a pass has just read all weights, so that they come from memory. */
+static __attribute__((noinline)) void ask_slots(const char *base, int64_t stride, int64_t size, int64_t s, int64_t last) {
+    for (; s < last; s++)
+        for (int64_t at = 0; at < size; at += 64) __builtin_prefetch(base + s * stride + at, 0, 2);
+}

@@ -98,7 +98,7 @@ MX_INLINE ROWS512 void multiply_wide(const mx_job *job, int64_t group, int64_t m
 
 MX_INLINE ROWS512 void run(const mx_job *job, int64_t group, int64_t last, const int bits, const int integer) {
     const int64_t m = job->m;
-    float few[8 * MX_ROWS], *totals = m > WIDE ? malloc((size_t)(2 * m * MX_ROWS) * sizeof(float)) : NULL;
+    _Alignas(64) float few[8 * MX_ROWS], *totals = m > WIDE ? aligned_alloc(64, (size_t)(2 * m * MX_ROWS) * sizeof(float)) : NULL;
     for (int groups; group < last; group += groups) {
         groups = side_by_side(m, job->layer->k, last - group, bits);
         for (int64_t m0 = 0, rows; m0 < m; m0 += rows) { /* all rows at once, unless there was no memory for `totals` */
