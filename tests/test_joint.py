@@ -9,7 +9,8 @@ import torch
 
 import hf_specdec
 from hf_specdec import joint as joint_module
-from hf_specdec.drafts import EarlyExitDraft, MixtureDraft, SuffixAutomatonDraft
+from hf_specdec.cached_model import CachedModel
+from hf_specdec.drafts import EarlyExitDraft, MixtureDraft, NGramRecyclingDraft, RecyclingDraft, SuffixAutomatonDraft
 from hf_specdec.joint import Joint
 from hf_specdec.kv_cache import SlotLayer
 
@@ -99,6 +100,25 @@ def test_every_text_is_that_of_its_call_alone(kind, sampled):
     cache = found[1].past_key_values if "past_key_values" in found[1] else found[1].cache  # what is handed back goes on
     longer = torch.cat([found[1].sequences, torch.tensor([[7, 8]])], 1)
     assert torch.equal(call(model, longer, 8, speculative=True, past_key_values=cache), call(model, longer, 8))
+
+
+BRANCHING = {"a mixture": MixtureDraft, "n-grams": NGramRecyclingDraft, "tokens": RecyclingDraft, "an automaton": lambda: SuffixAutomatonDraft(branches=3),
+             "one of several": lambda: MixtureDraft(mode="choose")}
+
+
+@pytest.mark.parametrize("kind", BRANCHING)
+def test_drafts_that_branch_propose_chains_where_k_is_free_and_share_passes(kind, monkeypatch):
+    model, shapes, score = hf_specdec.enable(tiny_model(0)), [], CachedModel.score
+
+    def counted(self, rows, proposal=None):
+        shapes.append((len(rows), proposal is None or proposal.tree.is_chain))
+        return score(self, rows, proposal)
+
+    monkeypatch.setattr(CachedModel, "score", counted)
+    jobs = [lambda ids=ids, new=new: call(model, ids, new, speculative=True, return_dict_in_generate=True, assistant_model=BRANCHING[kind]()) for ids, new in zip(prompts(), NEW)]
+    found = together(jobs)
+    assert all(torch.equal(own.sequences, call(model, ids, new)) for own, ids, new in zip(found, prompts(), NEW))
+    assert all(chain for count, chain in shapes if count > 1) and max(count for count, _ in shapes) > 1
 
 
 @pytest.mark.parametrize("family", ["Mistral", "Gemma 2", "Qwen3-Next", "Mamba", "BLOOM"])  # windows, states, masks of its own

@@ -32,6 +32,7 @@ class CachedModel(Forward):
     fresh: per row, how many tokens before the candidates the last pass has fed, the root included.
     padding: per prompt, its padding, where the model takes that for text; [] elsewhere. The rest is what `Forward` has.
     """
+    chains = False  # whether drafts are to propose chains alone
 
     def __init__(self, model: PreTrainedModel, limit: int, role: str = "target", traits: ModelTraits | None = None, source: Source | None = None,
                  compile: bool | str = False, elsewhere=None):  # an Elsewhere

@@ -119,19 +119,23 @@ def seat() -> Seat | None:
 class Member(CachedModel):
     """The target of one call that takes part: its prompt is read in passes of its own; then, if others run and it can, its row joins theirs.
 
-    free:  whether K may follow from how many calls there are.
+    free:  whether K may follow from how many calls there are, and a draft that branches propose chains.
     asked: the row's tokens, and those that are proposed. answer: their logits [1, N+1, V], or what has gone wrong.
     """
 
     def __init__(self, seat: Seat, draft: Draft, free: bool, model, limit: int, role: str, traits, source=None, compile: bool | str = False, place=None):
         super().__init__(model, limit, role, traits, source, compile, place)
         self.seat, self.free, self.asked, self.answer = seat, free, None, None
-        kinds = all(each.name in READ_TEXT and not each.may_branch for each in draft.all())
+        kinds = all(each.name in READ_TEXT and (free or not each.may_branch) for each in draft.all())
         self.joins = kinds and source is place is None and not (compile or traits.states or traits.own_cache or traits.indexed or traits.encoder != "none" or self.cache.plan.aligned)
 
     @property
     def joined(self) -> bool:
         return self in self.seat.joint.rows
+
+    @property
+    def chains(self) -> bool:
+        return self.joined or self.joins and len(self.seat.joint.seats) > 1
 
     @property
     def new(self) -> bool:

@@ -49,7 +49,7 @@ def test_options_beside_it_hold():
 
 
 def test_a_value_that_asks_for_nothing_leaves_the_call_as_it_is():
-    trace = asked(enabled(tiny_llama()), speculative={"draft": "uniform", "num_assistant_tokens": 2}, prompt_lookup_num_tokens=None, use_mtp=False)
+    trace = asked(enabled(tiny_llama()), speculative={"draft": "uniform", "num_assistant_tokens": 2}, prompt_lookup_num_tokens=None, assistant_early_exit=None)
     assert trace.config["draft"] == "uniform"
 
 

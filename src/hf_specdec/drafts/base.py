@@ -85,6 +85,11 @@ class Context:
     barred: set[int] = field(default_factory=set)
     agree: Callable[[float], float] = float
 
+    @property
+    def chains(self) -> bool:
+        """Whether chains alone are taken: by stock assisted decoding, and by passes that calls share."""
+        return self.stock or self.target is not None and self.target.chains
+
     def text(self, b: int, drafted: list[int]) -> torch.Tensor | None:
         """Row b and what is drafted after it, as `Sampler.text` has them: what is not committed counts as drafted."""
         root, barred = self, b in self.barred
@@ -169,8 +174,7 @@ class Draft(CandidateGenerator):
         return [0] * len(context.rows)
 
     def propose(self, context: Context, k: list[int]) -> Proposal:
-        """At most k[b] candidate tokens for row b. More than that, up to 256 nodes, are judged as well, but what lies deeper than
-        the row has room for is cut off."""
+        """At most k[b] candidate tokens for row b. More than that, up to 256 nodes, are judged as well, but what lies deeper than the row has room for is cut off."""
         raise NotImplementedError(f"{type(self).__name__} has no propose(context, k), which every draft defines.")
 
     def most_nodes(self, k: int) -> int:
@@ -178,8 +182,7 @@ class Draft(CandidateGenerator):
         return max([k, *(part.most_nodes(k) for part in self.parts)])
 
     def prior(self, strength: int) -> tuple[float, float]:
-        """Acceptance rates expected of that evidence before anything is measured: of the first drafted token, and of a token
-        whose forerunners were accepted."""
+        """Acceptance rates expected of that evidence before anything is measured: of the first drafted token, and of a token whose forerunners were accepted."""
         return 0.7, 0.7
 
     def schedule(self, most: int, timed: bool) -> Any:
@@ -199,8 +202,7 @@ class Draft(CandidateGenerator):
         return self.cost_ratio
 
     def observe(self, proposal: Proposal, logits: torch.Tensor) -> None:
-        """Called after every target pass, before the rows grow: the target's own logits [B, N+1, V], unprocessed, after the root and
-        after every proposed token (read them, do not change them). For drafts that learn from them."""
+        """Called after every target pass, before the rows grow: the target's own logits [B, N+1, V], unprocessed, after the root and after every proposed token (read them, do not change them). For drafts that learn from them."""
 
     def read(self, firsts: list[int], logits: torch.Tensor) -> None:
         """Called in the prompt pass, before `observe`, where `reads_prompt`: the target's logits [B, n, V] after n places of the
@@ -217,8 +219,7 @@ class Draft(CandidateGenerator):
         """Only these rows (indices into the present batch) go on."""
 
     def rewind(self, context: Context, lengths: list[int]) -> None:
-        """Only the first lengths[b] tokens of row b stand; the rows have been cut already. For a draft inside another one, which
-        lets it go on from tokens that may not be committed. Starting again is always right, and slow for a long text."""
+        """Only the first lengths[b] tokens of row b stand; the rows have been cut already. For a draft inside another one, which lets it go on from tokens that may not be committed. Starting again is always right, and slow for a long text."""
         self.start(context)
 
     # --- one token at a time, for trees that several drafts grow together (`growth.Grower`) ---------------------------
@@ -228,8 +229,7 @@ class Draft(CandidateGenerator):
         return None
 
     def guesses(self, place: Any) -> list[Guess]:
-        """(token, kind, rate): the likeliest next tokens, at most 8. How often guesses of a kind are right is measured; `rate` is
-        what to expect before, and of kind None what counts."""
+        """(token, kind, rate): the likeliest next tokens, at most 8. How often guesses of a kind are right is measured; `rate` is what to expect before, and of kind None what counts."""
         return []
 
     def step(self, place: Any, token: int) -> Any:

@@ -134,12 +134,12 @@ class GrownDraft(Draft):
         return self.strengths(context)
 
     def propose(self, context: Context, k: list[int]) -> Proposal:
-        branches = 1 if context.stock else self.branches
-        trees = [tree.first(own) for tree, own in zip(self.ready or self._trees(k, branches), k)]
+        trees = [tree.first(own) for tree, own in zip(self.ready or self._trees(k), k)]
         self.grown = [(tree, len(row)) for tree, row in zip(trees, context.rows)]
         return together([Branches(tree.nodes) for tree in trees], context.vocab_size, context.device, self.name)
 
-    def _trees(self, sizes: list[int], branches: int) -> list[Grown]:
+    def _trees(self, sizes: list[int]) -> list[Grown]:
+        branches = 1 if self.context.chains else self.branches
         return [self.grower.tree([(self, self.place(b))], size, self.context.vocab_size, branches) for b, size in enumerate(sizes)]
 
     def schedule(self, most: int, timed: bool) -> AutoSchedule:
@@ -147,7 +147,7 @@ class GrownDraft(Draft):
         return AutoSchedule(most, self.cost_ratio, timed, self.prior, self._chances)
 
     def _chances(self, sizes: list[int]) -> list[list[float]]:
-        self.ready = self._trees(sizes, self.branches)
+        self.ready = self._trees(sizes)
         return [tree.chances for tree in self.ready]
 
     def keep(self, rows: list[int]) -> None:

@@ -55,10 +55,13 @@ class Merge:
         self.mixture, self.context, self.grower, self.earnings = mixture, context, Grower(), Earnings(mixture, context)
         self.wholes = [None if type(draft).place is not Draft.place else _Whole() for draft in mixture.parts]
         self.costly = [d for d, whole in enumerate(self.wholes) if whole is not None and not self.earnings.free[d]]
-        self.branches = 1 if context.stock else mixture.branches
         self.grown: list[Grown] = []
         self.idle = 0  # rounds in a row that nothing was drafted in
         self.asks: dict[int, list[int]] | None = None
+
+    @property
+    def branches(self) -> int:
+        return 1 if self.context.chains else self.mixture.branches
 
     def forget(self) -> None:
         self.grown, self.asks = [], None

@@ -57,7 +57,7 @@ class RecyclingDraft(Draft):
         return bool(self.matrices) and token < len(self.matrices[b]) and self.matrices[b][token, 0] != UNKNOWN
 
     def propose(self, context: Context, k: list[int]) -> Proposal:
-        tree = best_first(max(k, default=0), 1 if context.stock else self.branches)
+        tree = best_first(max(k, default=0), 1 if context.chains else self.branches)
         rows = [self._filled(b, row[-1], tree.truncate(own)) if own and self.matrices else [] for b, (row, own) in enumerate(zip(context.rows, k))]
         sizes = [max((i for i, token in enumerate(row, start=1) if token != UNKNOWN), default=0) for row in rows]
         n = max(sizes, default=0)

@@ -77,7 +77,7 @@ class RetrievalDraft(Draft):
         return [n or -1 for n, _, _ in self.found]
 
     def propose(self, context: Context, k: list[int]) -> Proposal:
-        branches = 1 if context.stock else self.branches
+        branches = 1 if context.chains else self.branches
         rows = [Branches(_most_frequent(self._continuations(match), size, branches)) for match, size in zip(self.found, k)]
         return together(rows, context.vocab_size, context.device, self.name)
 

@@ -193,7 +193,7 @@ class SuffixAutomatonDraft(Draft):
     def propose(self, context: Context, k: list[int]) -> Proposal:
         trees = [row.nodes(min(own, row.match**2 + 1), self.branches, context.vocab_size) if own and row.match >= self.min_match else []
                  for row, own in zip(self.rows, k)]
-        if self.branches == 1 or context.stock:
+        if self.branches == 1 or context.chains:
             return Proposal.from_lists([_first_branch(nodes) for nodes in trees], context.device, self.name, context.vocab_size)
         return together([Branches(nodes) for nodes in trees], context.vocab_size, context.device, self.name, k)
 
