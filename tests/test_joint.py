@@ -121,6 +121,34 @@ def test_drafts_that_branch_propose_chains_where_k_is_free_and_share_passes(kind
     assert all(chain for count, chain in shapes if count > 1) and max(count for count, _ in shapes) > 1
 
 
+@pytest.mark.parametrize("kind", ["the target's cache", "compiled"])
+def test_a_call_has_its_cache_back_when_it_runs_alone_again(kind, monkeypatch):
+    model, drafted, widths, parted = hf_specdec.enable(tiny_model(0)), [], [], []
+    options = {"compile": "layers"} if kind == "compiled" else {}
+    score, part = CachedModel.score, Joint.part
+
+    def counted(self, rows, proposal=None):
+        widths.append(len(rows))
+        drafted.append((len(rows), 0 if proposal is None else max(proposal.sizes)))
+        return score(self, rows, proposal)
+
+    monkeypatch.setattr(CachedModel, "score", counted)
+    monkeypatch.setattr(Joint, "part", lambda self, member: (parted.append(member), part(self, member)))
+
+    def job(ids, new: int):
+        draft = EarlyExitDraft(model, 1) if kind != "compiled" else None
+        return lambda: call(model, ids, new, speculative=options or True, return_dict_in_generate=True, assistant_model=draft)
+
+    new = (16, 12, 90, 20)
+    found = together([job(*text) for text in zip(prompts(), new)])
+    assert all(torch.equal(own.sequences, call(model, *text)) for own, text in zip(found, zip(prompts(), new))), found
+    assert max(widths) > 1 and parted and widths[-10:] == [1] * 10
+    assert kind == "compiled" or not any(count for rows, count in drafted if rows > 1)
+    cache = found[2].past_key_values if "past_key_values" in found[2] else found[2].cache
+    longer = torch.cat([found[2].sequences, torch.tensor([[7, 8]])], 1)
+    assert torch.equal(call(model, longer, 8, speculative=True, past_key_values=cache), call(model, longer, 8))
+
+
 @pytest.mark.parametrize("family", ["Mistral", "Gemma 2", "Qwen3-Next", "Mamba", "BLOOM"])  # windows, states, masks of its own
 def test_models_of_other_kinds_take_turns(family):
     if all(each.name != family for each in FAMILIES):

@@ -21,6 +21,7 @@ from .proposal import Proposal
 
 READ_TEXT = ("jump_forward", "mixture", "model", "ngram", "ngram_recycling", "prediction", "prompt_lookup", "recycling", "retrieval", "suffix_automaton", "translated",
              "uniform")  # drafts that neither read nor write the target's cache or states; others' calls make passes of their own, in turns
+ON_CACHE = ("compressed", "early_exit")  # that read and write the target's cache: while its row is among others', they draft nothing
 TOKENS = {"cpu": 16}  # of a pass that calls share, all rows together, up to which K "auto" goes; from there on the CPUs' kernels take longer with every token
 WIDE = 256            # the same elsewhere
 CHUNK = 512           # tokens of a prompt that are read before the other calls go on
@@ -95,6 +96,12 @@ class Joint:
         member.cache.release()
         self.rows.append(member)
 
+    def part(self, member: Member) -> None:
+        """It runs alone again, and its row goes back into its own cache."""
+        layers = [(i, *(each[None] for each in part), 0) for i, part in enumerate(member.row(0)) if part is not None]
+        self.leave(member)
+        member.cache.load(layers, [list(range(member.lengths[0]))], member.device)
+
     def leave(self, member: Member) -> None:
         rows = [b for b, each in enumerate(self.rows) if each is not member]
         self.rows = [self.rows[b] for b in rows]
@@ -117,17 +124,21 @@ def seat() -> Seat | None:
 
 
 class Member(CachedModel):
-    """The target of one call that takes part: its prompt is read in passes of its own; then, if others run and it can, its row joins theirs.
+    """The target of one call that takes part: its prompt is read in passes of its own; then, if others run and it can, its row joins theirs. One that is compiled, and one
+    whose cache the draft writes, has it back when it runs alone again.
 
     free:  whether K may follow from how many calls there are, and a draft that branches propose chains.
+    rests: whether the draft proposes nothing while the row is among others'.
     asked: the row's tokens, and those that are proposed. answer: their logits [1, N+1, V], or what has gone wrong.
     """
 
     def __init__(self, seat: Seat, draft: Draft, free: bool, model, limit: int, role: str, traits, source=None, compile: bool | str = False, place=None):
         super().__init__(model, limit, role, traits, source, compile, place)
         self.seat, self.free, self.asked, self.answer = seat, free, None, None
-        kinds = all(each.name in READ_TEXT and (free or not each.may_branch) for each in draft.all())
-        self.joins = kinds and source is place is None and not (compile or traits.states or traits.own_cache or traits.indexed or traits.encoder != "none" or self.cache.plan.aligned)
+        drafts = list(draft.all())
+        self.rests = any(each.name in ON_CACHE for each in drafts)
+        kinds = all(each.name in (*READ_TEXT, *ON_CACHE) for each in drafts) and (free or not (compile or self.rests or any(each.may_branch for each in drafts)))
+        self.joins = kinds and source is place is None and not (traits.states or traits.own_cache or traits.indexed or traits.encoder != "none" or self.cache.plan.aligned)
 
     @property
     def joined(self) -> bool:
@@ -147,8 +158,12 @@ class Member(CachedModel):
 
     def together(self, rows: list[list[int]], k: list[int]) -> list[int]:
         k, calls = super().together(rows, k), len(self.seat.joint.seats)
+        if calls == 1 and self.joined and (self.rests or self.compiled is not None):
+            self.seat.joint.part(self)
         if calls == 1 or not (self.free and self.joins):
             return k
+        if self.rests:
+            return [0] * len(k)
         return [min(own, max(TOKENS.get(self.device.type, WIDE) // calls - 1, 0)) for own in k]
 
     def score(self, rows: list[list[int]], proposal: Proposal | None = None) -> torch.Tensor:
