@@ -47,9 +47,16 @@ class Law:
         """int64 [B, n]: the most likely token at every node; in coupled sampling, the token drawn."""
         return likeliest(self.ranking)
 
+    @cached_property
+    def _words(self) -> np.ndarray | None:
+        """int16 [B, n, V]: the scores of 16 bits as integers, on a CPU; None elsewhere, and of others."""
+        plain = self.gumbel is None and self.scores.device.type == "cpu" and self.scores.dtype in INFINITE
+        return self.scores.detach().view(torch.int16).numpy() if plain else None
+
     def best(self, b: int, i: int) -> int:
         """The argmax at node i of row b alone."""
-        return int(likeliest(self._ranking(b, i)))
+        found = None if self._words is None else _by_words(self._words[b, i], INFINITE[self.scores.dtype])
+        return int(likeliest(self._ranking(b, i))) if found is None else int(found)
 
     @cached_property
     def log_norm(self) -> torch.Tensor:
@@ -84,16 +91,15 @@ def likeliest(scores: torch.Tensor) -> torch.Tensor:
         return scores.argmax(-1)
     scores = scores.detach() if scores.requires_grad else scores
     if scores.dtype in INFINITE:
-        found = _by_words(scores, INFINITE[scores.dtype])
+        found = _by_words(scores.view(torch.int16).numpy(), INFINITE[scores.dtype])
         if found is not None:
             return torch.from_numpy(found)
     return torch.from_numpy(np.asarray(wide(scores).numpy().argmax(-1)))
 
 
-def _by_words(scores: torch.Tensor, infinite: int) -> np.ndarray | None:
-    """`likeliest` of 16-bit numbers as integers, which are in the same order where they are positive; None where a largest one is not, or
+def _by_words(words: np.ndarray, infinite: int) -> np.ndarray | None:
+    """`likeliest` of 16-bit numbers as integers [..., V], which are in the same order where they are positive; None where a largest one is not, or
     there is a nan."""
-    words = scores.view(torch.int16).numpy()
     if not words.size or int(words.view(np.uint16).max()) > 0x8000 + infinite:
         return None
     rows = words.reshape(-1, words.shape[-1])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from time import perf_counter
 
 import torch
@@ -74,11 +73,12 @@ class SpeculativeLoop:
 
     def _prefix(self, proposal: Proposal):
         """prefix(b, i): row b up to and including node i, as `Sampler.text` has it."""
-        device = self.sampler.device or self.context.device
-        text = cache(lambda b: upload([self.sequences.tokens[b]], device))
-        drafted = cache(lambda b: [0, *proposal.listed()[b]])
-        ended, path = [row.ended for row in self.sequences.active], proposal.tree.path
-        return lambda b, node: None if ended[b] else self.sampler.text(b, text(b), [drafted(b)[step] for step in path(node)], device)
+        device, ended, texts = self.sampler.device or self.context.device, [row.ended for row in self.sequences.active], {}
+        def prefix(b: int, node: int) -> torch.Tensor | None:
+            if b not in texts and not ended[b]:
+                texts[b] = upload([self.sequences.tokens[b]], device), [0, *proposal.listed()[b]]
+            return None if ended[b] else self.sampler.text(b, texts[b][0], [texts[b][1][step] for step in proposal.tree.path(node)], device)
+        return prefix
 
     def _emit(self, proposal: Proposal, on_path: torch.Tensor, token: torch.Tensor, law: Law, logits: torch.Tensor, packed: list[list[int]]) -> list[int]:
         """Commit path and token to the rows and to the target's cache, drop the rows that are done; accepted tokens per row."""

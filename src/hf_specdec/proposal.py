@@ -139,6 +139,10 @@ class Verdict:
 
 def fetched(proposal: Proposal, verdict: Verdict, token: torch.Tensor) -> list[list[int]]:
     """Per row its path, N+1 numbers, its candidates, N, and the token that follows. The one place of a round where numbers travel to the host."""
-    packed, width = torch.cat([verdict.on_path.long(), proposal.tokens, token[:, None]], dim=1).tolist(), verdict.on_path.shape[1]
+    width = verdict.on_path.shape[1]
+    if token.device.type == "cpu":
+        packed = [[*path, *drafted, own] for path, drafted, own in zip(verdict.paths(), proposal.listed(), token.tolist())]
+    else:
+        packed = torch.cat([verdict.on_path.long(), proposal.tokens, token[:, None]], dim=1).tolist()
     verdict.on_host, proposal.on_host = [row[:width] for row in packed], [row[width:-1] for row in packed]
     return packed
