@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from .fixed_cache import Held, Read
 
@@ -32,7 +31,7 @@ class Block(NamedTuple):
         """At the slots of `cache.plan`. What is no buffer is contiguous: a compiled function is made for the strides of its arguments, which are not
         checked again (`passes.unguarded`)."""
         slots = cache.plan.slots
-        given = tree_map_only(torch.Tensor, torch.Tensor.contiguous, (tokens, embeds, positions, mask, slots if len(tokens) > 1 else slots[0]))
+        given = map(_contiguous, (tokens, embeds, positions, mask, slots if len(tokens) > 1 else slots[0]))
         return cls(*given, [layer.held() for layer in cache.layers], read)
 
     @property
@@ -48,3 +47,12 @@ class Block(NamedTuple):
         masks = self.mask.values() if isinstance(self.mask, dict) else [self.mask]
         buffers = [part for held in self.layers for part in (held.keys, held.values)]
         return [(part, 3) for part in masks if part is not None] + [(part, 2) for part in buffers if part is not None] + read
+
+
+def _contiguous(part):
+    """A tensor, or those in a tuple or a dict, as it lies in memory without gaps; anything else as it is."""
+    if isinstance(part, torch.Tensor):
+        return part.contiguous()
+    if isinstance(part, tuple):
+        return tuple(map(_contiguous, part))
+    return {name: _contiguous(own) for name, own in part.items()} if isinstance(part, dict) else part
