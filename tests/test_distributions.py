@@ -196,6 +196,7 @@ def test_likeliest_is_argmax_for_numbers_of_every_kind(dtype, special):
         scores = torch.cat([row[None], others.to(dtype)])
         assert torch.equal(likeliest(scores), scores.argmax(-1)), special
         assert torch.equal(likeliest(row), row.argmax(-1))
+        assert [Law(scores[None]).best(0, i) for i in range(3)] == scores.argmax(-1).tolist()  # one at a time
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

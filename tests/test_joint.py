@@ -10,8 +10,8 @@ import torch
 import hf_specdec
 from hf_specdec import joint as joint_module
 from hf_specdec.cached_model import CachedModel
-from hf_specdec.drafts import EarlyExitDraft, MixtureDraft, NGramRecyclingDraft, RecyclingDraft, SuffixAutomatonDraft
-from hf_specdec.joint import Joint
+from hf_specdec.drafts import EarlyExitDraft, MixtureDraft, ModelDraft, NGramRecyclingDraft, RecyclingDraft, SuffixAutomatonDraft
+from hf_specdec.joint import Joint, Member
 from hf_specdec.kv_cache import SlotLayer
 
 from .architectures import FAMILIES, reference
@@ -102,23 +102,24 @@ def test_every_text_is_that_of_its_call_alone(kind, sampled):
     assert torch.equal(call(model, longer, 8, speculative=True, past_key_values=cache), call(model, longer, 8))
 
 
-BRANCHING = {"a mixture": MixtureDraft, "n-grams": NGramRecyclingDraft, "tokens": RecyclingDraft, "an automaton": lambda: SuffixAutomatonDraft(branches=3),
-             "one of several": lambda: MixtureDraft(mode="choose")}
+BRANCHING = {"a mixture": MixtureDraft, "n-grams": NGramRecyclingDraft, "tokens": lambda: RecyclingDraft(branches=4), "an automaton": lambda: SuffixAutomatonDraft(branches=3),
+             "one of several": lambda: MixtureDraft(mode="choose"), "with a model": lambda: MixtureDraft(["suffix_automaton", "ngram_recycling", ModelDraft(perturbed(tiny_model(0)))])}
 
 
 @pytest.mark.parametrize("kind", BRANCHING)
-def test_drafts_that_branch_propose_chains_where_k_is_free_and_share_passes(kind, monkeypatch):
-    model, shapes, score = hf_specdec.enable(tiny_model(0)), [], CachedModel.score
+@pytest.mark.parametrize("said", [{}, {"do_sample": True, "top_k": 1}], ids=["greedy", "sampled"])
+def test_drafts_that_branch_propose_chains_where_k_is_free_and_share_passes(kind, said, monkeypatch):
+    model, shapes, score = hf_specdec.enable(tiny_model(0)), [], Member.score
 
-    def counted(self, rows, proposal=None):
-        shapes.append((len(rows), proposal is None or proposal.tree.is_chain))
+    def noted(self, rows, proposal=None):
+        shapes.append((self.joined, max(proposal.sizes), proposal.tree.is_chain))
         return score(self, rows, proposal)
 
-    monkeypatch.setattr(CachedModel, "score", counted)
-    jobs = [lambda ids=ids, new=new: call(model, ids, new, speculative=True, return_dict_in_generate=True, assistant_model=BRANCHING[kind]()) for ids, new in zip(prompts(), NEW)]
+    monkeypatch.setattr(Member, "score", noted)
+    jobs = [lambda ids=ids, new=new: call(model, ids, new, speculative=True, return_dict_in_generate=True, assistant_model=BRANCHING[kind](), **said) for ids, new in zip(prompts(), NEW)]
     found = together(jobs)
     assert all(torch.equal(own.sequences, call(model, ids, new)) for own, ids, new in zip(found, prompts(), NEW))
-    assert all(chain for count, chain in shapes if count > 1) and max(count for count, _ in shapes) > 1
+    assert all(chain for joined, _, chain in shapes if joined) and any(drafted for joined, drafted, _ in shapes if joined)
 
 
 @pytest.mark.parametrize("kind", ["the target's cache", "compiled"])
