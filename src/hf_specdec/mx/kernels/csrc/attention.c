@@ -44,14 +44,19 @@ typedef void (*mx_attend)(const mx_attention *, int64_t, int64_t, int64_t, int64
 #define MOST 64          /* queries of a tile, heads counted */
 #define FEW 3            /* of these, for which reading half as much counts for more than slow dot products: the bits are the same */
 #define SCORES (1 << 17) /* and at most so many scores, unless one query has more */
+#define NEAR 16          /* slots between two looks at a mask */
+#define READING 3        /* rows whose scores and sums take as long as reading the keys and values of a tile */
 
-/* Queries of a tile: as many as share keys and values with profit, few enough that every thread gets some. */
+/* Queries of a tile: as many as share keys and values with profit, or as leave all threads as little to do as can be, where reading these costs what READING rows do. */
 static int64_t tile_of(const mx_attention *a, int threads, int64_t room) {
     const int64_t heads = a->heads / a->kv_heads, pairs = a->batch * a->kv_heads;
-    int64_t most = SCORES / room < MOST ? SCORES / room : MOST, count = most / heads;
-    const int64_t share = threads > 1 ? (a->queries * pairs + 4 * threads - 1) / (4 * threads) : a->queries;
-    if (count > share) count = share;
-    return count < 1 ? 1 : count;
+    int64_t most = SCORES / room < MOST ? SCORES / room / heads : MOST / heads, best = 0, least = INT64_MAX;
+    if (most < 1) most = 1;
+    for (int64_t tiles = 1; tiles <= a->queries && (tiles - 1) * pairs < 4 * threads; tiles++) {
+        const int64_t count = (a->queries + tiles - 1) / tiles, turns = (tiles * pairs + threads - 1) / threads, work = turns * (READING + heads * count);
+        if (count <= most && work < least) best = count, least = work;
+    }
+    return best ? best : most;
 }
 
 typedef struct {
@@ -65,6 +70,18 @@ static void one_tile(const void *context, int64_t i, int thread) {
     const tiled *t = context;
     const int64_t first = (t->tiles - 1 - i % t->tiles) * t->count, left = t->a->queries - first, pair = i / t->tiles;
     t->run(t->a, pair / t->a->kv_heads, pair % t->a->kv_heads, first, left < t->count ? left : t->count, t->memory + thread * t->scratch);
+}
+
+/* Tell the team which slots are read: those from the first to the last that the last query of the first row sees, some more or less. */
+static void tell(const mx_attention *a) {
+    int64_t low = 0, high = a->slots;
+    const int64_t at = (a->queries - 1) * a->mask_stride[2], step = a->mask_stride[3];
+    if (a->mask) {
+        while (high > 0 && !(masked(a, at + (high - 1) * step) > a->nothing)) high -= high < NEAR ? high : NEAR;
+        while (low < high && !(masked(a, at + low * step) > a->nothing)) low += NEAR;
+        low = low > NEAR ? low - NEAR : 0, high = high + NEAR < a->slots ? high + NEAR : a->slots;
+    }
+    mx_next_slots(a, low, high);
 }
 
 /* out [batch, queries, heads, dv]. Returns 0, or 1 for no memory. */
@@ -89,6 +106,7 @@ int mx_attention_rows(const mx_attention *a, int path, int threads) {
     float *memory = aligned_alloc(64, (size_t)threads * (size_t)scratch * sizeof(float));
     if (!memory) return 1;
     const tiled all = {a, run, count, tiles, scratch, memory};
+    if (mx_leads()) tell(a);
     mx_share(one_tile, &all, items, threads);
     free(memory);
     return 0;

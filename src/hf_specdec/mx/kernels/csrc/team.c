@@ -18,11 +18,14 @@ int omp_get_thread_num(void), omp_get_num_threads(void), omp_in_parallel(void); 
 #define DEEP 6                   /* products looked ahead */
 #define STEP 8                   /* cache lines asked for between two looks at what there is to do */
 #define KNOWN 4096               /* products remembered */
+#define GROUP 16                 /* slots of keys and values */
 #define PATIENCE 2000            /* looks before the processor is offered to others */
 
+/* What a product, or attention, reads: addresses alone, which may be stale and are only asked for. */
 typedef struct {
-    const uint8_t *codes, *scales; /* full row groups: addresses alone, which may be stale and are only asked for */
-    int64_t groups, code_bytes, scale_bytes; /* of a group */
+    const uint8_t *start[2];          /* scales and codes of full row groups; or keys and values */
+    int64_t bytes[2];                 /* of a group, or of GROUP slots, in each */
+    int64_t groups, row, row_step[2]; /* all of them, how many lie in a row, and from where one row begins to where the next one does */
 } weights;
 
 typedef struct {
@@ -62,28 +65,44 @@ static const uint8_t *previous;
 
 static int64_t place(const uint8_t *key) { return (int64_t)(((uint64_t)(uintptr_t)key * 0x9e3779b97f4a7c15u) >> 52); }
 
-void mx_next(const mx_layer *const *layers, int count) {
-    if (!leading) return;
-    product now = {.count = count < MX_MANY ? count : MX_MANY};
-    for (int i = 0; i < now.count; i++) {
-        const mx_layer *l = layers[i];
-        const int64_t blocks = l->k / MX_BLOCK;
-        now.part[i] = (weights){l->codes, l->scales, l->n / MX_ROWS, blocks * mx_tile_bytes(l->bits), l->scales ? blocks * MX_ROWS : 0};
-        now.groups += now.part[i].groups;
-    }
-    const uint8_t *key = now.part[0].codes;
-    if (previous) known[place(previous)].key = previous, known[place(previous)].next = now;
+/* `now`, which is about to be made, comes after the one before. */
+static void comes(const product *now) {
+    const uint8_t *key = now->part[0].start[1];
+    if (previous) known[place(previous)].key = previous, known[place(previous)].next = *now;
     previous = key;
     const unsigned list = atomic_load_explicit(&team.list, memory_order_relaxed), other = 1 - list;
     int deep = 0;
     for (; deep < DEEP && known[place(key)].key == key; deep++) {
         team.ahead[other].next[deep] = known[place(key)].next;
-        key = known[place(key)].next.part[0].codes;
+        key = known[place(key)].next.part[0].start[1];
     }
     team.ahead[other].deep = deep;
     team.ahead[other].number = team.ahead[list].number + 1;
     atomic_store_explicit(&team.list, other, memory_order_release);
 }
+
+void mx_next(const mx_layer *const *layers, int count) {
+    if (!leading) return;
+    product now = {.count = count < MX_MANY ? count : MX_MANY};
+    for (int i = 0; i < now.count; i++) {
+        const mx_layer *l = layers[i];
+        const int64_t blocks = l->k / MX_BLOCK, groups = l->n / MX_ROWS;
+        now.part[i] = (weights){{l->scales, l->codes}, {l->scales ? blocks * MX_ROWS : 0, blocks * mx_tile_bytes(l->bits)}, groups, groups + 1, {0}};
+        now.groups += groups;
+    }
+    comes(&now);
+}
+
+void mx_next_slots(const mx_attention *a, int64_t low, int64_t high) {
+    const int64_t bytes = a->dtype == MX_DT_F32 ? 4 : 2, groups = (high - low + GROUP - 1) / GROUP;
+    if (!leading || groups < 1) return;
+    const weights both = {{(const uint8_t *)a->k + low * a->k_stride[2] * bytes, (const uint8_t *)a->v + low * a->v_stride[2] * bytes},
+                          {GROUP * a->k_stride[2] * bytes, GROUP * a->v_stride[2] * bytes},
+                          groups * a->kv_heads, groups, {a->k_stride[1] * bytes, a->v_stride[1] * bytes}};
+    comes(&(product){.part = {both}, .count = 1, .groups = both.groups});
+}
+
+int mx_leads(void) { return leading; }
 
 /* ---- the others ---- */
 
@@ -118,21 +137,23 @@ static void read_ahead(int thread, unsigned seen, cursor *at) {
         if (number + 1 + deep > at->number) at->number = number + 1 + deep, at->bytes = 0;
         for (int i = 0; i < p.count && left > 0; i++) {
             const weights *w = &p.part[i];
-            const int64_t count = first >= w->groups ? 0 : left < w->groups - first ? left : w->groups - first;
-            const uint8_t *start[2] = {w->scales + first * w->scale_bytes, w->codes + first * w->code_bytes};
-            const int64_t bytes[2] = {count * w->scale_bytes, count * w->code_bytes};
-            for (int j = 0; j < 2; j++) {
-                if (number + 1 + deep == at->number && before + bytes[j] > at->bytes) {
-                    const int64_t done = at->bytes > before ? at->bytes - before : 0;
-                    const int64_t wanted = bytes[j] - done < budget ? bytes[j] - done : budget;
-                    const int64_t asked = ask(start[j] + done, wanted, seen);
-                    at->bytes = before + done + asked;
-                    if (asked < wanted) return;
+            for (int64_t count; first < w->groups && left > 0; first += count, left -= count) { /* as many as lie in one row */
+                const int64_t at_row = first % w->row, rest = w->groups - first < w->row - at_row ? w->groups - first : w->row - at_row;
+                count = left < rest ? left : rest;
+                for (int j = 0; j < 2; j++) {
+                    const int64_t bytes = count * w->bytes[j];
+                    if (number + 1 + deep == at->number && before + bytes > at->bytes) {
+                        const int64_t done = at->bytes > before ? at->bytes - before : 0;
+                        const int64_t wanted = bytes - done < budget ? bytes - done : budget;
+                        const int64_t asked = ask(w->start[j] + first / w->row * w->row_step[j] + at_row * w->bytes[j] + done, wanted, seen);
+                        at->bytes = before + done + asked;
+                        if (asked < wanted) return;
+                    }
+                    before += bytes, budget -= bytes;
+                    if (budget <= 0) return;
                 }
-                before += bytes[j], budget -= bytes[j];
-                if (budget <= 0) return;
             }
-            left -= count, first = first > w->groups ? first - w->groups : 0;
+            first = first > w->groups ? first - w->groups : 0;
         }
     }
 }
