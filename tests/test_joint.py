@@ -16,7 +16,8 @@ from hf_specdec.kv_cache import SlotLayer
 
 from .architectures import FAMILIES, reference
 from .bench.conftest import tiny_model
-from .helpers import perturbed
+from .conformance.builders import VARIANTS
+from .helpers import perturbed, tiny_llama
 
 LENGTHS, NEW = (9, 40, 3, 17), (48, 12, 30, 60)
 
@@ -122,10 +123,61 @@ def test_drafts_that_branch_propose_chains_where_k_is_free_and_share_passes(kind
     assert all(chain for joined, _, chain in shapes if joined) and any(drafted for joined, drafted, _ in shapes if joined)
 
 
-@pytest.mark.parametrize("kind", ["the target's cache", "compiled"])
+IN_TURNS = ("cascade, over a tree that is drawn", "lookahead", "online", "online, a feature tree", "pass", "pass, tree", "shared_kv", "tree", "tree, with replacement", "tree, point masses",
+            "tree, wide")
+
+
+@pytest.mark.parametrize("name", sorted(VARIANTS))
+@pytest.mark.parametrize("k", ["auto", 3])
+def test_every_draft_gives_every_call_its_own_text_and_shares_passes_if_it_leaves_the_cache_alone(name, k, monkeypatch):
+    target, joined = hf_specdec.enable(tiny_llama()), []
+    texts = [(ids % target.config.vocab_size, new) for ids, new in zip(prompts(3), (48, 24, 30))]
+    score = Member.score
+
+    def noted(self, rows, proposal=None):
+        joined.append(self.joined)
+        return score(self, rows, proposal)
+
+    monkeypatch.setattr(Member, "score", noted)
+    drafts = [VARIANTS[name](target) for _ in texts]
+    jobs = [lambda text=text, draft=draft: call(target, *text, assistant_model=draft, speculative={"num_assistant_tokens": k}) for text, draft in zip(texts, drafts)]
+    found = together(jobs)
+    assert all(torch.equal(own, call(target, *text)) for own, text in zip(found, texts)), found
+    branches = any(each.may_branch or each.name in joint_module.ON_CACHE for each in drafts[0].all())
+    assert any(joined) == (name not in IN_TURNS and not (branches and k != "auto"))
+    hf_specdec.disable(target)
+
+
+@pytest.mark.parametrize("name", ["feature", "medusa", "sequential", "dflash", "parallel"])
+def test_drafts_are_shown_the_states_of_their_own_rows(name, monkeypatch):
+    """What is proposed in a shared pass is what the same call proposes alone."""
+    target, proposed = hf_specdec.enable(tiny_llama()), {}
+    texts = [(ids % target.config.vocab_size, new) for ids, new in zip(prompts(3), (48, 24, 30))]
+    observe = type(VARIANTS[name](target)).observe
+
+    def noted(self, proposal, logits):
+        proposed.setdefault(id(self), []).extend(proposal.listed())
+        observe(self, proposal, logits)
+
+    monkeypatch.setattr(type(VARIANTS[name](target)), "observe", noted)
+
+    def job(text, draft):
+        return lambda: call(target, *text, assistant_model=draft, speculative={"num_assistant_tokens": 3})
+
+    drafts = [VARIANTS[name](target) for _ in texts]
+    with passes(target) as rows:
+        together([job(*each) for each in zip(texts, drafts)])
+    alone = [VARIANTS[name](target) for _ in texts]
+    for each in zip(texts, alone):
+        job(*each)()
+    assert max(rows) > 1 and all(proposed[id(own)] == proposed[id(other)] for own, other in zip(drafts, alone))
+    hf_specdec.disable(target)
+
+
+@pytest.mark.parametrize("kind", ["the target's cache", "compiled", "compiled, with a drafter of states"])
 def test_a_call_has_its_cache_back_when_it_runs_alone_again(kind, monkeypatch):
     model, drafted, widths, parted = hf_specdec.enable(tiny_model(0)), [], [], []
-    options = {"compile": "layers"} if kind == "compiled" else {}
+    options = {"compile": "layers"} if "compiled" in kind else {}
     score, part = CachedModel.score, Joint.part
 
     def counted(self, rows, proposal=None):
@@ -137,14 +189,14 @@ def test_a_call_has_its_cache_back_when_it_runs_alone_again(kind, monkeypatch):
     monkeypatch.setattr(Joint, "part", lambda self, member: (parted.append(member), part(self, member)))
 
     def job(ids, new: int):
-        draft = EarlyExitDraft(model, 1) if kind != "compiled" else None
+        draft = None if kind == "compiled" else EarlyExitDraft(model, 1) if kind == "the target's cache" else VARIANTS["feature"](model)
         return lambda: call(model, ids, new, speculative=options or True, return_dict_in_generate=True, assistant_model=draft)
 
     new = (16, 12, 90, 20)
     found = together([job(*text) for text in zip(prompts(), new)])
     assert all(torch.equal(own.sequences, call(model, *text)) for own, text in zip(found, zip(prompts(), new))), found
     assert max(widths) > 1 and parted and widths[-10:] == [1] * 10
-    assert kind == "compiled" or not any(count for rows, count in drafted if rows > 1)
+    assert "compiled" in kind or not any(count for rows, count in drafted if rows > 1)
     cache = found[2].past_key_values if "past_key_values" in found[2] else found[2].cache
     longer = torch.cat([found[2].sequences, torch.tensor([[7, 8]])], 1)
     assert torch.equal(call(model, longer, 8, speculative=True, past_key_values=cache), call(model, longer, 8))

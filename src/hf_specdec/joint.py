@@ -18,9 +18,11 @@ from .cached_model import CachedModel
 from .drafts.base import Draft
 from .media import Media
 from .proposal import Proposal
+from .tap import Tap, layers_of, show
 
-READ_TEXT = ("jump_forward", "mixture", "model", "ngram", "ngram_recycling", "prediction", "prompt_lookup", "recycling", "retrieval", "suffix_automaton", "translated",
-             "uniform")  # drafts that neither read nor write the target's cache or states; others' calls make passes of their own, in turns
+APART = ("cascade", "dflash", "feature", "feature_parallel", "feature_tree", "horizontal_cascade", "jump_forward", "medusa", "mixture", "model", "model_tree", "ngram",
+         "ngram_recycling", "parallel", "prediction", "prefixed", "prompt_lookup", "recycling", "retrieval", "sequential", "suffix_automaton", "translated",
+         "uniform")  # drafts that neither read nor write the target's cache, but are told what its passes put out; others' calls make passes of their own, in turns
 ON_CACHE = ("compressed", "early_exit")  # that read and write the target's cache: while its row is among others', they draft nothing
 TOKENS = {"cpu": 16}  # of a pass that calls share, all rows together, up to which K "auto" goes; from there on the CPUs' kernels take longer with every token
 WIDE = 256            # the same elsewhere
@@ -79,14 +81,25 @@ class Joint:
         texts, drafted = zip(*(each.asked for each in self.rows))
         self.shared.lengths = [each.lengths[0] for each in self.rows]
         self.shared.cache.plan.limit = max(each.cache.plan.limit for each in self.rows)
+        layers = layers_of([tap for each in self.rows for tap in each.taps])
+        self.shared.taps = [Tap(layers)] if layers else []
         begin = perf_counter()
         try:
             logits = self.shared.score(list(texts), Proposal.from_lists(list(drafted), self.shared.device))
             answers = [logits[b : b + 1, : len(own) + 1] for b, own in enumerate(drafted)]
+            self._show([len(own) + 1 for own in drafted])
         except Exception as error:  # of all of them: out of memory, say
             answers = [error] * len(texts)
         for each, answer in zip(self.rows, answers):
             each.answer, each.seconds, each.calls = answer, each.seconds + perf_counter() - begin, each.calls + 1
+
+    def _show(self, widths: list[int]) -> None:
+        """Tell the taps of every call of its row's part of the pass, the first widths[b] places."""
+        for tap in self.shared.taps:
+            (states, starts), = tap.take(len(widths))
+            parts = dict(zip(tap.layers, states.chunk(len(tap.layers), dim=-1)))
+            for b, each in enumerate(self.rows):
+                show(each.taps, [parts[layer][b : b + 1, : widths[b]] for layer in layers_of(each.taps)], starts[b : b + 1])
 
     def join(self, member: Member) -> None:
         """Its row goes behind the others'."""
@@ -137,7 +150,7 @@ class Member(CachedModel):
         self.seat, self.free, self.asked, self.answer = seat, free, None, None
         drafts = list(draft.all())
         self.rests = any(each.name in ON_CACHE for each in drafts)
-        kinds = all(each.name in (*READ_TEXT, *ON_CACHE) for each in drafts) and (free or not (compile or self.rests or any(each.may_branch for each in drafts)))
+        kinds = all(each.name in (*APART, *ON_CACHE) for each in drafts) and (free or not (compile or self.rests or any(each.may_branch for each in drafts)))
         self.joins = kinds and source is place is None and not (traits.states or traits.own_cache or traits.indexed or traits.encoder != "none" or self.cache.plan.aligned)
 
     @property
@@ -183,7 +196,7 @@ class Member(CachedModel):
     def _can_join(self, rows: list[list[int]]) -> bool:
         """Whether nothing but the root of a single row is left to be read, and nothing but text has been."""
         alone = self.joins and len(rows) == 1 and self.lengths == [len(rows[0]) - 1] and self.lengths[0] > 0
-        return alone and self.media is None and not (self.taps or self.sight or any(self.ahead) or self.per_token is not None or self.cache.seen)
+        return alone and self.media is None and not (self.sight or any(self.ahead) or self.per_token is not None or self.cache.seen)
 
     def feed(self, rows: list[list[int]]) -> None:
         if any(rows) and not self.joined:  # a part of a prompt

@@ -75,8 +75,8 @@ class ModelTreeDraft(ModelDraft):
         self.fed, self.passed = Tree(()), {}
         if not max(k):
             return Proposal.from_lists([[] for _ in k], context.device, self.name)
-        grow = self._dynamic if isinstance(self.shape, DynamicTree) else self._fixed
-        shape = Tree.chain(max(k)) if context.stock else self.shape  # stock decoding takes chains
+        shape = Tree.chain(max(k)) if context.chains else self.shape
+        grow = self._dynamic if isinstance(shape, DynamicTree) else self._fixed
         tree, tokens, laws, chances = grow(context, k, shape)
         sizes = [sum(depth <= own for depth in tree.depths[1:]) for own in k]
         return Proposal(tree, tokens, laws, sizes, self.name, chances)

@@ -56,17 +56,18 @@ class OnePassDraft(Draft):
         if not max(k):
             return Proposal.from_lists([[] for _ in k], context.device, self.name)
         logits = self._logits(context, k)
-        if self.drawn and isinstance(self.shape, Tree) and self.shape.is_chain:
-            return self._chain(context, fitted(logits, context.vocab_size, self.heads.ids), k)
-        tree, tokens = self._surest(logits) if isinstance(self.shape, DynamicTree) else self._filled(logits, self.shape)
+        shape = Tree.chain(logits.shape[1]) if context.chains and self.may_branch else self.shape
+        if self.drawn and isinstance(shape, Tree) and shape.is_chain:
+            return self._chain(context, fitted(logits, context.vocab_size, self.heads.ids), k, len(shape))
+        tree, tokens = self._surest(logits) if isinstance(shape, DynamicTree) else self._filled(logits, shape)
         sizes = [sum(depth <= own for depth in tree.depths[1:]) for own in k]
         return Proposal(tree, tokens, None, sizes, self.name)
 
     def most_nodes(self, k: int) -> int:
         return most_nodes(self.shape, k)
 
-    def _chain(self, context: Context, logits: torch.Tensor, k: list[int]) -> Proposal:
-        """One token after another, each from its place's law after the target's processors; these may look at the tokens before it."""
+    def _chain(self, context: Context, logits: torch.Tensor, k: list[int], length: int) -> Proposal:
+        """One token after another, up to `length`, each from its place's law after the target's processors; these may look at the tokens before it."""
         tokens, laws, start = [], [], torch.zeros(len(k), dtype=torch.long, device=context.device)
         if self.stop is not None:
             self.stop.begin()
@@ -76,7 +77,7 @@ class OnePassDraft(Draft):
         def prefix(b: int, _: int) -> torch.Tensor | None:
             return context.text(b, [drafted(i)[b] for i in range(len(tokens))])
 
-        while len(tokens) < min(max(k), len(self.shape)):
+        while len(tokens) < min(max(k), length):
             step = len(tokens)
             known = None if self.stop is None else self._foretold(step, tokens)
             if known is not None:
