@@ -27,6 +27,7 @@ from hf_specdec.schedule import AutoSchedule
 from hf_specdec.drafts import CompressedDraft, EarlyExitDraft, MixtureDraft, ModelDraft, PromptLookupDraft
 from hf_specdec.drafts.feature import FeatureDraft
 from hf_specdec.training.shared import PrunedHead
+from hf_specdec.tree import Tree
 from tests.architectures import FAMILIES
 from tests.conformance.builders import BUILDERS, VARIANTS, feature_drafter, make
 from tests.helpers import FULL, OLD_TORCH, KnowingTreeDraft, enabled, generated, perturbed, plain, prompts, repetitive, speculate
@@ -86,7 +87,7 @@ def test_a_draft_model_and_a_tree_are_compiled_too(traced, strict):
     texts = plain(target, rows)
     draft = perturbed(target, 0.05)
     assert run(target, rows, ModelDraft(draft)) == texts
-    assert {key[1] for key in compiled._functions[draft].made} == {1, 4, -2} and 8 in {key[1] for key in compiled._functions[target].made}
+    assert {key[1] for key in compiled._functions[draft].made} == {1, 2, -2} and {key[1] for key in compiled._functions[target].made} == {2}
     assert run(target, rows, KnowingTreeDraft([row + text for row, text in zip(rows, texts)]), k=10) == texts
     assert run(target, rows[:1], EarlyExitDraft(target, 1)) == texts[:1]
     assert run(target, rows, CompressedDraft(target, perturbed(target))) == texts
@@ -171,7 +172,27 @@ def test_a_cache_that_grows_needs_no_other_functions(name, compile, traced, stri
     hf_specdec.disable(target)
     assert generated(out, rows) == plain(target, rows, max_new_tokens=60)
     made = compiled._by_layers[target].functions if compile == "layers" else compiled._functions[target]
-    assert {own[1] for own in made.tried if isinstance(own[1], int)} >= {32, 64, 128} and len(made.made) == len(made.slots) and not made.apart
+    assert {own[1] for own in made.tried if isinstance(own[1], int)} >= {32, 64, 128} and len(made.made) == len(made.shapes) and not made.apart
+
+
+@pytest.mark.share(1 / 2)
+@pytest.mark.parametrize("compile", ["model", "layers"])
+@pytest.mark.parametrize("name", ["Llama", "Gemma 3 (text)", *(NAMES[2:] if FULL else [])])
+def test_one_function_serves_any_number_of_rows_and_tokens(name, compile, functional, strict, monkeypatch):
+    monkeypatch.setattr(compiled, "FLAT", 0)
+    target, rows = family(name).model("eager"), prompts(9, 3, 14, 5, 7)
+    cached = CachedModel(target, 120, compile=compile)
+    for kept in ([0, 1, 2, 3, 4], [1, 2, 4], [0, 2]):
+        cached.keep(kept) if len(kept) < len(rows) else None
+        rows = [rows[b] for b in kept]
+        for tree in (Tree.chain(2), Tree((0, 0, 1, 1)), Tree(()), Tree.chain(11)):
+            drafted = proposal(tree, len(rows), seed=len(rows))
+            check_scores(target, cached, rows, drafted)
+            take(cached, rows, drafted, [0] * len(rows))
+    made = compiled._by_layers[target].functions if compile == "layers" else compiled._functions[target]
+    blocks = [key for key in made.made if len(made.shapes[key]) == 3]
+    assert blocks and not made.apart and all(len(_debug_get_cache_entry_list(made.made[key].__wrapped__.__code__)) == 1 for key in blocks)
+    assert compile == "layers" or sorted(key[:3] for key in blocks) == [(2, 1, True), (2, 2, False), (2, 2, True)]
 
 
 @pytest.mark.parametrize("compile", ["model", "layers"])
@@ -223,13 +244,13 @@ def test_prompts_that_do_not_compile_are_no_reason_for_other_passes(traced, stri
 
 def test_an_argument_that_is_no_mask_may_have_another_length():
     def ask(keys, values, mask, cosines):
-        return of_one_length([Held(keys, values)], mask, cosines), keys + values
+        return of_one_length([Held(keys, values)], None, mask, cosines), keys + values
 
     torch._dynamo.reset()
     run = torch.compile(ask, backend="eager", fullgraph=True, dynamic=True)
     for slots in (32, 48, 96):
         buffer, mask, cosines = torch.ones(1, 2, slots, 8), torch.ones(1, 1, 4, slots), torch.ones(1, 1, 4, 8)
-        assert not run(buffer, buffer, mask, cosines)[0] and of_one_length([Held(buffer, buffer)], mask)
+        assert not run(buffer, buffer, mask, cosines)[0] and of_one_length([Held(buffer, buffer)], None, mask)
     assert len(_debug_get_cache_entry_list(ask.__code__)) == 1
 
 

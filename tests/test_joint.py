@@ -176,14 +176,17 @@ def test_drafts_are_shown_the_states_of_their_own_rows(name, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["the target's cache", "compiled", "compiled, with a drafter of states"])
 def test_a_call_has_its_cache_back_when_it_runs_alone_again(kind, monkeypatch):
-    model, drafted, widths, parted = hf_specdec.enable(tiny_model(0)), [], [], []
+    model, drafted, widths, parted, compiled = hf_specdec.enable(tiny_model(0)), [], [], [], []
     options = {"compile": "layers"} if "compiled" in kind else {}
     score, part = CachedModel.score, Joint.part
 
     def counted(self, rows, proposal=None):
         widths.append(len(rows))
         drafted.append((len(rows), 0 if proposal is None else max(proposal.sizes)))
-        return score(self, rows, proposal)
+        logits = score(self, rows, proposal)
+        if len(rows) > 1:
+            compiled.append(self.compiled is not None and bool(self.compiled.usable))
+        return logits
 
     monkeypatch.setattr(CachedModel, "score", counted)
     monkeypatch.setattr(Joint, "part", lambda self, member: (parted.append(member), part(self, member)))
@@ -196,6 +199,7 @@ def test_a_call_has_its_cache_back_when_it_runs_alone_again(kind, monkeypatch):
     found = together([job(*text) for text in zip(prompts(), new)])
     assert all(torch.equal(own.sequences, call(model, *text)) for own, text in zip(found, zip(prompts(), new))), found
     assert max(widths) > 1 and parted and widths[-10:] == [1] * 10
+    assert compiled and all(compiled) == any(compiled) == ("compiled" in kind)
     assert "compiled" in kind or not any(count for rows, count in drafted if rows > 1)
     cache = found[2].past_key_values if "past_key_values" in found[2] else found[2].cache
     longer = torch.cat([found[2].sequences, torch.tensor([[7, 8]])], 1)

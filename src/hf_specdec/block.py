@@ -39,14 +39,19 @@ class Block(NamedTuple):
         """What a function is made for, beside the shape of the block: the number format of the cache, how many layers there are, and what of an encoder."""
         return next((held.keys.dtype for held in self.layers if held.keys is not None), None), len(self.layers), self.read and self.read.mask is None
 
-    def sizes(self, slots: bool) -> list[tuple[torch.Tensor, int]]:
-        """The tensors that have a dimension of what an encoder has read, or, with `slots`, of the cache's slots, each with the number of that dimension."""
+    def sizes(self, slots: bool, rows: bool = False) -> list[tuple[torch.Tensor, int]]:
+        """The tensors that have a dimension of what an encoder has read, or, with `slots`, of the cache's slots, or, with `rows`, of rows and the tokens of each, with the
+        number of that dimension."""
         read = [] if self.read is None else self.read.sizes()
         if not slots:
             return read
-        masks = self.mask.values() if isinstance(self.mask, dict) else [self.mask]
-        buffers = [part for held in self.layers for part in (held.keys, held.values)]
-        return [(part, 3) for part in masks if part is not None] + [(part, 2) for part in buffers if part is not None] + read
+        masks = [part for part in (self.mask.values() if isinstance(self.mask, dict) else [self.mask]) if part is not None]
+        buffers = [part for held in self.layers for part in (held.keys, held.values) if part is not None]
+        found = [(part, 3) for part in masks] + [(part, 2) for part in buffers] + read
+        if rows:
+            given = [part for part in (self.tokens, self.embeds, self.positions, self.slots) if isinstance(part, torch.Tensor)]
+            found += [(part, 0) for part in (*given, *masks, *buffers)] + [(part, 1) for part in given] + [(part, 2) for part in masks]
+        return [(part, dim) for part, dim in found if part.shape[dim] > 1]
 
 
 def _contiguous(part):

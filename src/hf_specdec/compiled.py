@@ -45,7 +45,7 @@ _refusals: WeakKeyDictionary = WeakKeyDictionary()  # model -> {why it runs with
 
 def forward(model, tokens, embeds, positions, mask, slots, layers, read):
     """One pass over a `Block`: logits [B, W, V], what the layers that are watched put out, and the states that layers have taken. Compiled as a whole."""
-    of_one_length(layers, mask)
+    of_one_length(layers, slots, mask)
     return telling(over, _cache(layers, slots, read), model, tokens, embeds, positions, mask, read)
 
 
@@ -71,7 +71,7 @@ def several(model, tokens, embeds, positions, mask, slots, layers, read, vocab, 
     """Passes over one token each, every one over that of the first `vocab` tokens which `drawing` (a `distributions.Drawing`) takes after the one
     before, with uniform float64 [B, n]: int64 [B, n], their laws [B, n, vocab] or None, and the last states that were noted. The others are those of a
     `Block`; make(model, states, tokens) makes the inputs of a pass of the states noted in the one before."""
-    of_one_length(layers, mask)
+    of_one_length(layers, None, mask)
     drawn, laws, (make, states) = [], [], embeds or (None, None)
     for i in range(positions.shape[1]):
         masks = {name: each[:, :, i : i + 1] for name, each in mask.items()} if isinstance(mask, dict) else mask[:, :, i : i + 1]
@@ -93,6 +93,7 @@ class CompiledPasses:
     untried: whether the last pass was the first of its function ever, so that its logits are to be compared (`judge`).
     checked: the functions without their guards (what torch checks before it reuses a function): evaluated once a call, because
         nothing that they look at changes within one, and they take up to a tenth of a small model's pass.
+    any_rows: whether a function of several rows serves any number of them, and of tokens of each.
     read: what an encoder has read, where the model looks at it; such a model is compiled as a whole.
     """
 
@@ -107,21 +108,23 @@ class CompiledPasses:
         self.checked: dict[tuple, Callable] = {}
         self.usable: bool | None = False if any(_refusals.get(model, {}).values()) else None
         self.untried = False
+        self.any_rows = compat.device_of(model).type == "cpu" and not reads and not compat.traits_of(compat.unwrap(model), role).states
         self.most, self.runner = passes.runner(model, compiled=True)
         for addition in passes.ADDITIONS:
             addition.prepare(model)
         if why := why_not_compiled(compat.unwrap(model)):
             self.give_up(why)
 
-    def places(self, width: int) -> int | None:
-        """The places of the compiled block that takes `width` tokens; None where there is none."""
+    def places(self, width: int, rows: int = 1) -> int | None:
+        """The places of the compiled block that takes `width` tokens of each of `rows` rows; None where there is none."""
         if self.usable is None:
             apart = read_once(compat.unwrap(self.model))  # transformers leaves hooks on what reads images
             hooks = [hook for part in modules(self.model) if id(part) not in apart for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())]
             self.usable = all(getattr(hook, "__module__", None) == CAPTURING for hook in hooks)
             if not self.usable:
                 self.give_up("it has forward hooks", for_good=False)
-        return next((places for places in WIDTHS if width <= places), None) if self.usable else None
+        most = next((places for places in WIDTHS if width <= places), None) if self.usable else None
+        return width if most and rows > 1 and self.any_rows else most
 
     def give_up(self, why: str, for_good: bool = True) -> None:
         """No compiled pass in this call, nor in later ones where it is `for_good`."""
@@ -139,9 +142,11 @@ class CompiledPasses:
         masks = attention_mask if isinstance(attention_mask, dict) else {None: attention_mask}
         masks = {name: _longer(mask, 2, more) for name, mask in masks.items()}
         block = Block.laid_out(cache, pad(tokens, (0, more)), _longer(embeds, 1, more), _longer(position_ids, 1, more), masks.get(None, masks), self.read)
-        key = (tokens.shape[0], plan.width, tokens.device, *block.kind, type(self.model), embeds is None, reads)
+        rows, free = len(tokens), len(tokens) > 1 and self.any_rows  # one function for any number of rows, and of tokens, from two on
+        size = (2, min(plan.width, 2), rows * plan.width <= passes.FEW) if free else (rows, plan.width)
+        key = (*size, tokens.device, *block.kind, type(self.model), embeds is None, reads)
         run = self._run_by_layers if self.by_layers else self._run
-        done = run(key, forward, tokens.shape[0] * plan.width, plan.capacity, reads, block)
+        done = run(key, forward, rows * plan.width, (plan.capacity, rows, plan.width) if free else (plan.capacity,), reads, block)
         if done is None:
             return None
         logits, states, taken = done
@@ -190,39 +195,39 @@ class CompiledPasses:
         """What the function `several` gives for the n tokens that `cache.plan` has laid out; None where the model does not compile."""
         block = Block.laid_out(cache, tokens, embeds, position_ids, attention_mask, self.read)
         key = (tokens.shape[0], -cache.plan.width, tokens.device, *block.kind, type(self.model), vocab, embeds and embeds[0], drawing.settings, reads)
-        return self._run(key, several, tokens.shape[0], cache.plan.capacity, reads, block, vocab, drawing, uniform.contiguous())
+        return self._run(key, several, tokens.shape[0], (cache.plan.capacity,), reads, block, vocab, drawing, uniform.contiguous())
 
-    def _run(self, key: tuple, function: Callable, places: int, capacity: int, reads: tuple[int, ...], block: Block, *more):
-        """The compiled `function` of these arguments, while the layers `reads` are noted; None where it does not compile."""
+    def _run(self, key: tuple, function: Callable, places: int, shape: tuple[int, ...], reads: tuple[int, ...], block: Block, *more):
+        """The compiled `function` of these arguments, while `reads` are noted; None where it does not compile. shape: slots of the cache, and of several rows, how many, and their tokens."""
         device, given = block.tokens.device, (self.model, *block, *more)
-        key, own = key if device.type == "cpu" else (key, capacity), (key, capacity)  # a CUDA graph is for one number of slots
-        self.untried = own not in self.functions.tried
+        key, own = key if device.type == "cpu" else (key, *shape), (key, *shape)  # a CUDA graph is for one number of slots
+        self.untried = self.functions.untried(key, shape)
         if device.type == "cuda":
             torch.compiler.cudagraph_mark_step_begin()  # else every pass is a graph behind the graphs of all passes before it
         try:
             with watched(read_at(compat.unwrap(self.model), reads), note):
                 if own not in self.checked:
-                    sizes = block.sizes(slots=device.type == "cpu")
-                    self.checked[own], done = self.functions.ask(key, capacity, lambda _: passes.alone(function, device, places, sizes=sizes), given)
+                    sizes = block.sizes(slots=device.type == "cpu", rows=len(shape) > 1)
+                    self.checked[own], done = self.functions.ask(key, shape, lambda _: passes.alone(function, device, places, sizes=sizes), given)
                 else:
                     run = self.checked[own]
                     done = self.runner(run, *given) if places <= self.most else run(*given)
         except Exception as error:  # whatever tracing or the compiler says: the pass can be run without them
             self._refuse(error)
             return None
-        self.functions.tried.add(own)
+        self.functions.passed(key, shape)
         return tree_map_only(torch.Tensor, torch.clone, done) if device.type == "cuda" else done  # the next graph writes where this one did
 
-    def _run_by_layers(self, key: tuple, function: Callable, places: int, capacity: int, reads: tuple[int, ...], block: Block):
+    def _run_by_layers(self, key: tuple, function: Callable, places: int, shape: tuple[int, ...], reads: tuple[int, ...], block: Block):
         """`_run` of `forward`, whose layers are compiled."""
         cache = FixedCache([fixed(held, block.slots) for held in block.layers])
-        self.untried = (key, capacity) not in self.layerwise.tried
+        self.untried = self.layerwise.made.untried(key, shape)
         try:
-            with watched(read_at(compat.unwrap(self.model), reads), note), self.layerwise.running(key, cache, places, capacity):
+            with watched(read_at(compat.unwrap(self.model), reads), note), self.layerwise.running(key, cache, places, shape):
                 team = places <= self.most and not self.untried
                 arguments = (cache, self.model, block.tokens, block.embeds, block.positions, block.mask)
                 done = self.runner(over, *arguments) if team else over(*arguments)
-            self.layerwise.tried.add((key, capacity))
+            self.layerwise.made.passed(key, shape)
             return done
         except Exception as error:
             self._refuse(error)

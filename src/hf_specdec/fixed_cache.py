@@ -90,10 +90,14 @@ class FixedStates(FixedLayer, LinearAttentionLayer):
         return recurrent_states
 
 
-def of_one_length(held: Iterable[Held], *others: Any) -> bool:
-    """Whether all buffers have as many slots as the first of them, and so have the masks [B, 1, W, S] among `others`, or by name in them. Where a compiler traces the question, one number
-    stands for them all from here on: torch makes a tensor of every number that it gives a compiled function, in every pass."""
-    slots = [part.shape[2] for layer in held for part in (layer.keys, layer.values) if part is not None]
+def of_one_length(held: Iterable[Held], slots: torch.Tensor | None, *others: Any) -> bool:
+    """Whether all buffers have as many slots as the first of them, and so have the masks [B, 1, W, S] among `others`, or by name in them; and as many rows as `slots` [B, W], if
+    there are several. Where a compiler traces the question, one number stands for them all from here on: torch makes a tensor of every number that it gives a compiled
+    function, in every pass."""
+    buffers = [part for layer in held for part in (layer.keys, layer.values) if part is not None]
+    if slots is not None and slots.dim() == 2 and any(part.shape[0] != slots.shape[0] for part in buffers):
+        return False
+    slots = [part.shape[2] for part in buffers]
     parts = [part for own in others for part in (own.values() if isinstance(own, dict) else [own])]
     slots += [part.shape[3] for part in parts if isinstance(part, torch.Tensor) and part.dim() == 4]
     return not any(size != slots[0] for size in slots)

@@ -195,7 +195,7 @@ class Forward:
         if self.compiled is None or not any(self.lengths) or not self._told(starts):
             return None
         if not isinstance(self.run, Decoder):
-            return self.compiled.places(width)
+            return self.compiled.places(width, len(starts))
         if self.compiled.usable is not False and len(starts) > 1:
             self.compiled.give_up("it counts the positions of all rows of a batch alike", for_good=False)
         places = self.compiled.places(max(width, 1 + self.blind))

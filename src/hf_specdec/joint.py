@@ -104,7 +104,7 @@ class Joint:
     def join(self, member: Member) -> None:
         """Its row goes behind the others'."""
         if self.shared is None:
-            self.shared = CachedModel(member.model, 0, "target", member.traits)
+            self.shared = CachedModel(member.model, 0, "target", member.traits, compile=member.compiled is not None and member.compiled.way)
         self.shared.cache.add(member.cache)
         member.cache.release()
         self.rows.append(member)
@@ -150,7 +150,7 @@ class Member(CachedModel):
         self.seat, self.free, self.asked, self.answer = seat, free, None, None
         drafts = list(draft.all())
         self.rests = any(each.name in ON_CACHE for each in drafts)
-        kinds = all(each.name in (*APART, *ON_CACHE) for each in drafts) and (free or not (compile or self.rests or any(each.may_branch for each in drafts)))
+        kinds = all(each.name in (*APART, *ON_CACHE) for each in drafts) and (free or not (self.rests or any(each.may_branch for each in drafts)))
         self.joins = kinds and source is place is None and not (traits.states or traits.own_cache or traits.indexed or traits.encoder != "none" or self.cache.plan.aligned)
 
     @property

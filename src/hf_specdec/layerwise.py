@@ -39,7 +39,7 @@ def _forward(layer: nn.Module, cache: Cache, at: int | str, args: tuple, kwargs:
 def at_slots(layer, at, args, kwargs, held, slots, count):
     """A layer over a block whose keys and values go to `slots` of the buffers that it has `held`: what it puts out, and the states that it has taken. It may ask for any
     of `count` layers. Compiled as a whole."""
-    of_one_length([held], *args, kwargs)
+    of_one_length([held], slots, *args, kwargs)
     own = fixed(held, slots)
     return telling(_forward, layer, FixedCache([own] * count), at, args, kwargs), own.taken
 
@@ -111,18 +111,18 @@ class Layerwise:
         self.kinds = [made.kinds.setdefault(kind, len(made.kinds)) for kind in kinds(layers)]
         self.stand_ins = [_stand_in(layer) for layer in layers]
         self.checked: dict[tuple, Callable] = {}  # functions without guards
-        self.steps: dict[tuple[Hashable, int], list] = {}  # by key of a pass and slots: function and place of the cache per layer
-        self.key = self.cache = self.places = self.slots = None
+        self.steps: dict[tuple[Hashable, tuple], list] = {}  # by key of a pass and its shape: function and place of the cache per layer
+        self.key = self.cache = self.places = self.shape = None
 
     @contextmanager
-    def running(self, key: Hashable, cache: Cache, places: int | None, slots: int = 0) -> Iterator[None]:
-        """Inside, a forward in this thread that is given `cache` runs its layers by compiled functions: a `FixedCache` of `slots` over `places`
-        tokens, or with None an empty cache of any kind over the first tokens of a text. key: what else decides of shapes and arguments."""
-        self.key, self.cache, self.places, self.slots = key, cache, places, slots
+    def running(self, key: Hashable, cache: Cache, places: int | None, shape: tuple[int, ...] = ()) -> Iterator[None]:
+        """Inside, a forward in this thread that is given `cache` runs its layers by compiled functions: a `FixedCache` over `places` tokens, of a `shape`
+        (`CompiledPasses.shape`), or with None an empty cache of any kind over the first tokens of a text. key: what else decides of shapes and arguments."""
+        self.key, self.cache, self.places, self.shape = key, cache, places, shape
         if places is None:  # guards may ask for the length of the text: they are evaluated in every such pass
             self.checked = {own: run for own, run in self.checked.items() if own[0][0] != key}
-        if places is None or (key, slots) not in self.steps:
-            self.steps[key, slots] = [None] * len(self.layers)
+        if places is None or (key, shape) not in self.steps:
+            self.steps[key, shape] = [None] * len(self.layers)
         thread = get_ident()
         with _changing:
             for i, layer in enumerate(self.layers):
@@ -130,7 +130,7 @@ class Layerwise:
         try:
             yield
         except BaseException:
-            del self.steps[key, slots]
+            del self.steps[key, shape]
             raise
         finally:
             with _changing:
@@ -142,9 +142,9 @@ class Layerwise:
             self.cache = None
 
     def _run(self, i: int, layer: nn.Module, args: tuple, kwargs: dict):
-        if self.places is None and self.steps[self.key, self.slots][i] is not None:
+        if self.places is None and self.steps[self.key, self.shape][i] is not None:
             raise ValueError("its layers run more than once in a pass")
-        run, at = self.steps[self.key, self.slots][i] or (None, self._place(args, kwargs))
+        run, at = self.steps[self.key, self.shape][i] or (None, self._place(args, kwargs))
         if isinstance(at, str):
             del kwargs[at]
         else:
@@ -154,7 +154,7 @@ class Layerwise:
             given += (*self._held(i), len(self.layers))
         if run is None:
             run, done = self._function(i, given)
-            self.steps[self.key, self.slots][i] = run, at
+            self.steps[self.key, self.shape][i] = run, at
         else:
             done = run(*given)
         out, states = done
@@ -178,24 +178,34 @@ class Layerwise:
         return found[0]
 
     def _function(self, i: int, given: tuple) -> tuple[Callable, Any]:
-        """The function for these arguments of layer i, and what it gives. The first layer of its kind is asked for with guards, once a call and number of
-        slots (nothing they look at changes within one), or in every pass over the first tokens of a text, whose length they may look at."""
+        """The function for these arguments of layer i, and what it gives. The first layer of its kind is asked for with guards, once a call and
+        shape (nothing they look at changes within one), or in every pass over the first tokens of a text, whose length they may look at."""
         leaves, structure = tree_flatten(given[1:4])
         key = (self.key, self.kinds[i], str(structure), *(part if isinstance(part, PLAIN) else type(part) for part in leaves))
-        own = (key, self.slots)
+        own = (key, self.shape)
         if own in self.checked:
             return self.checked[own], self.checked[own](*given)
-        self.checked[own], done = self.made.ask(key, self.slots, lambda changed: self._compile(given, leaves, changed), given)
+        self.checked[own], done = self.made.ask(key, self.shape, lambda changed: self._compile(given, leaves, changed), given)
         return self.checked[own], done
 
     def _compile(self, given: tuple, leaves: list, changed: bool) -> Callable:
         tensors = [part for part in leaves if isinstance(part, torch.Tensor)]
         shared = [part for part in tree_leaves([dict(own) for own in leaves if isinstance(own, Mapping)]) if isinstance(part, torch.Tensor)]  # keys that later layers look at
         if self.places is not None:
-            masks = [part for part in tensors if part.dim() == 4 and part.shape[-1] == self.slots]
+            masks = [part for part in tensors if part.dim() == 4 and part.shape[-1] == self.shape[0]]
             buffers = [part for part in (*given[4][:2], *shared) if part is not None]
-            return alone(at_slots, self.device, self.places, whole=False, sizes=[(mask, 3) for mask in masks] + [(part, 2) for part in buffers])
+            sizes = [(mask, 3) for mask in masks] + [(part, 2) for part in buffers]
+            return alone(at_slots, self.device, self.places, whole=False, sizes=sizes + self._of_rows(tensors, masks, buffers, given[5]))
         sizes = [(part, dim) for part in (*tensors, *shared) for dim, size in enumerate(part.shape) if size == TRIAL]
         if not sizes:
             raise NotCompiled(changed)
         return alone(from_start, self.device, TRIAL, whole=False, sizes=sizes)
+
+    def _of_rows(self, tensors: list, masks: list, buffers: list, slots: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
+        """Where tensors have a dimension of rows, or of the tokens of one, if that may be of another size later."""
+        if len(self.shape) < 3:
+            return []
+        _, rows, width = self.shape
+        given = [part for part in tensors if part.dim() in (2, 3) and part.shape[:2] == (rows, width)]
+        found = [(part, 0) for part in (*given, *masks, *buffers, slots)] + [(part, 1) for part in (*given, slots)] + [(part, 2) for part in masks]
+        return [(part, dim) for part, dim in found if part.shape[dim] > 1]

@@ -97,26 +97,37 @@ def shows_versions() -> bool:
 
 @dataclass
 class Functions:
-    """What was compiled for one model so far. One function serves caches of every number of slots, where torch lets it."""
+    """What was compiled for one model so far. One function serves caches of every number of slots, and several rows of any number, where torch lets it."""
 
     made: dict[tuple, Callable] = field(default_factory=dict)
-    slots: dict[tuple, int] = field(default_factory=dict)  # of the cache that each was made with
-    apart: set[tuple] = field(default_factory=set)  # keys of passes that want a function for each number of slots
+    shapes: dict[tuple, tuple] = field(default_factory=dict)  # that each was made with: slots of the cache, and, of several rows, how many, and tokens of a row
+    apart: set[tuple] = field(default_factory=set)  # keys of passes that want a function for each of these
     tried: set[Hashable] = field(default_factory=set)  # passes whose logits were compared with those of the same pass uncompiled
 
-    def ask(self, key: tuple, slots: int, make: Callable[[bool], Callable], given: tuple) -> tuple[Callable, Any]:
+    def untried(self, key: tuple, shape: tuple) -> bool:
+        """Whether no pass of that many slots, or of that many rows and tokens, has been compared yet."""
+        return not self._marks(key, shape) <= self.tried
+
+    def passed(self, key: tuple, shape: tuple) -> None:
+        self.tried |= self._marks(key, shape)
+
+    @staticmethod
+    def _marks(key: tuple, shape: tuple) -> set[tuple]:
+        return {(key, shape[0]), (key, *shape[1:])} if len(shape) > 1 else {(key, *shape)}
+
+    def ask(self, key: tuple, shape: tuple, make: Callable[[bool], Callable], given: tuple) -> tuple[Callable, Any]:
         """The function for these arguments, without guards, and what it gives with them. make: called as make(whether there was one, and what its
         guards look at has changed) where there is none."""
-        own = (key, slots) if key in self.apart else key
+        own = (key, *shape) if key in self.apart else key
         run = self.made.get(own)
         done = None if run is None else compiling(run, *given)
         if run is None or (unguarded(run) is run and shows_versions()):  # torch has compiled it again
-            if self.made.pop(own, None) is not None and own == key and self.slots[key] != slots:
+            if self.made.pop(own, None) is not None and own == key and self.shapes[key] != shape:
                 self.apart.add(key)
-                own = (key, slots)
+                own = (key, *shape)
             run = make(run is not None)
             done = compiling(run, *given)
-            self.made[own], self.slots[own] = run, slots
+            self.made[own], self.shapes[own] = run, shape
         return unguarded(run), done
 
 

@@ -16,6 +16,7 @@ from .drafts.base import Draft, Run
 from .drafts.progress import progress
 from .hints import check_int, what
 from .kv_cache import FEWEST
+from .passes import FEW
 from .proposal import Proposal
 from .registry import DRAFTS, load
 from .seq2seq import Source
@@ -27,16 +28,17 @@ BEHIND = 8  # tokens that the first passes are behind: as many as it takes for a
 
 @torch.no_grad()
 def warmup(model: PreTrainedModel, draft=None, config: SpeculativeConfig | dict | None = None, max_length: int = 512, batch: int = 1,
-           nodes: int | None = None, sampling: dict | None = None) -> int:
+           nodes: int | None = None, sampling: dict | None = None, drafts: bool = True) -> int:
     """Compile the passes that calls with `compile=True` will need, with a progress bar on standard error; the number of passes made.
 
     model:      the target, after `enable(model)` if it is to be enabled: that changes the model's type, and for another type all is compiled anew.
     draft:      a draft model, or a `Draft` with models in it or one that reads the target's states.
     config:     of the calls: K (`max_auto_tokens` where it is "auto") says how wide the target's passes get.
-    max_length: tokens of the longest text, prompt included. batch: rows (a batch whose rows end one by one has smaller ones, too).
+    max_length: tokens of the longest text, prompt included. batch: rows at most; on a CPU all smaller numbers are compiled with them, but for functions of several steps.
     nodes:      drafted tokens per pass where the draft makes trees; None: K.
     sampling:   of the calls: what `generate` is told of it, such as {"do_sample": True, "top_k": 20}; the model's generation_config says the rest.
                 A model drafts its K tokens in one function, which draws them; another temperature, top_p, min_p needs no other one.
+    drafts:     False compiles the target's passes alone, as they are with that draft: those of several calls that share passes.
 
     Functions are kept with the model while it lives. What the compiler makes of them is kept by torch across processes
     ($TORCHINDUCTOR_CACHE_DIR, by default /tmp/torchinductor_<user>), and tracing alone is done again. Raises ValueError naming the argument
@@ -56,14 +58,14 @@ def warmup(model: PreTrainedModel, draft=None, config: SpeculativeConfig | dict 
     k = config.max_auto_tokens if config.num_assistant_tokens == "auto" else config.num_assistant_tokens
     widest = next(width for width in WIDTHS if width > min(nodes or k, WIDTHS[-1] - 1))
     watching, runs = (draft.watching(), draft.models()) if isinstance(draft, Draft) else ((), [] if draft is None else [Run(draft, steps=True)])
-    passes = _passes(Run(model, reads=watching), "target", widest, max_length, k)
+    passes = _passes(Run(model, reads=watching), "target", widest, max_length, k, batch)
     sampler = _sampler(model, sampling or {})
     steps = k if sampler.traceable(model.device) is not None else 1
-    passes += [each for run in runs for each in _passes(run, "assistant_model", _widest(run, k), max_length, steps)]
+    passes += [each for run in runs if drafts for each in _passes(run, "assistant_model", _widest(run, k), max_length, steps, batch)]
     vocab = compat.traits_of(compat.unwrap(model), "target").vocab_size
     with progress("Compiling", passes) as items:
         for each in items:
-            _compile(*each, batch, vocab, sampler, config.compile or True)
+            _compile(*each, vocab, sampler, config.compile or True)
     return len(passes)
 
 
@@ -85,18 +87,29 @@ def _widest(run: Run, k: int) -> int:
     return next(width for width in WIDTHS if width >= min(most, WIDTHS[-1]))
 
 
-def _passes(run: Run, role: str, widest: int, max_length: int, k: int) -> list[tuple]:
-    """(run, role, places, slots, steps) of every pass up to `widest` places and `max_length` tokens; steps: how many passes over the same places
+def _passes(run: Run, role: str, widest: int, max_length: int, k: int, batch: int) -> list[tuple]:
+    """(run, role, rows, places, slots, steps) of every pass up to `widest` places and `max_length` tokens; steps: how many passes over the same places
     the function makes."""
     slots = [FEWEST]
     while slots[-1] < max_length + widest:
         slots.append(2 * slots[-1])
-    made = [(width, 1) for width in WIDTHS if width <= widest]
-    made += [(1, 1 << i) for i in range(1, (k - 1).bit_length()) if 1 << i < k] if run.steps else []
-    return [(run, role, width, capacity, steps) for capacity in slots for width, steps in made]
+    made = _blocks(run.model, role, widest, batch)
+    made += [(batch, 1, 1 << i) for i in range(1, (k - 1).bit_length()) if 1 << i < k] if run.steps else []
+    return [(run, role, rows, width, capacity, steps) for capacity in slots for rows, width, steps in made]
 
 
-def _compile(run: Run, role: str, width: int, capacity: int, steps: int, batch: int, vocab: int, sampler: Sampler, way: bool | str) -> None:
+def _blocks(model: PreTrainedModel, role: str, widest: int, batch: int) -> list[tuple[int, int, int]]:
+    """(rows, places, 1) of the passes that there are functions for."""
+    of_one = [(1, width, 1) for width in WIDTHS if width <= widest]
+    if batch == 1:
+        return of_one
+    if not CachedModel(model, 1, role, source=_source(model, role, batch), compile=True).compiled.any_rows:
+        return [(batch, width, 1) for _, width, _ in of_one]
+    kinds = {(width > 1, rows * width <= FEW): (rows, width, 1) for rows in range(batch, 1, -1) for width in range(widest, 0, -1)}
+    return of_one + sorted(kinds.values())
+
+
+def _compile(run: Run, role: str, batch: int, width: int, capacity: int, steps: int, vocab: int, sampler: Sampler, way: bool | str) -> None:
     """Run the pass once, behind a prompt."""
     cached = CachedModel(run.model, capacity, role, source=_source(run.model, role, batch), compile=way)
     if run.make is not None:

@@ -66,11 +66,14 @@ def serve(work: Work, door: Door, tiles: bool, compile: bool, threads: int | Non
         to_tiles(model)
     _, draft = work.load_draft(enable(model), tokenizer)
     speculation = dataclasses.replace(work.speculation, compile=compile or work.speculation.compile)
-    if compile:
-        warmup(model, draft, speculation, max_length=min(COMPILED, getattr(model.config.get_text_config(), "max_position_embeddings", COMPILED)))
     if model.config.model_type in IN_MODULES and door.batch > 1:
         say(f"{work.target} keeps its states in its modules; it writes one answer at a time.")
         door = dataclasses.replace(door, batch=1)
+    if compile:
+        longest = min(COMPILED, getattr(model.config.get_text_config(), "max_position_embeddings", COMPILED))
+        warmup(model, draft, speculation, max_length=longest)
+        if door.batch > 1:
+            warmup(model, draft, speculation, max_length=longest, batch=door.batch, drafts=False)
     enable(model, speculative=speculation, assistant_model=draft)
     run(work.target, Answering(model, keep, say, twins(draft, door.batch)), processor, speculation, door)
 
