@@ -109,7 +109,7 @@ class CompiledPasses:
         self.usable: bool | None = False if any(_refusals.get(model, {}).values()) else None
         self.untried = False
         self.any_rows = compat.device_of(model).type == "cpu" and not reads and not compat.traits_of(compat.unwrap(model), role).states
-        self.most, self.runner = passes.runner(model, compiled=True)
+        (self.most, self.runner), (self.most_first, _) = (passes.runner(model, True, prompt) for prompt in (False, True))
         for addition in passes.ADDITIONS:
             addition.prepare(model)
         if why := why_not_compiled(compat.unwrap(model)):
@@ -168,7 +168,7 @@ class CompiledPasses:
         self.untried = key not in self.layerwise.tried
         try:
             with watched(read_at(compat.unwrap(self.model), reads)) as states, self.layerwise.running(key, inputs[compat.CACHE], None):
-                logits = run(**inputs).logits
+                logits = (self.runner(run, **inputs) if tokens.numel() <= self.most_first and not self.untried else run(**inputs)).logits
             self.layerwise.tried.add(key)
             return logits, states
         except NotCompiled as error:

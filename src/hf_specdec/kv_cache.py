@@ -116,9 +116,9 @@ class SlotLayer(CacheLayerMixin):
         if self.is_initialized:
             rows = rows.to(self.keys.device)
             keys, values = self.keys.index_select(0, rows), self.values.index_select(0, rows)
-            if self.plan.buffers is None:
+            if self.plan.buffers is None or keys.device.type == "cpu":
                 self.keys, self.values = keys, values
-            else:
+            else:  # a graph may have been recorded with buffers of these shapes
                 self._move(keys, values)
         if self.indexer is not None:
             self.indexer.keep(rows)

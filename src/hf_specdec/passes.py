@@ -22,8 +22,9 @@ _numbers = count()
 class PassAddition:
     """Additions that change how a pass runs and not what it computes. They are asked in the order in which they were added."""
 
-    def runner(self, model: PreTrainedModel, compiled: bool) -> tuple[int, Callable] | None:
-        """(n, run): passes of `model` over at most n tokens are to be made by run(forward, *args, **kwargs). None: nothing to add."""
+    def runner(self, model: PreTrainedModel, compiled: bool, prompt: bool = False) -> tuple[int, Callable] | None:
+        """(n, run): passes of `model` over at most n tokens are to be made by run(forward, *args, **kwargs). None: nothing to add. prompt: of compiled ones over the first
+        tokens of a text, whose own loops have threads."""
         return None
 
     def prepare(self, model: PreTrainedModel) -> None:
@@ -40,9 +41,9 @@ class PassAddition:
 ADDITIONS: list[PassAddition] = []
 
 
-def runner(model: PreTrainedModel, compiled: bool) -> tuple[int, Callable | None]:
+def runner(model: PreTrainedModel, compiled: bool, prompt: bool = False) -> tuple[int, Callable | None]:
     """The first addition's runner; (0, None) where no addition has one."""
-    return next(filter(None, (addition.runner(model, compiled) for addition in ADDITIONS)), (0, None))
+    return next(filter(None, (addition.runner(model, compiled, prompt) for addition in ADDITIONS)), (0, None))
 
 
 def options(device: torch.device, places: int, whole: bool = True) -> dict:

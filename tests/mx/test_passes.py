@@ -17,6 +17,7 @@ from hf_specdec.mx import MXLinear
 from hf_specdec.mx import passes as kernel_passes
 from hf_specdec.mx.formats import DENSE
 from hf_specdec.mx.kernels import cpu
+from hf_specdec.mx.kernels.attention import for_any_number
 from hf_specdec.mx.ops import mx_tiles, mx_tiles2, mx_tiles3
 from hf_specdec.proposal import Proposal
 
@@ -170,6 +171,49 @@ def test_beside_other_work_long_passes_are_the_teams_too_where_threads_are_few(c
         with torch_threads(threads):
             assert passes.runner(model, compiled=False)[0] == most
             assert passes.runner(model, compiled=True)[0] == kernel_passes.TOKENS
+
+
+def elsewhere(function):
+    """What the function returns in a thread that is not the main one."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(function()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_long_passes_in_a_thread_that_is_not_the_main_one_are_the_teams_too(dtype, crowded):
+    crowded(False)
+    model, most = compressed("hf_specdec_few").to(dtype), 1024 if for_any_number(dtype) else 128
+
+    def asked():
+        return [passes.runner(model, compiled, prompt)[0] for compiled, prompt in ((False, False), (True, False), (True, True))]
+
+    with torch_threads(2):
+        assert asked() == [64, 16, 0]
+        assert elsewhere(asked) == [most, 16, most]
+    with torch_threads(5):
+        assert elsewhere(asked) == [64, 16, 0]
+
+
+def test_compiled_prompts_in_such_a_thread_run_in_the_team_once_they_were_compared(crowded, monkeypatch):
+    crowded(False)
+    monkeypatch.setattr(compiled, "FLAT", 0)
+    monkeypatch.setattr(passes, "options", lambda device, places, whole=True: {"backend": "eager"})
+    model, (row,), seen = compressed(), prompts(50), []
+
+    def logits():
+        with torch.no_grad():
+            cached = CachedModel(model, 64, compile="layers")
+            together = cached.compiled.runner
+            cached.compiled.runner = lambda run, **inputs: (seen.append(inputs["input_ids"].shape[1]), together(run, **inputs))[1]
+            return cached.score([row])
+
+    with torch_threads(2):
+        first, main, other = logits(), logits(), elsewhere(logits)
+    assert seen == [50] and torch.equal(main, other) and torch.allclose(first.float(), main.float(), atol=0.1)
+    assert compiled._by_layers[model].functions.made
 
 
 @pytest.mark.parametrize("format", ["bf16", "fp32"])

@@ -17,13 +17,14 @@ from .. import compat
 from ..parts import decoder_layers, modules, text_part
 from ..passes import ADDITIONS, PassAddition
 from .attention import EAGER_NAME, FEW, FEW_NAME, NAME
+from .kernels import attention as kernel
 from .kernels import cpu
 from .linear import MXMatrix
 from .ops import mx_tiles, mx_tiles2, mx_tiles3
 
 TOKENS = 16  # of a pass in which torch's own operators have no use for threads, and whose compiled loops (`passes.FEW`) have none
 GRAIN = 1 << 15  # numbers up to which torch runs an operator of one number in, one out on one thread anyway
-CROWDED, THREADS = 1024, 4  # tokens of a pass, and threads, up to which all of it is the team's where other work displaces threads: loops of torch wait for each
+CROWDED, THREADS = 1024, 4  # tokens of a pass, and threads, up to which all of it is the team's where threads have to be woken for each of torch's loops
 LARGE = 1 << 19  # weights of a dense layer that want all threads
 TOGETHER = {2: mx_tiles2, 3: mx_tiles3}
 HANDLE, INT = "AtenTensorHandle", "int64_t"
@@ -66,17 +67,26 @@ class KernelPasses(PassAddition):
     def __init__(self):
         self.crowded = Crowd()
 
-    def runner(self, model, compiled):
+    def runner(self, model, compiled, prompt=False):
         config = model.config.get_text_config()
         if config._attn_implementation not in (NAME, FEW_NAME, EAGER_NAME) or model.device.type != "cpu" or torch.get_num_threads() < 2 or cpu.library() is None:
             return None
         parts = _read_by_text(model)
         ours = any(isinstance(part, MXMatrix) for part in parts)
         dense = any(_is_large(part) for part in parts)
-        most = TOKENS if compiled else max(TOKENS, min(2 * GRAIN // getattr(config, "hidden_size", GRAIN), FEW))
-        if not compiled and torch.get_num_threads() <= THREADS and not cpu.by_panels() and self.crowded():
-            most = CROWDED
+        most = 0 if prompt else TOKENS if compiled else max(TOKENS, min(2 * GRAIN // getattr(config, "hidden_size", GRAIN), FEW))
+        if compiled == prompt and torch.get_num_threads() <= THREADS and not cpu.by_panels():
+            most = max(most, self._slow_loops(model.dtype))
         return (most, cpu.together) if ours and not dense else None
+
+    def _slow_loops(self, dtype: torch.dtype) -> int:
+        """Tokens of a pass up to which torch's loops on several threads take longer than on one: other work displaces the threads, or OpenMP lets them sleep between two
+        loops, as it does where those of another Python thread, idle or not, make them more than there are cores."""
+        if self.crowded():
+            return CROWDED
+        if threading.current_thread() is threading.main_thread():
+            return 0
+        return CROWDED if kernel.for_any_number(dtype) else 2 * FEW
 
     def prepare(self, model):
         """One table of products for every decoder layer, which may be compiled alone, and one for the rest."""
