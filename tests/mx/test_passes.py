@@ -402,6 +402,26 @@ def test_one_layer_compiled_for_all_agrees_with_eager_ones_in_prompts_of_any_len
 
 
 @needs_the_compiler
+@pytest.mark.parametrize("format", ["mxfp6_e2m3", *DENSE] if FULL else ["bf16"])
+def test_a_token_has_the_same_bits_in_compiled_passes_of_one_row_and_of_several(format):
+    model, rows, drafted = compressed(format=format), prompts(9, 20, 5), [3, 4, 5]
+    with torch_threads(2), torch.no_grad():
+        alone, shared, found = [CachedModel(model, 64, compile=True) for _ in rows], CachedModel(model, 64, compile=True), {}
+        for row, own in zip(rows, alone):
+            own.score([row[:-1]])
+            own.commit([1])
+        for own in alone:
+            shared.cache.add(own.cache)
+        shared.lengths = [own.lengths[0] for own in alone]
+        for _ in range(2):  # the first pass of a function gives what the eager one gave
+            for n in (0, 3):
+                proposal = [Proposal.from_lists([drafted[:n]] * many, torch.device("cpu")) for many in (1, len(rows))]
+                found[n] = torch.cat([own.score([row], proposal[0]) for own, row in zip(alone, rows)]), shared.score(rows, proposal[1])
+    assert shared.compiled.usable and not shared.compiled.untried
+    assert all(torch.equal(*pair) for pair in found.values())
+
+
+@needs_the_compiler
 @pytest.mark.parametrize("format", ["mxfp6_e2m3", *DENSE] if FULL else ["mxfp6_e2m3"])
 def test_a_token_has_the_same_bits_in_compiled_passes_of_every_width(format):
     """In bfloat16: speculation then gives the text of the same model without a draft, compiled as well."""
