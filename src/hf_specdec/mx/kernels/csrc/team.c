@@ -31,7 +31,8 @@ typedef struct {
 typedef struct {
     weights part[MX_MANY];
     int count;
-    int64_t groups; /* of all parts */
+    int64_t groups;     /* of all parts */
+    const uint8_t *key; /* a product's weights; of attention, whose buffers change, and may be those of several layers, one byte behind that of the product before it */
 } product;
 
 static struct {
@@ -67,14 +68,14 @@ static int64_t place(const uint8_t *key) { return (int64_t)(((uint64_t)(uintptr_
 
 /* `now`, which is about to be made, comes after the one before. */
 static void comes(const product *now) {
-    const uint8_t *key = now->part[0].start[1];
+    const uint8_t *key = now->key;
     if (previous) known[place(previous)].key = previous, known[place(previous)].next = *now;
     previous = key;
     const unsigned list = atomic_load_explicit(&team.list, memory_order_relaxed), other = 1 - list;
     int deep = 0;
     for (; deep < DEEP && known[place(key)].key == key; deep++) {
         team.ahead[other].next[deep] = known[place(key)].next;
-        key = known[place(key)].next.part[0].start[1];
+        key = known[place(key)].next.key;
     }
     team.ahead[other].deep = deep;
     team.ahead[other].number = team.ahead[list].number + 1;
@@ -83,7 +84,7 @@ static void comes(const product *now) {
 
 void mx_next(const mx_layer *const *layers, int count) {
     if (!leading) return;
-    product now = {.count = count < MX_MANY ? count : MX_MANY};
+    product now = {.count = count < MX_MANY ? count : MX_MANY, .key = layers[0]->codes};
     for (int i = 0; i < now.count; i++) {
         const mx_layer *l = layers[i];
         const int64_t blocks = l->k / MX_BLOCK, groups = l->n / MX_ROWS;
@@ -95,11 +96,11 @@ void mx_next(const mx_layer *const *layers, int count) {
 
 void mx_next_slots(const mx_attention *a, int64_t low, int64_t high) {
     const int64_t bytes = a->dtype == MX_DT_F32 ? 4 : 2, groups = (high - low + GROUP - 1) / GROUP;
-    if (!leading || groups < 1) return;
+    if (!leading || !previous || groups < 1) return;
     const weights both = {{(const uint8_t *)a->k + low * a->k_stride[2] * bytes, (const uint8_t *)a->v + low * a->v_stride[2] * bytes},
                           {GROUP * a->k_stride[2] * bytes, GROUP * a->v_stride[2] * bytes},
                           groups * a->kv_heads, groups, {a->k_stride[1] * bytes, a->v_stride[1] * bytes}};
-    comes(&(product){.part = {both}, .count = 1, .groups = both.groups});
+    comes(&(product){.part = {both}, .count = 1, .groups = both.groups, .key = previous + 1});
 }
 
 int mx_leads(void) { return leading; }
