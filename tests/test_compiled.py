@@ -460,6 +460,25 @@ def test_warming_up_for_a_draft_compiles_what_its_calls_need(name, traced, stric
     assert [dict(compiled._functions[model].made) for model in models] == made and all(made) and all(map(compiled_once, models))
 
 
+@pytest.mark.skipif(OLD_TORCH, reason="this torch compiles some functions once more")
+def test_warming_up_for_several_rows_compiles_what_smaller_numbers_need(traced, strict):
+    target, rows = enabled(family("Llama").model("eager")), repetitive(13) + prompts(7, 4)
+    assert hf_specdec.warmup(target, None, {"num_assistant_tokens": 3}, max_length=100, batch=3) == 4  # of one row 1 and 4 places, of several 1 and more
+    made = dict(compiled._functions[target].made)
+    texts = plain(target, rows, max_new_tokens=16)
+    for end in {text[5] for text in texts}:  # rows end one by one
+        assert run(target, rows, PromptLookupDraft(), k=3, max_new_tokens=16, eos_token_id=end) == plain(target, rows, max_new_tokens=16, eos_token_id=end)
+    assert compiled._functions[target].made == made and compiled_once(target)
+
+
+def test_warming_up_may_leave_the_draft_out(traced, strict):
+    target = enabled(family("Llama").model("eager"))
+    draft = make("feature", target)
+    hf_specdec.warmup(target, draft, {"num_assistant_tokens": 3}, max_length=100, batch=2, drafts=False)
+    assert all(key[-1] == draft.watching() for key in compiled._functions[target].made) and compiled._functions[target].made
+    assert not any(run.model in compiled._functions for run in draft.models())
+
+
 @torch.no_grad()
 @pytest.mark.share(1 / 4)
 @pytest.mark.parametrize("name", ["Llama", "Gemma 3 (text)", "GPT-2"])
