@@ -97,10 +97,10 @@ def of_one_length(held: Iterable[Held], slots: torch.Tensor | None, *others: Any
     buffers = [part for layer in held for part in (layer.keys, layer.values) if part is not None]
     if slots is not None and slots.dim() == 2 and any(part.shape[0] != slots.shape[0] for part in buffers):
         return False
-    slots = [part.shape[2] for part in buffers]
+    counts = [part.shape[2] for part in buffers]
     parts = [part for own in others for part in (own.values() if isinstance(own, dict) else [own])]
-    slots += [part.shape[3] for part in parts if isinstance(part, torch.Tensor) and part.dim() == 4]
-    return not any(size != slots[0] for size in slots)
+    counts += [part.shape[3] for part in parts if isinstance(part, torch.Tensor) and part.dim() == 4]
+    return not any(size != counts[0] for size in counts)
 
 
 def fixed(held: Held, slots: torch.Tensor) -> FixedLayer:

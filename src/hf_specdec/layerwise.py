@@ -117,7 +117,7 @@ class Layerwise:
     @contextmanager
     def running(self, key: Hashable, cache: Cache, places: int | None, shape: tuple[int, ...] = ()) -> Iterator[None]:
         """Inside, a forward in this thread that is given `cache` runs its layers by compiled functions: a `FixedCache` over `places` tokens, of a `shape`
-        (`CompiledPasses.shape`), or with None an empty cache of any kind over the first tokens of a text. key: what else decides of shapes and arguments."""
+        (as `CompiledPasses` has it), or with None an empty cache of any kind over the first tokens of a text. key: what else decides of shapes and arguments."""
         self.key, self.cache, self.places, self.shape = key, cache, places, shape
         if places is None:  # guards may ask for the length of the text: they are evaluated in every such pass
             self.checked = {own: run for own, run in self.checked.items() if own[0][0] != key}
