@@ -87,7 +87,7 @@ def test_a_draft_model_and_a_tree_are_compiled_too(traced, strict):
     texts = plain(target, rows)
     draft = perturbed(target, 0.05)
     assert run(target, rows, ModelDraft(draft)) == texts
-    assert {key[1] for key in compiled._functions[draft].made} == {1, 2, -2} and {key[1] for key in compiled._functions[target].made} == {2}
+    assert {key[1] for key in compiled._functions[draft].made} == {1, 2, -2} and {1, 2} <= {key[1] for key in compiled._functions[target].made}
     assert run(target, rows, KnowingTreeDraft([row + text for row, text in zip(rows, texts)]), k=10) == texts
     assert run(target, rows[:1], EarlyExitDraft(target, 1)) == texts[:1]
     assert run(target, rows, CompressedDraft(target, perturbed(target))) == texts
