@@ -24,6 +24,7 @@ from tests.helpers import FULL, OLD_TORCH, KnowingTreeDraft, enabled, generated,
 
 NAMES = [line.name for line in FAMILIES] if FULL else ["Llama", "GPT-2", "Gemma 3 (text)", "Mistral", "Llama 4 (text, chunked)", "OPT"]
 LAYERS = {"seed": 0, "compile": "layers"}
+NOT_BY_LAYERS = ("DBRX", "Dory")
 
 
 def family(name: str):
@@ -63,10 +64,19 @@ def functions(model) -> list[str]:
 @pytest.mark.share(1 / 2)
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_texts_are_those_of_plain_generate(name, functional, strict):
-    target = built(name)
+    if name in NOT_BY_LAYERS:
+        pytest.skip("docs/performance.md, What does not compile")
+    try:
+        target = built(name)
+    except ValueError as error:
+        if "scaled_dot_product_attention" not in str(error):
+            raise
+        pytest.skip("its attention is not torch's sdpa")
+    if why := fixed_cache.why_not_compiled(target):
+        pytest.skip(why)
     rows = repetitive(30, 17) if family(name).ragged else repetitive(30)
     assert run(target, rows, PromptLookupDraft()) == plain(target, rows)
-    assert functions(target)
+    assert compiled._functions[target].made or functions(target)  # the former where no list of layers is known
 
 
 def test_one_layer_of_a_kind_is_compiled(strict):
