@@ -507,7 +507,7 @@ def test_several_passes_in_one_function_draft_what_single_ones_do(name, traced, 
 
 WARPERS = {
     "none": [], "temperature": [TemperatureLogitsWarper(0.7)], "top_k": [TopKLogitsWarper(7)], "min_p": [MinPLogitsWarper(0.1)],
-    "epsilon_cutoff": [EpsilonLogitsWarper(0.01)], "typical_p": [TypicalLogitsWarper(0.6)], "top_p": [TemperatureLogitsWarper(1.3), TopPLogitsWarper(0.8)],
+    "epsilon_cutoff": [EpsilonLogitsWarper(0.01)], "typical_p": [TypicalLogitsWarper(0.6)], "top_p": [TemperatureLogitsWarper(1.3), TopPLogitsWarper(0.75)],
 }
 
 
