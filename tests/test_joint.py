@@ -178,6 +178,7 @@ def test_drafts_are_shown_the_states_of_their_own_rows(name, monkeypatch):
 def test_a_call_has_its_cache_back_when_it_runs_alone_again(kind, monkeypatch):
     model, drafted, widths, parted, compiled = hf_specdec.enable(tiny_model(0)), [], [], [], []
     options = {"compile": "layers"} if "compiled" in kind else {}
+    options |= {"num_assistant_tokens": 3} if "states" in kind else {}
     score, part = CachedModel.score, Joint.part
 
     def counted(self, rows, proposal=None):

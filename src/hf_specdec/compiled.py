@@ -109,7 +109,7 @@ class CompiledPasses:
         self.usable: bool | None = False if any(_refusals.get(model, {}).values()) else None
         self.untried = False
         self.any_rows = compat.device_of(model).type == "cpu" and not reads and not compat.traits_of(compat.unwrap(model), role).states
-        (self.most, self.runner), (self.most_first, _) = (passes.runner(model, True, prompt) for prompt in (False, True))
+        self.most, self.runner = passes.runner(model, compiled=True)
         for addition in passes.ADDITIONS:
             addition.prepare(model)
         if why := why_not_compiled(compat.unwrap(model)):
@@ -165,10 +165,10 @@ class CompiledPasses:
             trial(mask is not None)
             if not self.usable or self.layerwise.changes[key] > MOST_CHANGES:
                 return None
-        self.untried = key not in self.layerwise.tried
+        self.untried, (most, team) = key not in self.layerwise.tried, passes.runner(self.model, compiled=True, prompt=True)
         try:
             with watched(read_at(compat.unwrap(self.model), reads)) as states, self.layerwise.running(key, inputs[compat.CACHE], None):
-                logits = (self.runner(run, **inputs) if tokens.numel() <= self.most_first and not self.untried else run(**inputs)).logits
+                logits = (team(run, **inputs) if tokens.numel() <= most and not self.untried else run(**inputs)).logits
             self.layerwise.tried.add(key)
             return logits, states
         except NotCompiled as error:
