@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
-from .experts import PREFIX, matrices
+from .experts import PREFIX, ExpertWeights, matrices
 from .formats import BLOCK
+from .plan import Choice
 from .quantizer import MXConfig
 from .stored import stored_tensors
 
@@ -30,10 +31,11 @@ class Rows(ConversionOps):
 class BlocksConfig(MXConfig):
     """Experts as such a checkpoint has them, in MXFP4; everything else as it is, in tiles. Saved, it is an `MXConfig`."""
 
-    experts_packed = True
-
     def __init__(self, **unknown):
         super().__init__("bf16", lm_head="bf16", layer_formats={"experts": "mxfp4_e2m1"})
+
+    def holds(self, choice: Choice) -> bool:
+        return isinstance(choice.module, ExpertWeights)
 
     def check_stored(self, model: torch.nn.Module, files: Iterable[str | os.PathLike]) -> None:
         """ValueError for blocks and scales of another type or order: the number of bytes would not tell."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -83,10 +83,10 @@ def check_devices(choices: list[Choice], device_map) -> None:
             raise ValueError(OFFLOADED.format(choice.name))
 
 
-def leave_experts_dense(choices: list[Choice], device_map) -> list[Choice]:
-    """The choices, but that experts stay dense which a `device_map` sends to a GPU."""
-    return [replace(choice, format=None, reason=ON_GPU) if isinstance(choice.module, ExpertWeights) and choice.format is not None and _on_gpu(_place(choice.name, device_map)) else choice
-            for choice in choices]
+def leave_experts_dense(choices: list[Choice], device_map, held: Container[str] = ()) -> list[Choice]:
+    """The choices, but that experts stay dense which a `device_map` sends to a GPU, if they are not those of `held`."""
+    return [replace(choice, format=None, reason=ON_GPU) if isinstance(choice.module, ExpertWeights) and choice.format is not None and choice.name not in held
+            and on_gpu(choice.name, device_map) else choice for choice in choices]
 
 
 def _place(name: str, device_map) -> str | None:
@@ -95,7 +95,9 @@ def _place(name: str, device_map) -> str | None:
     return None if device_map is None else str(device_map)
 
 
-def _on_gpu(place: str | None) -> bool:
+def on_gpu(name: str, device_map) -> bool:
+    """Whether a `device_map` sends the layer of that name to a GPU."""
+    place = _place(name, device_map)
     return torch.cuda.is_available() if place in AUTOMATIC else place not in (None, "cpu", "disk", "meta")
 
 

@@ -1,4 +1,4 @@
-"""`load`: a model of a compressed checkpoint, or of one whose experts were published in MXFP4."""
+"""`load`: a model of a compressed checkpoint, this package's or one of those that others publish."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from ..folders import check_model_folder, from_whole
 from ..hints import check_path, first_line, what
 from ..method import METHOD
 from .blocks import BlocksConfig, is_blocks
+from .published import PublishedConfig, published, writer
+from .swap import dequantize as make_dense
 
 # arguments of from_pretrained that say where the config is, too
 _WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
@@ -15,10 +17,12 @@ _OF_MODEL = ("dtype", "torch_dtype", "attn_implementation", "quantization_config
 
 
 def load(auto_class, folder, dequantize: bool = False, **kwargs):
-    """`auto_class.from_pretrained(folder, **kwargs)` for a compressed checkpoint, dense if `dequantize`; for one whose experts were published in MXFP4 (gpt-oss), with
-    these as they are, and everything else in tiles (on a CPU: on a GPU from_pretrained has kernels for them).
+    """`auto_class.from_pretrained(folder, **kwargs)` for a compressed checkpoint, dense if `dequantize`. Those that others have written are read as they are, bit for bit, and
+    everything else of them in tiles: experts in MXFP4 as gpt-oss has them (on a CPU: on a GPU from_pretrained has kernels for them), and Linear layers in MXFP8, MXFP6 or
+    MXFP4 of compressed-tensors, Model Optimizer, Quark and AutoRound, whose libraries are not needed. These may say that activations are rounded, too: here they are not.
 
-    Raises ValueError for a folder that holds no MX checkpoint, and for one that is damaged or lacks weights.
+    Raises ValueError for a folder that holds no MX checkpoint, for one that is damaged or lacks weights, and for one with layers that are in another format, or compute
+    something else than a product.
     """
     from transformers import AutoConfig
 
@@ -43,6 +47,12 @@ def load(auto_class, folder, dequantize: bool = False, **kwargs):
                              f"{auto_class.__name__}.from_pretrained with quantization_config=Mxfp4Config(dequantize=True).")
         del config.quantization_config
         return from_whole(f"folder={str(folder)!r}", auto_class, folder, config=config, quantization_config=BlocksConfig(), **kwargs)
+    if (origin := published(config)) is not None:
+        if kwargs.pop("quantization_config", None) is not None:
+            raise ValueError(f"quantization_config: the weights of {folder} are in MX formats of {writer(origin)}, and are read as they are; leave it out.")
+        del config.quantization_config
+        model = from_whole(f"folder={str(folder)!r}", auto_class, folder, config=config, quantization_config=PublishedConfig(origin), **kwargs)
+        return make_dense(model) if dequantize else model
     stored = getattr(config, "quantization_config", None)
     method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
     if method != METHOD:

@@ -53,7 +53,7 @@ def plan(
     name (`recorded`); with the names of the class that was saved, whose base model or headed model this one may be. experts: without, they stay dense.
     """
     fmt, head_format = get_format(format), None if lm_head is None else get_format(lm_head, "lm_head")
-    patterns, own_formats, modules, heads = check_skip(skip), check_layer_formats(layer_formats), dict(model.named_modules()), _heads(model)
+    patterns, own_formats, modules, heads = check_skip(skip), check_layer_formats(layer_formats), dict(model.named_modules()), heads_of(model)
     if stored:
         head_format = None if _has_new_head(model) else head_format
         patterns = [each for name in patterns for each in _as_saved(name, model)]
@@ -186,7 +186,7 @@ def _output_head(model: nn.Module) -> nn.Module | None:
         return None
 
 
-def _heads(model: nn.Module) -> set[int]:
+def heads_of(model: nn.Module) -> set[int]:
     """The output head; of a model without one (a classifier), what is not part of its base model."""
     head = _output_head(model)
     if head is not None:

@@ -24,7 +24,7 @@ from .packed import PackedMatrix, quantize
 from .plan import Choice, check_layer_formats, check_skip, check_some, fitting, plan, recorded
 from .reading import Compress
 from .report import CompressionReport, LayerReport, weight_error
-from .stored import check_files, check_loaded
+from .stored import as_bytes, check_files, check_loaded
 from .swap import FLOAT64, compress_layer, dense_report, dequantize, replace
 from .ties import apart, share, untie
 
@@ -49,8 +49,6 @@ class MXConfig(QuantizationConfigMixin):
     Raises ValueError for unknown formats, rules and options, for a checkpoint that a newer version of this package has written, and for calibration that is empty
     or goes with `dequantize`; TypeError for calibration that is no sequences of token ids. Whether they are the model's is asked before its weights are read.
     """
-
-    experts_packed = False  # in the checkpoint, whatever its other layers are
 
     def __init__(
         self,
@@ -89,6 +87,16 @@ class MXConfig(QuantizationConfigMixin):
         if self.dequantize and calibration is not None:
             raise ValueError("calibration has no meaning with dequantize=True, which reads a compressed checkpoint: leave one of them out.")
 
+    def look(self, model, files: Iterable, device_map) -> None:
+        """Find out from a checkpoint of another library's what becomes of each layer."""
+
+    def holds(self, choice: Choice) -> bool:
+        """Whether such a checkpoint has this layer's codes and scales."""
+        return False
+
+    def await_bytes(self, name: str, layer: MXLinear) -> None:
+        """Give a layer that it has parameters of the types that it has them in."""
+
     def check_stored(self, model, files: Iterable) -> None:
         """ValueError for tensors of a checkpoint that are not what `conversions` takes."""
 
@@ -105,7 +113,7 @@ class MXConfig(QuantizationConfigMixin):
 
     def to_dict(self) -> dict:
         """What is saved, so no calibration; `layer_formats` as a list of pairs, because transformers sorts the keys of dicts."""
-        left_out = {"dequantize", "calibration"} | {name for name in ("activations", "layer_formats") if not getattr(self, name)}
+        left_out = {"dequantize", "calibration", "origin", "stored"} | {name for name in ("activations", "layer_formats") if not getattr(self, name)}
         kept = {name: value for name, value in self.__dict__.items() if name not in left_out}
         return kept | ({"layer_formats": list(map(list, self.layer_formats.items()))} if self.layer_formats else {})
 
@@ -124,6 +132,7 @@ class MXQuantizer(HfQuantizer):
     def __init__(self, quantization_config, **kwargs):
         super().__init__(copy.deepcopy(quantization_config), **kwargs)  # it is written to; the caller's may serve other models
         self.formats, self.dense = {}, {}  # of the layers: name to format, or to the choice that gives it none
+        self.held: set[str] = set()  # those whose codes and scales the checkpoint has
         self.reports: dict[str, LayerReport] = {}
         self.tied_head = None
         self.calibrating: tuple[list[Choice], list[torch.Tensor]] | None = None  # the layers and the texts, until the weights are there
@@ -141,7 +150,7 @@ class MXQuantizer(HfQuantizer):
     def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:
         module_name, _, tensor = param_name.rpartition(".")
         module = model.get_submodule(module_name)
-        if isinstance(module, ExpertMatrix):
+        if isinstance(module, ExpertMatrix) or module_name in self.held:
             return False
         return tensor == "weight" and isinstance(module, MXMatrix) or tensor in module._parameters and PREFIX + tensor in module._modules
 
@@ -153,10 +162,12 @@ class MXQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model, checkpoint_files=None, device_map=None, **kwargs):
         config = self.quantization_config
+        config.look(model, checkpoint_files or (), device_map)
         experts = not self.pre_quantized or config.version >= EXPERTS
         choices = plan(model, config.format, config.skip, config.lm_head, self.pre_quantized, config.layer_formats, experts)
+        self.held = {choice.name for choice in choices if self.pre_quantized or config.holds(choice)}
         if not self.pre_quantized:
-            choices = choices if config.experts_packed else leave_experts_dense(choices, device_map)
+            choices = leave_experts_dense(choices, device_map, self.held)
             check_some(choices)
             config.note(choices)
         check_devices(choices, device_map)
@@ -170,16 +181,18 @@ class MXQuantizer(HfQuantizer):
         for choice in choices:
             if choice.format is None:
                 continue
-            if f"{choice.name}.weight" in tied and not self.pre_quantized:
+            held = choice.name in self.held
+            if f"{choice.name}.weight" in tied and not held:
                 self.tied_head = choice  # compressed after loading, when it has its weights
                 continue
             tied.pop(f"{choice.name}.weight", None)  # T5's config says so of every checkpoint
             linear, activations = choice.module, config.activations if choice.format.fits_int8 else None
             if isinstance(linear, ExpertWeights):
-                self._swap_experts(linear, ExpertMatrix.for_weights(linear, choice.format, activations))
+                self._swap_experts(linear, ExpertMatrix.for_weights(linear, choice.format, activations), held)
                 continue
             layer = MXLinear(linear.in_features, linear.out_features, linear.bias is not None, choice.format, "meta", linear.weight.dtype, activations)
-            if self.pre_quantized:
+            if held:
+                config.await_bytes(choice.name, layer)
                 layer._is_hf_initialized = True  # nothing is made up for what a checkpoint lacks: _check_loaded says so
             else:
                 layer.weight = linear.weight  # until the real one is read: transformers casts to this one's dtype
@@ -189,10 +202,10 @@ class MXQuantizer(HfQuantizer):
         config.check_stored(model, checkpoint_files or ())
         return model
 
-    def _swap_experts(self, weights: ExpertWeights, layer: ExpertMatrix) -> None:
+    def _swap_experts(self, weights: ExpertWeights, layer: ExpertMatrix, held: bool) -> None:
         """A checkpoint of dense experts is read into the parameter, and what it becomes into the matrix (`Compress`)."""
         layer._is_hf_initialized = weights.owner._is_hf_initialized = True
-        (weights.put if self.pre_quantized or self.quantization_config.experts_packed else weights.take)(layer)
+        (weights.put if held else weights.take)(layer)
 
     def _process_model_after_weight_loading(self, model, **kwargs):
         check_whole(model)
@@ -204,12 +217,14 @@ class MXQuantizer(HfQuantizer):
         if self.failure:
             raise ValueError(self.failure)
         for name, module in model.named_modules():
-            if isinstance(module, MXMatrix) and not self.pre_quantized and module.weight.is_floating_point() and not module.weight.is_meta:
+            own = name.replace(f".{PREFIX}", ".")
+            if isinstance(module, MXMatrix) and own not in self.held and module.weight.is_floating_point() and not module.weight.is_meta:
                 self._compress_new(name, module)
             elif isinstance(module, MXMatrix):
+                as_bytes(module)
                 check_loaded(name, module, self.pre_quantized)
+                self._note_published(own, module)
                 module.prepare()
-                self._note_published(name.replace(f".{PREFIX}", "."), module)
         if self.tied_head is not None:
             head, self.tied_head = self.tied_head, None
             self.reports[head.name] = compress_layer(
@@ -237,9 +252,10 @@ class MXQuantizer(HfQuantizer):
         return model
 
     def _note_published(self, name: str, layer: MXMatrix) -> None:
-        if self.quantization_config.experts_packed and isinstance(layer, ExpertMatrix):
-            size = layer.packed_bytes
-            self.reports[name] = LayerReport(name, layer.shape, layer.format.name, size, size, note="as it was published")
+        if name in self.held and not self.pre_quantized:
+            size = layer.weight.numel() + layer.weight_scale.numel()
+            shape = layer.shape if isinstance(layer, ExpertMatrix) else (layer.out_features, layer.in_features)
+            self.reports[name] = LayerReport(name, shape, layer.format.name, size, size, note="as it was published")
 
     def _compress_new(self, name: str, layer: MXMatrix) -> None:
         """A layer that the checkpoint lacks (a new cross-attention): transformers has made its weight, and says so."""

@@ -74,3 +74,13 @@ def check_loaded(name: str, module: MXMatrix, pre_quantized: bool) -> None:
             )
         if tensor != "bias" and value.dtype != torch.uint8:
             raise ValueError(f"{name}.{tensor} is {value.dtype} in the checkpoint, not torch.uint8: this package has not written it.")
+
+
+def as_bytes(layer: MXMatrix) -> None:
+    """Codes and scales that were read in types of a byte of their own (float8), as bytes."""
+    for name in ("weight", "weight_scale"):
+        part = layer._parameters[name]
+        if part.dtype.itemsize == 1 and part.dtype != torch.uint8 and not part.is_meta:
+            own = layer._bytes(part.detach().view(torch.uint8))
+            own._is_hf_initialized = getattr(part, "_is_hf_initialized", False)
+            setattr(layer, name, own)
