@@ -19,7 +19,7 @@ from .linear import MXLinear
 from .loading import load
 from .packed import quantize
 from .quality import compare
-from .quantizer import MXConfig
+from .config import MXConfig
 from .row_invariant import row_invariant
 from .swap import dequantize
 from .tiles import to_tiles

@@ -12,7 +12,7 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 from .experts import PREFIX, ExpertWeights, matrices
 from .formats import BLOCK
 from .plan import Choice
-from .quantizer import MXConfig
+from .config import MXConfig
 from .stored import stored_tensors
 
 BLOCKS = "mxfp4"  # transformers' method: `gate_up_proj_blocks` uint8 [experts, n, K/32, 16], two codes a byte, the first one low; `_scales` [experts, n, K/32]

@@ -3,122 +3,27 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
 
 import torch
-from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
-from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..hints import check_bool
-from ..method import METHOD, make_way
+from ..method import METHOD
 from .beside import use_kernels
-from .calibration import token_ids
+from .config import EXPERTS, MXConfig
 from .experts import PREFIX, ExpertMatrix, ExpertWeights
-from .formats import DEFAULT_FORMAT, DEFAULT_RULE, check_activations, check_rule, get_format
 from .fused import keep_apart
 from .in_place import OFFLOADED, calibration_for, check_devices, check_weights, check_whole, compress_in_place, leave_experts_dense
-from .interface import take_loading_options
 from .linear import MXLinear, MXMatrix
 from .packed import PackedMatrix, quantize
-from .plan import Choice, check_layer_formats, check_skip, check_some, fitting, plan, recorded
+from .plan import Choice, check_some, plan
 from .reading import Compress
 from .report import CompressionReport, LayerReport, weight_error
 from .stored import as_bytes, check_files, check_loaded
 from .swap import FLOAT64, compress_layer, dense_report, dequantize, replace
 from .ties import apart, share, untie
 
-VERSION = 3  # of what is saved, at most: the packing and the names of the tensors; 2 is written for formats by layer alone, 3 for packed experts alone
-EXPERTS = 3  # the version from which experts are packed
-
 PACKED = "calibration: this checkpoint is compressed already, and read as it is. Leave calibration out, or load the checkpoint that it was made of."
-
-make_way()
-
-
-@take_loading_options
-@register_quantization_config(METHOD)
-class MXConfig(QuantizationConfigMixin):
-    """How a model's Linear layers are compressed; the arguments are those of `mx.compress`.
-
-    `dequantize=True` gives a dense model of a compressed checkpoint, which all else is read from.
-
-    calibration: token ids as `mx.compress` takes them, kept as int64 `[1, n]`. The layers are then compressed when all weights are there, not each as it is read,
-    so that memory must hold the dense model. Nothing of it is saved with the model.
-
-    Raises ValueError for unknown formats, rules and options, for a checkpoint that a newer version of this package has written, and for calibration that is empty
-    or goes with `dequantize`; TypeError for calibration that is no sequences of token ids. Whether they are the model's is asked before its weights are read.
-    """
-
-    def __init__(
-        self,
-        format: str = DEFAULT_FORMAT,
-        scale_rule: str = DEFAULT_RULE,
-        skip: Iterable[str] = (),
-        lm_head: str | None = None,
-        dequantize: bool = False,
-        activations: str | None = None,
-        version: int = 1,
-        layer_formats: Mapping[str, str] | Iterable | None = None,
-        calibration: Iterable | None = None,
-        **unknown,
-    ):
-        if isinstance(version, bool) or not isinstance(version, int) or version < 1:
-            raise ValueError(f"version={version!r} is no version of MX checkpoints; this package writes {VERSION}.")
-        if version > VERSION:
-            raise ValueError(
-                f"This checkpoint has MX format version {version}; this package reads up to {VERSION}. Upgrade hf-specdec."
-            )
-        unknown.pop("quant_method", None)
-        if unknown:
-            known = "format, scale_rule, skip, lm_head, dequantize, activations, layer_formats, calibration"
-            raise ValueError(f"MXConfig has no option {', '.join(map(repr, unknown))}. It has: {known}.")
-        self.quant_method = METHOD
-        self.format = get_format(format).name
-        self.scale_rule = check_rule(scale_rule)
-        self.skip = list(check_skip(skip))
-        self.lm_head = None if lm_head is None else get_format(lm_head, "lm_head").name
-        check_bool("dequantize", dequantize)
-        self.dequantize = dequantize
-        self.activations = check_activations(activations, format)
-        self.layer_formats = {name: own.name for name, own in check_layer_formats(layer_formats).items()}
-        self.version = version if version == EXPERTS else 2 if self.layer_formats else 1
-        self.calibration = None if calibration is None else token_ids(calibration)
-        if self.dequantize and calibration is not None:
-            raise ValueError("calibration has no meaning with dequantize=True, which reads a compressed checkpoint: leave one of them out.")
-
-    def look(self, model, files: Iterable, device_map) -> None:
-        """Find out from a checkpoint of another library's what becomes of each layer."""
-
-    def holds(self, choice: Choice) -> bool:
-        """Whether such a checkpoint has this layer's codes and scales."""
-        return False
-
-    def await_bytes(self, name: str, layer: MXLinear) -> None:
-        """Give a layer that it has parameters of the types that it has them in."""
-
-    def check_stored(self, model, files: Iterable) -> None:
-        """ValueError for tensors of a checkpoint that are not what `conversions` takes."""
-
-    def conversions(self) -> list:
-        """How tensors of a checkpoint that other names are stored under become this package's."""
-        return []
-
-    def note(self, choices: list[Choice]) -> None:
-        """What a model's layers make of this is what is saved. Experts among what is compressed are what older versions of this package cannot read."""
-        self.skip = recorded(choices, self.skip)
-        self.layer_formats = {name: self.layer_formats[name] for name in fitting(choices, self.layer_formats)}
-        experts = any(isinstance(choice.module, ExpertWeights) and choice.format is not None for choice in choices)
-        self.version = EXPERTS if experts or self.version == EXPERTS else 2 if self.layer_formats else 1
-
-    def to_dict(self) -> dict:
-        """What is saved, so no calibration; `layer_formats` as a list of pairs, because transformers sorts the keys of dicts."""
-        left_out = {"dequantize", "calibration", "origin", "stored"} | {name for name in ("activations", "layer_formats") if not getattr(self, name)}
-        kept = {name: value for name, value in self.__dict__.items() if name not in left_out}
-        return kept | ({"layer_formats": list(map(list, self.layer_formats.items()))} if self.layer_formats else {})
-
-    def get_loading_attributes(self) -> dict:
-        return {"dequantize": self.dequantize} | ({} if self.calibration is None else {"calibration": self.calibration})
 
 
 @register_quantizer(METHOD)
@@ -157,6 +62,9 @@ class MXQuantizer(HfQuantizer):
     def get_quantize_ops(self) -> Compress:
         return Compress(self)
 
+    def update_weight_conversions(self, weight_conversions: list, *model) -> list:
+        return super().update_weight_conversions(self.quantization_config.converters(weight_conversions), *model)
+
     def get_weight_conversions(self) -> list:
         return self.quantization_config.conversions()
 
@@ -188,7 +96,10 @@ class MXQuantizer(HfQuantizer):
             tied.pop(f"{choice.name}.weight", None)  # T5's config says so of every checkpoint
             linear, activations = choice.module, config.activations if choice.format.fits_int8 else None
             if isinstance(linear, ExpertWeights):
-                self._swap_experts(linear, ExpertMatrix.for_weights(linear, choice.format, activations), held)
+                layer = ExpertMatrix.for_weights(linear, choice.format, activations)
+                if held:
+                    config.await_bytes(choice.name, layer)
+                self._swap_experts(linear, layer, held)
                 continue
             layer = MXLinear(linear.in_features, linear.out_features, linear.bias is not None, choice.format, "meta", linear.weight.dtype, activations)
             if held:
@@ -211,7 +122,8 @@ class MXQuantizer(HfQuantizer):
         check_whole(model)
         own = {name for each in self.get_weight_conversions() for name in each._original_target_patterns}
         if own:  # saving would undo them
-            model._weight_conversions = [each for each in model._weight_conversions or () if own.isdisjoint(each._original_target_patterns)]
+            model._weight_conversions = [each for each in model._weight_conversions or () if own.isdisjoint(each._original_target_patterns)
+                                         and not any(f".{PREFIX}" in name for name in each._original_target_patterns)]
         if self.calibrating is not None:
             return self._calibrate(model)
         if self.failure:
