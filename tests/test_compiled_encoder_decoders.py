@@ -72,7 +72,7 @@ def test_sources_of_every_length_share_functions_and_those_with_padding_have_oth
 def test_sources_of_every_length_share_functions_on_a_gpu(strict, monkeypatch):
     """By what is told to the compiler of shapes there: a graph is for one number of slots."""
     told, alone, count = Block.sizes, passes.alone, []
-    monkeypatch.setattr(Block, "sizes", lambda self, slots: told(self, False))
+    monkeypatch.setattr(Block, "sizes", lambda self, slots, rows: told(self, False, rows))
     monkeypatch.setattr(passes, "alone", lambda *args, **kwargs: count.append(args) or alone(*args, **kwargs))
     model = target("BART")
     for length in (12, 9, 30, 17):

@@ -6,7 +6,7 @@ import copy
 import inspect
 import json
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -171,8 +171,11 @@ def _model(source: str, dtype: torch.dtype, device: torch.device) -> PreTrainedM
     except ValueError as error:
         raise ValueError(f"draft_source={source!r}: {error}") from error
     try:
-        kind = auto_class(AutoConfig.from_pretrained(source))
-        return from_whole(f"draft_source={source!r}", kind, source, dtype=dtype, use_safetensors=True).to(device).eval()
+        config = AutoConfig.from_pretrained(source)
+        plain = getattr(config, "quantization_config", None) is None
+        read = from_whole if plain else partial(load(LOADERS, "read", "draft_source"), config=config)
+        made = read(f"draft_source={source!r}", auto_class(config), source, dtype=dtype, use_safetensors=True)
+        return made.to(device).eval()
     except WeightsError:
         raise
     except (OSError, ValueError) as error:

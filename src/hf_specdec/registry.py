@@ -55,7 +55,8 @@ LOADERS = {
     "compressed": "mx.draft:draft_of",
     "drafter": "training.drafter:load",
     "is_drafter": "training.drafter:is_drafter",
-    "mx": "mx.quantizer:MXConfig",
+    "mx": "mx.config:MXConfig",
+    "read": "mx.loading:read",
 }
 
 MTP = "mtp"  # in the place of a drafter's name: the prediction module of the target's own checkpoint

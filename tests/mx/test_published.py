@@ -249,3 +249,9 @@ def test_the_librarys_own_numbers(copied):
     ours = load(copied, dequantize=True).state_dict()
     assert len(theirs.state_dict()) >= len(ours)
     assert all(torch.equal(value.to(ours[name].dtype), ours[name]) for name, value in theirs.state_dict().items() if name in ours)
+
+
+def test_a_config_may_name_it_as_its_draft(four):
+    target, ids = tiny("qwen2", dtype=torch.bfloat16), prompts(9)
+    out = speculate(target, ids, speculative={"draft": "model", "draft_source": str(four)}, k=3)
+    assert generated(out, ids) == plain(target, ids) and out.speculation.draft_calls > 0

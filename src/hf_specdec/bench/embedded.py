@@ -57,10 +57,8 @@ def load_model(name: str, dtype="float32", device=None, encoder_decoders: bool =
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
 
-    from .. import mx
-    from ..folders import check_model_folder, from_whole
-    from ..mx.blocks import is_blocks
-    from ..mx.published import published
+    from ..folders import check_model_folder
+    from ..mx.loading import read
 
     check_dtype(dtype)
     source = _source(name)
@@ -76,8 +74,7 @@ def load_model(name: str, dtype="float32", device=None, encoder_decoders: bool =
             if both and not encoder_decoders:
                 raise ValueError(f"{name} is an encoder-decoder, which generate, bench and compress take on the command line; the rest goes through Python: "
                                  "hf_specdec.enable(AutoModelForSeq2SeqLM.from_pretrained(...)).generate(speculative=True).")
-            as_it_is = config is not None and (published(config) is not None or is_blocks(config) and not torch.cuda.is_available())
-            model = mx.load(auto, source, dtype=dtype) if as_it_is else from_whole(name, AutoModelForSeq2SeqLM if both else auto, source, dtype=dtype)
+            model = read(name, AutoModelForSeq2SeqLM if both else auto, source, config, dtype=dtype)
         except ValueError as error:
             if "Unrecognized configuration class" not in str(error):
                 raise

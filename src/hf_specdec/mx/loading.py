@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 
+import torch
+
 from ..folders import check_model_folder, from_whole
 from ..hints import check_path, first_line, what
 from ..method import METHOD
@@ -61,3 +63,9 @@ def load(auto_class, folder, dequantize: bool = False, **kwargs):
                          "for a dense model, quantization_config=MXConfig() compresses it on the way.")
     config.quantization_config = {**(stored if isinstance(stored, dict) else stored.to_dict()), "dequantize": dequantize}
     return from_whole(f"folder={str(folder)!r}", auto_class, folder, config=config, **kwargs)
+
+
+def read(name: str, auto_class, folder, config, **kwargs):
+    """A checkpoint of any kind, whose config this is (None: it has none): by `load`, if it was published in MX formats that are read as they are. name: of the folder, in errors."""
+    as_it_is = config is not None and (published(config) is not None or is_blocks(config) and not torch.cuda.is_available())
+    return load(auto_class, folder, **kwargs) if as_it_is else from_whole(name, auto_class, folder, **kwargs)
