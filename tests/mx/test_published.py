@@ -252,6 +252,6 @@ def test_the_librarys_own_numbers(copied):
 
 
 def test_a_config_may_name_it_as_its_draft(four):
-    target, ids = tiny("qwen2", dtype=torch.bfloat16), prompts(9)
+    target, ids = tiny("qwen2"), prompts(9)
     out = speculate(target, ids, speculative={"draft": "model", "draft_source": str(four)}, k=3)
     assert generated(out, ids) == plain(target, ids) and out.speculation.draft_calls > 0
