@@ -219,9 +219,7 @@ def compress(
         float | None, typer.Option("--bits", help="Bits per weight on average: layers that need it get more than --format, by what the text of --calibrate shows; none does without it.")
     ] = None,
     scale_rule: Annotated[str, typer.Option("--scale-rule", help="How the scale of a block of 32 weights is rounded: even, floor, ceil or mse.")] = "even",
-    skip: Annotated[
-        list[str] | None, typer.Option("--skip", help="Leave these modules dense: a name, its last part, or a pattern. Repeatable.")
-    ] = None,
+    skip: Annotated[list[str] | None, typer.Option("--skip", help="Leave these modules dense: a name, its last part, or a pattern. Repeatable.")] = None,
     lm_head: Annotated[str | None, typer.Option("--lm-head", help="A format for the output head; dense without it.")] = None,
     activations: Annotated[
         str | None, typer.Option("--activations", help="mxint8: the layers' inputs are rounded to it, and passes over several tokens get faster; not rounded without it.")
@@ -231,6 +229,7 @@ def compress(
     ] = None,
     dtype: DType = "auto",
     out: Annotated[Path | None, typer.Option("--out", help="A new or empty folder for model and tokenizer; this or --report is needed.")] = None,
+    layout: Annotated[str, typer.Option("--layout", help="Of --out: mx, this package's, or compressed-tensors, which others read, too (mxfp4_e2m1, mxfp6_e2m3, mxfp8_e4m3).")] = "mx",
     report: Annotated[bool, typer.Option("--report", help="Measure perplexity, KL divergence and agreement with the original.")] = False,
     text: Annotated[Path | None, typer.Option("--text", help="With --report: the file of text to measure on; a shipped one without it.")] = None,
     every_layer: Annotated[bool, typer.Option("--all", help="List every layer; without it, layers that are alike share a line.")] = False,
@@ -239,7 +238,7 @@ def compress(
     """Store a model's weights in an MX format: 4 to 8 bits each, read without unpacking them first."""
     from .commands.compress import compress as run
 
-    run(target, format, scale_rule, skip or [], lm_head, activations, dtype, out, report, text, every_layer, json_file, calibrate, layer_format or [], bits)
+    run(target, format, scale_rule, skip or [], lm_head, activations, dtype, out, report, text, every_layer, json_file, calibrate, layer_format or [], bits, layout)
 
 
 @app.command(short_help="Train a draft on text that the target writes itself.")

@@ -17,6 +17,7 @@ from hf_specdec.bench.embedded import load_model
 from hf_specdec.cli import app
 from hf_specdec.mx.experts import ExpertMatrix
 from hf_specdec.mx.linear import MXMatrix
+from hf_specdec.mx.publish import _packed, publish
 from hf_specdec.mx.published import published
 
 from ..helpers import VOCAB, generated, plain, prompts, speculate, word_tokenizer
@@ -232,6 +233,71 @@ def test_experts_that_are_not_alike_are_refused(tmp_path):
     save_file({key: part for key, part in tensors.items() if not key.startswith(name)}, tmp_path / WEIGHTS, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"layers.0.mlp.experts.gate_up_proj: the checkpoint has it in 7 parts that are not alike, or not all of it"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("kind, settings", [
+    ("llama", {"format": "mxfp8_e4m3"}), ("qwen2", {"format": "mxfp4_e2m1"}), ("llama", {"format": "mxfp6_e2m3", "lm_head": "mxfp8_e4m3"}),
+    ("llama", {"format": "mxfp4_e2m1", "layer_formats": {"self_attn": "mxfp8_e4m3", "down_proj": "bf16"}}), ("qwen3_moe", {"format": "mxfp4_e2m1"})],
+    ids=["8", "4 and biases", "6 and a head", "mixed", "experts"])  # fmt: skip
+def test_what_is_published_is_read_again_bit_for_bit(kind, settings, tmp_path):
+    model = mx.compress(tiny(kind, dtype=torch.bfloat16), **settings)
+    publish(model, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))["quantization_config"]
+    assert config["quant_method"] == "compressed-tensors" and len(config["config_groups"]) == len({layer.format.name for layer in _packed(model).values()})
+    back, own = _packed(load(tmp_path / "out")), _packed(model)
+    assert back.keys() == own.keys() and all(same_bytes(back[name], layer.packed()) for name, layer in own.items())
+    assert model.config.quantization_config.quant_method == "mx"  # the model itself stays what it was
+    dense, numbers = load(tmp_path / "out", dequantize=True).state_dict(), mx.dequantize(model).state_dict()
+    assert all(torch.equal(value, dense[name]) for name, value in numbers.items())
+
+
+def test_the_library_reads_what_is_published(tmp_path):
+    pytest.importorskip("compressed_tensors")
+    model = mx.compress(tiny(dtype=torch.bfloat16), "mxfp4_e2m1", layer_formats={"self_attn": "mxfp8_e4m3", "up_proj": "mxfp6_e2m3"})
+    publish(model, tmp_path / "out")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    logits(theirs)
+    numbers = mx.dequantize(model).state_dict()
+    assert all(torch.equal(theirs.state_dict()[name], value) for name, value in numbers.items())
+
+
+@pytest.mark.parametrize("make, words", [
+    (lambda: tiny(), "has no MX layers"),
+    (lambda: mx.to_tiles(tiny()), "has no MX layers"),
+    (lambda: mx.compress(tiny(), "mxint8"), "knows no mxint8; it knows mxfp4_e2m1, mxfp6_e2m3, mxfp8_e4m3"),
+    (lambda: mx.compress(tiny(), "mxfp6_e3m2"), "knows no mxfp6_e3m2"),
+    (lambda: mx.compress(tiny(), activations="mxint8"), "^activations: the inputs of .* are rounded to MXINT8"),
+], ids=["dense", "tiles", "integers", "E3M2", "activations"])  # fmt: skip
+def test_what_cannot_be_published_is_refused_before_anything_is_written(make, words, tmp_path):
+    with pytest.raises(ValueError, match=words):
+        publish(make(), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_experts_that_no_checkpoint_holds_one_by_one_are_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr("hf_specdec.mx.publish.get_model_conversion_mapping", lambda model: [])
+    with pytest.raises(ValueError, match="do not hold its experts one by one"):
+        publish(mx.compress(tiny("qwen3_moe"), "mxfp4_e2m1"), tmp_path / "out")
+
+
+def test_a_full_folder_is_left_alone(tmp_path):
+    (tmp_path / "mine").write_text("x", encoding="utf-8")
+    with pytest.raises(OSError):
+        publish(mx.compress(tiny(), "mxfp8_e4m3"), tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["mine"]
+
+
+def test_the_command_line_publishes(tmp_path):
+    tiny(dtype=torch.bfloat16).save_pretrained(tmp_path / "in")
+    word_tokenizer(range(VOCAB)).save_pretrained(tmp_path / "in")
+    run = partial(CliRunner().invoke, app)
+    done = run(["compress", str(tmp_path / "in"), "--format", "mxfp4_e2m1", "--layout", "compressed-tensors", "--out", str(tmp_path / "out")])
+    assert done.exit_code == 0 and "what reads compressed-tensors" in done.stdout and (tmp_path / "out" / "tokenizer.json").is_file()
+    assert mx_layers(load(tmp_path / "out"))[NAME].format.name == "mxfp4_e2m1"
+    for options, words in ((["--layout", "gguf"], "--layout gguf: take mx or compressed-tensors"), (["--layout", "compressed-tensors"], "knows no mxint8"),
+                           (["--layout", "compressed-tensors", "--activations", "mxint8"], "--activations mxint8: compressed-tensors has no such layers")):
+        done = run(["compress", str(tmp_path / "in"), "--format", "mxint8", "--out", str(tmp_path / "no"), *options])
+        assert done.exit_code == 2 and words in " ".join(done.stderr.split()) and not (tmp_path / "no").exists()
 
 
 def test_another_quantisation_is_refused(four):

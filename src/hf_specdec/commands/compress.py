@@ -15,6 +15,7 @@ from .common import check_folder, has_parts, refuse_compressed, stored_config
 from .leaving import as_typed
 
 GENERATED = "generated"
+LAYOUTS = ("mx", "compressed-tensors")
 MARK = "\x1a"  # stands for a user's words
 NOTE = 24  # characters that a layer's format and its note get at least, beside the layer's name
 
@@ -35,21 +36,21 @@ def compress(
     calibrate: str | None = None,
     layer_format: Sequence[str] = (),
     bits: float | None = None,
+    layout: str = "mx",
 ) -> None:
     """Print what was done, write the folder, then measure; arguments are checked before anything is loaded."""
     _check(out, report, text, json_file, calibrate)
     _check_bits(bits, format, layer_format, calibrate)
+    _check_layout(layout, out, activations)
     from .. import mx
     from ..bench.arms import twin
     from ..bench.embedded import load_model
     from ..bench.report import save_json
     from ..mx.choose import larger
-    from ..mx.formats import get_format
 
     configured = partial(mx.MXConfig, format, scale_rule, skip, lm_head, activations=activations)
     config = configured(layer_formats=map(_pair, layer_format))
-    if calibrate and not any(get_format(name).bits < 16 for name in (format, lm_head, *config.layer_formats.values()) if name):
-        raise ValueError(f"--calibrate has no meaning with --format {format}: nothing is rounded.")
+    _check_formats([format, *([lm_head] if lm_head else []), *config.layer_formats.values()], calibrate, bits, layout)
     words = _words(text, "--text")
     lesson = None if calibrate == GENERATED else _words(calibrate, "--calibrate")
     refuse_compressed(target, stored_config(target), "name the original checkpoint", published=True)
@@ -70,8 +71,9 @@ def compress(
         _print_source(console, calibrate, sequences)
     _print_layers(console, model.mx_report, every_layer, (before, after))
     if out is not None:
-        _save(out, model, tokenizer)
-        console.print(f"Saved to {out}. Import hf_specdec.mx before from_pretrained.", markup=False, soft_wrap=True)
+        _save(out, model, tokenizer, layout)
+        how = "Import hf_specdec.mx before from_pretrained." if layout == "mx" else "mx.load reads it, and what reads compressed-tensors."
+        console.print(f"Saved to {out}. {how}", markup=False, soft_wrap=True)
     quality = mx.compare(original, model, tokenizer, words) if report else None
     if quality is not None:
         _print_quality(console, quality, text)
@@ -227,11 +229,33 @@ def _print_quality(console: Console, quality, text: Path | None) -> None:
 # ---- what is written ----
 
 
-def _save(out: Path, model: Any, tokenizer: Any) -> None:
+def _check_formats(formats: list[str], calibrate: str | None, bits: float | None, layout: str) -> None:
+    """formats: --format, the head's, if it has one, and those by layer."""
+    from ..mx.choose import larger
+    from ..mx.formats import get_format
+    from ..mx.publish import check_formats
+
+    if calibrate and all(get_format(name).is_dense for name in formats):
+        raise ValueError(f"--calibrate has no meaning with --format {formats[0]}: nothing is rounded.")
+    if layout != "mx":
+        check_formats([*formats, *([] if bits is None else larger(formats[0]))])
+
+
+def _check_layout(layout: str, out: Path | None, activations: str | None) -> None:
+    if layout not in LAYOUTS:
+        raise ValueError(f"--layout {layout}: take {' or '.join(LAYOUTS)}.")
+    if layout != "mx" and out is None:
+        raise ValueError("--layout says how --out is written: give --out DIR, too.")
+    if layout != "mx" and activations is not None:
+        raise ValueError(f"--activations {activations}: compressed-tensors has no such layers; leave it out, or --layout.")
+
+
+def _save(out: Path, model: Any, tokenizer: Any, layout: str) -> None:
     from ..bench.terminal import working
     from ..folders import written_whole
+    from ..mx.publish import publish
 
     with written_whole(out) as partial, working(f"Saving to {out.absolute()} ..."):
-        model.save_pretrained(partial)
+        model.save_pretrained(partial) if layout == "mx" else publish(model, partial)
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
