@@ -71,9 +71,7 @@ def compress(
         _print_source(console, calibrate, sequences)
     _print_layers(console, model.mx_report, every_layer, (before, after))
     if out is not None:
-        _save(out, model, tokenizer, layout)
-        how = "Import hf_specdec.mx before from_pretrained." if layout == "mx" else "mx.load reads it, and what reads compressed-tensors."
-        console.print(f"Saved to {out}. {how}", markup=False, soft_wrap=True)
+        _save(console, out, model, tokenizer, layout)
     quality = mx.compare(original, model, tokenizer, words) if report else None
     if quality is not None:
         _print_quality(console, quality, text)
@@ -250,7 +248,7 @@ def _check_layout(layout: str, out: Path | None, activations: str | None) -> Non
         raise ValueError(f"--activations {activations}: compressed-tensors has no such layers; leave it out, or --layout.")
 
 
-def _save(out: Path, model: Any, tokenizer: Any, layout: str) -> None:
+def _save(console: Console, out: Path, model: Any, tokenizer: Any, layout: str) -> None:
     from ..bench.terminal import working
     from ..folders import written_whole
     from ..mx.publish import publish
@@ -259,3 +257,5 @@ def _save(out: Path, model: Any, tokenizer: Any, layout: str) -> None:
         model.save_pretrained(partial) if layout == "mx" else publish(model, partial)
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
+    how = "Import hf_specdec.mx before from_pretrained." if layout == "mx" else "mx.load reads it, and what reads compressed-tensors."
+    console.print(f"Saved to {out}. {how}", markup=False, soft_wrap=True)
