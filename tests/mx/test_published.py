@@ -110,6 +110,12 @@ def test_formats_may_differ_by_layer(tmp_path):
     assert same(model, load(tmp_path / "again"))
 
 
+def test_rotations_that_are_in_the_weights_are_no_matter(tmp_path):
+    packed = write(tmp_path, tiny(dtype=torch.bfloat16), "quark 6")
+    edit(tmp_path, quantization_config=QUARK | {"algo_config": [{"name": "rotation", "r1": True, "r2": True, "r3": True, "r4": False}]})
+    assert same_bytes(load(tmp_path).model.layers[0].mlp.up_proj, packed[NAME])
+
+
 def test_the_report_says_what_was_read(four):
     layers = {layer.name: layer for layer in load(four).mx_report.layers}
     first = layers["model.layers.0.mlp.gate_proj"]
@@ -199,6 +205,7 @@ def test_a_config_says_whether_a_checkpoint_is_in_an_mx_format(config, says):
 
 @pytest.mark.parametrize("change, words", [
     ({"transform_config": {"config_groups": {"u": {}}}}, "turn their inputs first .transform_config"),
+    (QUARK | {"algo_config": [{"name": "rotation", "r1": True, "r4": True}]}, "turn their inputs first .r4 .* only AMD Quark"),
     ({"format": "mxfp6", "config_groups": {"a": {"weights": "e2m3"}, "b": {"weights": "e3m2"}}}, "into E2M3 and others into E3M2"),
 ])
 def test_what_a_config_says_of_more_than_weights_is_refused(copied, change, words):

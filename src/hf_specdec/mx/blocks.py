@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
+from .config import MXConfig
 from .experts import PREFIX, ExpertWeights, matrices
 from .formats import BLOCK
 from .plan import Choice
-from .config import MXConfig
 from .stored import stored_tensors
 
 BLOCKS = "mxfp4"  # transformers' method: `gate_up_proj_blocks` uint8 [experts, n, K/32, 16], two codes a byte, the first one low; `_scales` [experts, n, K/32]

@@ -15,20 +15,22 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from .blocks import Rows
+from .config import MXConfig
 from .experts import PREFIX, ExpertWeights
 from .formats import BLOCK, DENSE, Format, get_format
 from .in_place import on_gpu
 from .plan import Choice, heads_of, projections
-from .config import MXConfig
 from .stored import stored_tensors
 
 WRITERS = {
-    "compressed-tensors": "compressed-tensors (LLM Compressor)", "modelopt": "NVIDIA's Model Optimizer", "quark": "AMD Quark", "auto-round": "AutoRound", "mxfp8": "its authors", "fp8": "transformers",
+    "compressed-tensors": "compressed-tensors (LLM Compressor)", "modelopt": "NVIDIA's Model Optimizer", "quark": "AMD Quark", "auto-round": "AutoRound",
+    "mxfp8": "transformers", "fp8": "transformers",
 }  # fmt: skip
 BY_BLOCKS = ("mxfp8", "fp8")  # methods that say what a scale is for: of MX formats, BLOCK numbers of a row
 CODES, SCALES = ("weight_packed", "weight"), ("weight_scale", "weight_scale_inv")  # of a layer, as the writers name them
 BESIDE = {*CODES, *SCALES, "bias", "input_scale", "output_scale", "weight_shape"}  # all that a layer may have: others (zero points, factors of inputs) change what it computes
-TURNED = ("transform_config", "rotation_config", "hadamard_config")  # in a quantization_config: what is multiplied with inputs as they come
+TURNED = ("transform_config", "rotation_config")  # in a quantization_config: what inputs are multiplied with as they come
+ONLINE = ("r4", "online_r1_rotation")  # the same in an entry of Quark's algo_config; other rotations are in the weights, or change no product (r3)
 NUMBERS = ("F64", "F32", "F16", "BF16")
 TYPES = {"U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": getattr(torch, "float8_e8m0fnu", None)}
 Entry = tuple[str, tuple[int, ...]]  # of a tensor in a file: its type and shape
@@ -50,9 +52,10 @@ class PublishedConfig(MXConfig):
     def __init__(self, origin: dict, **unknown):
         super().__init__("bf16")
         self.origin = origin
-        for key in TURNED:
-            if origin.get(key):
-                raise ValueError(f"its layers turn their inputs first ({key} in its quantization_config): only {writer(origin)} computes that.")
+        turned = [key for key in TURNED if origin.get(key)]
+        turned += [key for algorithm in origin.get("algo_config") or () if isinstance(algorithm, dict) for key in ONLINE if algorithm.get(key)]
+        if turned:
+            raise ValueError(f"its layers turn their inputs first ({turned[0]} in its quantization_config): only {writer(origin)} computes that.")
 
     def look(self, model: nn.Module, files: Iterable[str | os.PathLike], device_map: Any) -> None:
         found = dict(_layers(model, stored_tensors(files), _six_bits(self.origin)))
@@ -165,7 +168,7 @@ def _layers(model: nn.Module, tensors: dict[str, Entry], six: str) -> Iterator[t
 
 def _stored(name: str, k: int, own: dict[str, Entry], six: str) -> Stored:
     (kind, shape), (of_scales, scales) = (next((own[part] for part in parts if part in own), ("nothing", (0,))) for parts in (CODES, SCALES))
-    names, n = [FP8[kind]] if kind in FP8 else ["mxfp4_e2m1", six] if kind in ("U8", "I8") else [], shape[0]
+    names, n = [FP8[kind]] if kind in FP8 else ["mxfp4_e2m1", six] if kind in ("U8", "I8") else [], next(iter(shape), 0)
     fitting = [fmt for fmt in map(get_format, names) if k % BLOCK == 0 and shape == (n, k * fmt.bits // 8)]
     if not fitting or of_scales not in ("U8", "F8_E8M0") or scales != (n, k // BLOCK):
         raise ValueError(f"{name}: its weight of {k} inputs is {kind} {list(shape)} with scales {of_scales} {list(scales)} in the checkpoint, which is no MX format: blocks of "
