@@ -117,7 +117,7 @@ def writer(origin: dict) -> str:
 def _says_mx(method: str, origin: dict) -> bool:
     """Whether such a config names an MX format: `mxfp4-pack-quantized`, `MXFP8`, `mx_fp4`, or, of Quark's, scales in E8M0."""
     if method in BY_BLOCKS:
-        return list(origin.get("weight_block_size") or ()) == [1, BLOCK]
+        return origin.get("weight_block_size") in ([1, BLOCK], (1, BLOCK))
     return any(word in ("e8m0", "mx") or "mxfp" in word for word in (word.lower().replace("_", "") for word in _words(origin)))
 
 
