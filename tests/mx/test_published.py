@@ -273,8 +273,9 @@ def test_the_library_reads_what_is_published(tmp_path):
     (lambda: mx.to_tiles(tiny()), "has no MX layers"),
     (lambda: mx.compress(tiny(), "mxint8"), "knows no mxint8; it knows mxfp4_e2m1, mxfp6_e2m3, mxfp8_e4m3"),
     (lambda: mx.compress(tiny(), "mxfp6_e3m2"), "knows no mxfp6_e3m2"),
-    (lambda: mx.compress(tiny(), activations="mxint8"), "^activations: the inputs of .* are rounded to MXINT8"),
-], ids=["dense", "tiles", "integers", "E3M2", "activations"])  # fmt: skip
+    (lambda: mx.compress(tiny(dtype=torch.bfloat16), activations="mxint8"), "^activations: the inputs of .* are rounded to MXINT8"),
+    (lambda: mx.compress(tiny(), "mxfp8_e4m3"), "^model is in torch.float32: compressed-tensors unpacks to bfloat16"),
+], ids=["dense", "tiles", "integers", "E3M2", "activations", "float32"])  # fmt: skip
 def test_what_cannot_be_published_is_refused_before_anything_is_written(make, words, tmp_path):
     with pytest.raises(ValueError, match=words):
         publish(make(), tmp_path / "out")
@@ -284,13 +285,13 @@ def test_what_cannot_be_published_is_refused_before_anything_is_written(make, wo
 def test_experts_that_no_checkpoint_holds_one_by_one_are_refused(monkeypatch, tmp_path):
     monkeypatch.setattr("hf_specdec.mx.publish.get_model_conversion_mapping", lambda model: [])
     with pytest.raises(ValueError, match="do not hold its experts one by one"):
-        publish(mx.compress(tiny("qwen3_moe"), "mxfp4_e2m1"), tmp_path / "out")
+        publish(mx.compress(tiny("qwen3_moe", dtype=torch.bfloat16), "mxfp4_e2m1"), tmp_path / "out")
 
 
 def test_a_full_folder_is_left_alone(tmp_path):
     (tmp_path / "mine").write_text("x", encoding="utf-8")
     with pytest.raises(OSError):
-        publish(mx.compress(tiny(), "mxfp8_e4m3"), tmp_path)
+        publish(mx.compress(tiny(dtype=torch.bfloat16), "mxfp8_e4m3"), tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["mine"]
 
 
@@ -302,6 +303,7 @@ def test_the_command_line_publishes(tmp_path):
     assert done.exit_code == 0 and "what reads compressed-tensors" in done.stdout and (tmp_path / "out" / "tokenizer.json").is_file()
     assert mx_layers(load(tmp_path / "out"))[NAME].format.name == "mxfp4_e2m1"
     for options, words in ((["--layout", "gguf"], "--layout gguf: take mx or compressed-tensors"), (["--layout", "compressed-tensors"], "knows no mxint8"),
+                           (["--layout", "compressed-tensors", "--format", "mxfp4_e2m1", "--dtype", "float32"], "unpacks to bfloat16"),
                            (["--layout", "compressed-tensors", "--activations", "mxint8"], "--activations mxint8: compressed-tensors has no such layers")):
         done = run(["compress", str(tmp_path / "in"), "--format", "mxint8", "--out", str(tmp_path / "no"), *options])
         assert done.exit_code == 2 and words in " ".join(done.stderr.split()) and not (tmp_path / "no").exists()

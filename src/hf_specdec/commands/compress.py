@@ -56,7 +56,7 @@ def compress(
     refuse_compressed(target, stored_config(target), "name the original checkpoint", published=True)
     needed = "--report" if report else "--calibrate" if calibrate else None
     model, tokenizer = load_model(target, dtype, encoder_decoders=True), _tokenizer(target, needed)
-    refuse_compressed(target, model.config, "name the original checkpoint")
+    _check_loaded(target, model, layout)
     if report:
         _check_measured(target, model, tokenizer, words, text)
     before = _bytes(model)
@@ -100,6 +100,15 @@ def _check(out: Path | None, report: bool, text: Path | None, json_file: Path | 
     if out is not None and out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(f"--out {out} exists and is not an empty folder: name another one, or remove it first.")
     check_folder(out, "--out")
+
+
+def _check_loaded(target: str, model: Any, layout: str) -> None:
+    """ValueError for a model that is compressed already, or that the layout does not fit."""
+    from ..mx.publish import check_dtype
+
+    refuse_compressed(target, model.config, "name the original checkpoint")
+    if layout != "mx":
+        check_dtype(model)
 
 
 def _check_measured(target: str, model: Any, tokenizer: Any, words: str | None, text: Path | None) -> None:

@@ -31,7 +31,7 @@ def publish(model: PreTrainedModel, folder: str | os.PathLike) -> None:
     family's checkpoints.
 
     Raises ValueError, before anything is written, for a folder that is not empty, a model without MX layers, layers in other formats than MXFP4, MXFP6 E2M3 and MXFP8 E4M3, or
-    with rounded activations, and experts of which transformers does not say how checkpoints hold them; TypeError for what is no model.
+    with rounded activations, one that is not in bfloat16, and experts of which transformers does not say how checkpoints hold them; TypeError for what is no model.
     """
     check(model)
     with written_whole(Path(folder)) as partial:
@@ -52,6 +52,7 @@ def check(model: PreTrainedModel) -> None:
     if not layers:
         raise ValueError("model has no MX layers: compress it first, mx.compress(model, 'mxfp8_e4m3'), or save it with save_pretrained.")
     check_formats(layer.format for layer in layers.values())
+    check_dtype(model)
     rounded = next((name for name, layer in layers.items() if layer.activations), None)
     if rounded is not None:
         raise ValueError(f"activations: the inputs of {rounded} are rounded to MXINT8, which compressed-tensors does not know: compress the model without activations=.")
@@ -65,6 +66,12 @@ def check_formats(formats: Iterable[Format | str]) -> None:
     other = sorted({get_format(each).name for each in formats} - FORMATS.keys() - {"bf16", "fp32"})
     if other:
         raise ValueError(f"{LAYOUT} knows no {' and no '.join(other)}; it knows {', '.join(FORMATS)}.")
+
+
+def check_dtype(model: PreTrainedModel) -> None:
+    """ValueError for a model in another dtype than what compressed-tensors unpacks to."""
+    if model.dtype != torch.bfloat16:
+        raise ValueError(f"model is in {model.dtype}: compressed-tensors unpacks to bfloat16, and the rest has to be that, too. Load it with dtype=torch.bfloat16 (--dtype bfloat16).")
 
 
 def _packed(model: nn.Module) -> dict[str, MXMatrix]:
