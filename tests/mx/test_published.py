@@ -20,8 +20,8 @@ from hf_specdec.mx.linear import MXMatrix
 from hf_specdec.mx.publish import _packed, publish
 from hf_specdec.mx.published import published
 
-from ..helpers import VOCAB, generated, plain, prompts, speculate, word_tokenizer
-from .models import logits, mx_layers, same, tiny
+from ..helpers import VOCAB, build, generated, plain, prompts, speculate, word_tokenizer
+from .models import SIZE, logits, mx_layers, same, tiny
 
 WEIGHTS = "model.safetensors"
 FLOAT8 = {"mxfp8_e4m3": torch.float8_e4m3fn, "mxfp8_e5m2": torch.float8_e5m2}
@@ -256,6 +256,15 @@ def test_what_is_published_is_read_again_bit_for_bit(kind, settings, tmp_path):
     assert model.config.quantization_config.quant_method == "mx"  # the model itself stays what it was
     dense, numbers = load(tmp_path / "out", dequantize=True).state_dict(), mx.dequantize(model).state_dict()
     assert all(torch.equal(value, dense[name]) for name, value in numbers.items())
+
+
+def test_what_is_in_tiles_is_published_as_its_family_has_it(tmp_path):
+    model = build("gpt_oss", 0, "eager", **SIZE, head_dim=16, num_local_experts=4, num_experts_per_tok=2).to(torch.bfloat16)  # whose experts lie turned, in one tensor
+    publish(mx.compress(model, "mxfp8_e4m3", layer_formats={"experts": "bf16"}), tmp_path / "out")
+    ignored = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))["quantization_config"]["ignore"]
+    assert {HEAD, "model.layers.0.mlp.router"} <= set(ignored) and not any("self_attn" in name for name in ignored)
+    back, own = load(tmp_path / "out", dequantize=True).state_dict(), mx.dequantize(model).state_dict()
+    assert back.keys() == own.keys() and all(torch.equal(back[name], value) for name, value in own.items())
 
 
 def test_the_library_reads_what_is_published(tmp_path):

@@ -16,7 +16,7 @@ from transformers.core_model_loading import WeightConverter, revert_weight_conve
 
 from ..folders import written_whole
 from ..hints import what
-from .experts import PREFIX, ExpertMatrix
+from .experts import PREFIX, ExpertMatrix, as_parameter
 from .formats import BLOCK, Format, get_format
 from .linear import MXMatrix
 
@@ -86,13 +86,13 @@ def _tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
         if isinstance(layer, MXMatrix):
             left_out |= {f"{name}.weight", f"{name}.weight_scale"}
             own = name.replace(f".{PREFIX}", ".")
-            made |= _dense(own, layer, model.dtype) if layer.format.is_dense else dict(_parts(model, own, layer))
+            if not layer.format.is_dense:
+                made |= _parts(model, own, layer)
+            elif isinstance(layer, ExpertMatrix):
+                made[own] = as_parameter(model.get_submodule(own.rpartition(".")[0]), layer, model.dtype)
+            else:
+                made[f"{own}.weight"] = layer.dequantize(model.dtype)
     return {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name not in left_out} | made
-
-
-def _dense(name: str, layer: MXMatrix, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    weight = layer.dequantize(dtype)
-    return {name: weight.view(layer.shape)} if isinstance(layer, ExpertMatrix) else {f"{name}.weight": weight}
 
 
 def _parts(model: PreTrainedModel, name: str, layer: MXMatrix) -> Iterator[tuple[str, torch.Tensor]]:
@@ -128,11 +128,17 @@ def _config(model: PreTrainedModel) -> dict:
     targets = {name: [own for own, layer in layers.items() if layer.format.name == name] if len(formats) > 1 else ["Linear"] for name in formats}
     groups = {f"group_{i}": {"targets": _names(model, targets[name], layers), "weights": _weights(get_format(name)), "input_activations": None, "output_activations": None,
                              "format": FORMATS[name]} for i, name in enumerate(formats)}
-    ignored = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name not in layers]
+    ignored = [name for name, module in model.named_modules() if name not in layers and _multiplies(module)]
     return {
         "quant_method": LAYOUT, "version": VERSION, "quantization_status": "compressed", "format": FORMATS[formats[0]] if len(formats) == 1 else "mixed-precision",
         "config_groups": groups, "ignore": ignored, "kv_cache_scheme": None, "sparsity_config": {}, "transform_config": {}, "global_compression_ratio": None,
     }  # fmt: skip
+
+
+def _multiplies(module: nn.Module) -> bool:
+    """Whether a module may be a Linear layer to others: routers, too, which transformers has classes for."""
+    weight = module._parameters.get("weight")
+    return isinstance(module, nn.Linear) or weight is not None and weight.dim() == 2 and not isinstance(module, (nn.Embedding, ExpertMatrix))
 
 
 def _names(model: PreTrainedModel, targets: list[str], layers: dict[str, MXMatrix]) -> list[str]:

@@ -133,7 +133,8 @@ class MXQuantizer(HfQuantizer):
             if isinstance(module, MXMatrix) and own not in self.held and module.weight.is_floating_point() and not module.weight.is_meta:
                 self._compress_new(name, module)
             elif isinstance(module, MXMatrix):
-                as_bytes(module)
+                if own in self.held and not self.pre_quantized:
+                    as_bytes(module)
                 check_loaded(name, module, self.pre_quantized)
                 self._note_published(own, module)
                 module.prepare()
